@@ -97,7 +97,6 @@ def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
 
 
 def _root_of(one: Finding, cause_of: dict[int, Finding]) -> Finding:
-    """Return the finding at the end of the chain of causes."""
     while id(one) in cause_of:
         one = cause_of[id(one)]
     return one

@@ -186,7 +186,6 @@ class LiveChecks:
             self._due.append(Rows(self._catalog, np.full(len(lanes), probed.step, np.int64), lanes, numbers))
 
     def _of_probe(self, probed: ProbedStep) -> tuple[Integers, dict[str, Floats]]:
-        """Return lanes and numbers of the values that the probe saw at a step and that a rule reads."""
         num = len(probed.sums)
         if num > len(self._probed_lanes):
             more = [self._lane_in_probe(one) for one in probed.series[len(self._probed_lanes) : num]]

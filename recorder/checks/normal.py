@@ -139,7 +139,6 @@ class Measures:
         return ids, firsts, np.bincount(ids)
 
     def _over_ranks(self, rows: Rows, rms: Floats) -> Numbers:
-        """Return the largest minus the smallest value over ranks, at the rank that is farthest from the median."""
         of_rank = rows.where("of a rank", lambda key: key.differs_by_batch)
         (indices,) = np.nonzero((rms > _TINY) & of_rank)
         if not len(indices):

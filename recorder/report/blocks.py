@@ -309,7 +309,6 @@ def _block(
 
 
 def _weight(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return how extreme a value is: of the values of a column, the one with the largest weight is kept."""
     if name == "min":
         return -values
     return values if name == "max" else np.abs(values)

@@ -146,9 +146,6 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "differing": [[row[name] for name in names] for row in rows],
             "only_a": [list(row.values()) for row in compared.only_a.slice(0, _MAX_DIFFERING).to_pylist()],
             "only_b": [list(row.values()) for row in compared.only_b.slice(0, _MAX_DIFFERING).to_pylist()],
-            "steps_only_a": compared.steps_only_a[:_MAX_DIFFERING],
-            "steps_only_b": compared.steps_only_b[:_MAX_DIFFERING],
-            "left_out": [[one.num_values, one.why] for one in compared.left_out],
         },
     )
 

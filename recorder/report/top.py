@@ -229,7 +229,6 @@ def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
 
 
 def _highlight(one: ToldFindings, typed: str) -> Highlight:
-    """Return a finding with a link to the picture of its worst value."""
     worst = one.worst
     link: dict[str, Any] = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
     link |= {"step": worst.step} if worst.step >= 0 else {}
@@ -336,7 +335,6 @@ class _Jump(NamedTuple):
 
 
 def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> Iterator[tuple[int, float]]:
-    """Yield the columns whose value exceeds the extrapolation of the records before it, and the ratio."""
     known = np.flatnonzero(~np.isnan(values))
     values, at = values[known], steps[known]
     if len(values) < _MIN_STEPS or values.max() < _JUMP * values.min():

@@ -32,8 +32,6 @@ NEVER = 1 << 62
 
 
 class _Batch(NamedTuple):
-    """A batch that was found and is still needed."""
-
     shard: ShardRows
     number: int
     steps: Steps

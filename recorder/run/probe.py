@@ -73,7 +73,6 @@ def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
 
 
 def _tables(shard: ShardRows) -> Iterator[Any]:
-    """Yield one table for each batch of a shard."""
     for rows, arrays in _blocks(shard, PROBE):
         notes = [note_members(row["note"]) for row in rows]
         blocks = [
@@ -98,7 +97,6 @@ def _tables(shard: ShardRows) -> Iterator[Any]:
 
 
 def _blocks(shard: ShardRows, site: str) -> Iterator[tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]]:
-    """Yield the rows of a site in each batch of a shard, with their payloads."""
     for batch in shard.columns(_COLUMNS):
         rows = [row for row in pa.Table.from_batches([batch]).to_pylist() if row["site"] == site]
         data = {number: shard.read(number, ("data",)).column("data") for number in {row["batch"] for row in rows}}

@@ -180,7 +180,6 @@ def in_order_of_sites(sites: Iterable[str]) -> list[str]:
 
 
 def _shown(text: object) -> str:
-    """Return an untrusted text as HTML in which nothing is markup."""
     return html.escape(printable(text), quote=True)
 
 

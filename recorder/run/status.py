@@ -140,8 +140,6 @@ class RankNow:
 
 @dataclass(slots=True)
 class _StatusFile:
-    """One writer directory as of the last look."""
-
     directory: Location
     status: Status
     is_shown: bool = False

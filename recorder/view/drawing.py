@@ -151,7 +151,6 @@ class Drawing:
         return has_more
 
     def _is_another(self) -> bool:
-        """Mark the run as gone. If another run has taken its place, begin with that run and return True."""
         with suppress(RunError, OSError):
             store = store_of(self.location)
             store.refresh()
@@ -165,7 +164,6 @@ class Drawing:
         return False
 
     def _has_other_ranks(self) -> bool:
-        """Return True if a rank has begun since the lanes were made, because each rank belongs to a lane."""
         return self.collected is not None and self._run((0, 0)).ranks != self.collected.lanes.ranks
 
     def _draw_new(self, is_new: bool, has_more: bool) -> Iterator[None]:
@@ -386,8 +384,8 @@ class Drawing:
             "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
             "verdict": None if self._checked is not None else self._verdict(bad),
         }
-        known = {one[:1] + one[3:8] for one in self._judged}  # the rule, the value and the ranks
-        newer = (one for one in self._found[self._num_judged :] if one[:1] + one[3:8] not in known)
+        judged_values = {one[:1] + one[3:8] for one in self._judged}  # the rule, the value and the ranks
+        newer = (one for one in self._found[self._num_judged :] if one[:1] + one[3:8] not in judged_values)
         found = [*self._judged, *newer]
         found = with_causes(found, self._catalog) if self._catalog is not None else []
         judged, is_growing = told_by_check(found, self.name), self.state == "live"
@@ -419,7 +417,6 @@ class Drawing:
         return f"{num_drawn:,} of {num_rows:,} rows are drawn"
 
     def _known_steps(self) -> tuple[int, int, int] | None:
-        """Return the first and the last step with a row, of a module or a scalar, and the number of such steps."""
         first, last = self.axes.first_step, self.axes.last_step
         return None if first is None or last is None else (first, last, self.axes.num_steps)
 

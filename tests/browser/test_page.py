@@ -330,7 +330,7 @@ def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> Non
     opened.redrawn()
     ridges = opened.page.locator("#panel-histograms canvas[role=img]")
     assert hash_of(opened)["ridges"] == "1" and len(np.unique(opened.pixels("#panel-histograms canvas[role=img]"))) > 5
-    assert (ridges.get_attribute("aria-label") or "").count("most 2⁻¹ to 2⁰") == 4, "a ridge for each recorded step"
+    assert (ridges.get_attribute("aria-label") or "").count("most 2⁰ to 2¹") == 4, "a ridge for each recorded step"
 
 
 def test_units_are_drawn_sorted_over_steps(open_page: Open, tmp_path: Path) -> None:

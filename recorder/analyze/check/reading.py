@@ -123,7 +123,6 @@ class RunRows:
         return self._as_rows(pa.Table.from_arrays([*columns, *self._more(table)], schema=self._schema))
 
     def _ranges(self) -> list[Steps]:
-        """Return ranges of steps, ascending, with so few rows that a range can be in memory."""
         if self._steps is not None:
             return [self._steps]
         ranges = [_EVERY] if self._run.num_rows <= RANGE_ROWS else self._view.windows(RANGE_ROWS)
@@ -150,7 +149,6 @@ class RunRows:
                 yield from self._probed(writer, steps)
 
     def _more(self, table: Any) -> Iterator[Any]:
-        """Return the columns that rows have beside `_ORDER`, the numbers and the texts."""
         yield from columns_of(self._details, table)
         yield pa.nulls(table.num_rows, pa.float64())  # global_numel
         yield pa.array(np.zeros(table.num_rows))  # IS_PROBE
@@ -233,7 +231,6 @@ def _about(site: str, dtype: str, shape: str | None, global_shape: str | None, w
 
 
 def _is_only_one(keys: Sequence[Integers], flags: Flags) -> Flags:
-    """Return, for each row, False if it is flagged and a row without the flag has the same keys."""
     ids, _ = grouped(*keys)
     return ~flags | ~np.isin(ids, ids[~flags])
 

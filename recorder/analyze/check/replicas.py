@@ -58,7 +58,6 @@ class _ApartByProbe(NamedTuple):
 
 
 def _apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[_ApartByProbe]:
-    """Return, for each site, the first of the named values that the probe shows to come apart."""
     size = probe_size(run.writers)
     if size is None or size.num_numbers > MOST_PROBED or not names:
         return []

@@ -288,13 +288,11 @@ def is_replicated(table: Any) -> npt.NDArray[np.bool_]:
 
 
 def _first_ranks(table: Any) -> Integers:
-    """Return the first rank of each row's mesh; -1 where the row does not list the ranks."""
     firsts, ids = by_distinct(table, ("mesh",), lambda mesh: min(parse_mesh(mesh).ranks, default=-1))
     return np.array(firsts, np.int64)[ids]
 
 
 def _has_kind(placements: str, end: str, *, but: str = "") -> bool:
-    """Return whether the kind of some placement ends with `end`, and no placement is of the kind `but`."""
     kinds = kinds_of(placements)
     return but not in kinds and any(kind.endswith(end) for kind in kinds)
 

@@ -160,8 +160,6 @@ _MIN_POSITIONS = 4
 
 
 class _Attention(CheckRule):
-    """The members that the rule `attention` and its parts have in common."""
-
     name = "attention"
     sentence = "Attention has logits that are too large, or nearly all its weight on single positions."
     sites, columns = ("input", "output", "tap"), ("max", "sum", "sum_sq")
@@ -223,8 +221,6 @@ _SCALE = re.compile(r"(.*[._])?scale(_inv)?")
 
 
 class _Precision(CheckRule):
-    """The members that the rule `low_precision` and its parts have in common."""
-
     name = "low_precision"
     sentence = "Values lie where their type has few bits left, or at its end, as those of float16 and float8 may."
     sites = ("input", "output", "grad_input", "grad_output", "param", "grad", "tap")

@@ -98,8 +98,6 @@ def medians(groups: Integers, values: Floats) -> Floats:
 
 
 class _Variance(CheckRule):
-    """The members that the rule `running_statistics` and its parts have in common."""
-
     name = "running_statistics"
     sentence = "The running variance of a batch norm goes on leaping long after the beginning, or is apart over ranks."
     sites, columns = ("buffer",), ("mean",)

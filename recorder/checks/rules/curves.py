@@ -129,7 +129,6 @@ class CurveRule(CheckRule):
         return self._number[lanes].astype(np.int64)
 
     def _blamed(self, rows: Rows, curve: int, step: int, shares: Floats) -> int:
-        """Return the lane that a finding names; for a norm, the lane of the gradient that grew most."""
         kind, rank, scope = self.keys[curve]
         if kind == _LOSS:
             return self.lanes[curve]
@@ -479,8 +478,6 @@ class Overfitting(CurveRule):
 
 @dataclass(slots=True)
 class _Validations:
-    """The validation losses of one curve."""
-
     best: float = math.inf
     rise: float = 1.0
     """The largest rise since the best loss, as a factor."""

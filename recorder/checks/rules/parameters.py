@@ -424,7 +424,6 @@ class Initialisation(CheckRule):
                 yield from self._odd(lanes, self._first_step)
 
     def _odd(self, lanes: list[int], step: int) -> Iterator[Finding]:
-        """Report the weights whose scale, corrected for their fan-in, is far from the median."""
         fans = [float(max(math.prod(self.catalog.about_of(lane).shape[1:]), 1)) for lane in lanes]
         scales = self._std[np.array(lanes)] * np.sqrt(fans)
         ratios = scales / np.median(scales)

@@ -14,8 +14,6 @@ _KINDS = ("Dropout", "Norm")
 
 
 class _ProgramRule(CheckRule):
-    """The base of rules that judge facts about modules, and no rows."""
-
     columns = ()
 
     def add(self, rows: Rows) -> Iterable[Finding]:

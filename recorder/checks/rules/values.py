@@ -270,7 +270,6 @@ def _tells_apart(rows: Rows) -> Flags:
 
 
 def _batches(rows: Rows, hashes: npt.NDArray[np.uint64]) -> tuple[Integers, Integers, Integers]:
-    """Return step, first lane and hash of what each rank got at each step, from the hash of each row."""
     samples, firsts = grouped(rows.steps, rows.ranks)
     totals = np.zeros(len(firsts), np.int64)
     with np.errstate(over="ignore"):
