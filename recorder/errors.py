@@ -9,7 +9,7 @@ RecorderError
 ├── WriteError           the run directory cannot be used, or the writer gave up
 ├── CommandError         a run under way cannot take this command, or a file holds no command
 ├── StoreError           an object store cannot be reached, refuses, or has other objects than it listed
-├── ClusterError         a Dask cluster cannot be used, or was lost
+├── ClusterError         a Dask or Ray cluster cannot be used, or was lost
 └── RunError             a recorded run cannot be read
     ├── NotARunError         the path is missing, or holds no run of ours
     ├── CorruptError         bytes are not what was written
@@ -69,7 +69,7 @@ class StoreError(RecorderError):
 
 
 class ClusterError(RecorderError):
-    """A Dask cluster cannot be used, or was lost; the message names its scheduler or the worker, and why."""
+    """A Dask or Ray cluster cannot be used, or was lost; the message names its scheduler or the worker, and why."""
 
 
 class RunError(RecorderError):

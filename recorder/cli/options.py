@@ -162,22 +162,23 @@ SchedulerOption = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Have the workers of a Dask cluster do it: the address of its scheduler, such as tcp://host:8786. They "
-        "need the same file system and the same versions; the result is the same to the last byte.",
+        help="Have the workers of a Dask or Ray cluster do it: the address of its scheduler, such as tcp://host:8786 "
+        "or ray://host:10001. They need the same file system and the same versions; the result is the same to the "
+        "last byte.",
     ),
 ]
 
 
 @contextmanager
 def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
-    """Yield a mapper that reads ranges of steps in this process, or on the workers of a Dask cluster."""
+    """Yield a mapper that reads ranges of steps in this process, or on the workers of a cluster."""
     from ..run.step_ranges import map_serially, spread_over
-    from ..system.executors import open_dask
+    from ..system.executors import open_cluster
 
     if scheduler is None:
         yield map_serially
         return
-    with open_dask(scheduler) as (executor, num_workers):
+    with open_cluster(scheduler) as (executor, num_workers):
         yield spread_over(executor, num_workers)
 
 

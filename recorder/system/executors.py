@@ -1,4 +1,4 @@
-"""Executors on other machines: checks that their versions are compatible, and makes an executor of a Dask cluster.
+"""Executors on other machines: checks that versions are compatible, and makes an executor of a Dask or Ray cluster.
 
 Nothing here may start a scheduler or a worker.
 """
@@ -13,10 +13,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Executor, Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from ..errors import ClusterError, not_installed
 
@@ -26,7 +27,11 @@ _WORKERS_S = 10.0
 _ALONE_S = 60.0
 """The seconds for which a scheduler may have no worker later: Dask restarts a killed worker within seconds."""
 _LOOK_S = 1.0
-_PACKAGES = ("recorder", "pyarrow", "numpy", "zstandard", "ml_dtypes")
+_RAY_PORT = 10001
+"""The port of a Ray cluster for clients, where the address names none."""
+_LOST = "the scheduler of the cluster is gone"
+_KILLED = "several workers died over the same unit of work (see their logs: most likely they need more memory)"
+_PACKAGES = ("torch-recorder", "pyarrow", "numpy", "zstandard", "ml_dtypes")
 """The packages whose versions decide the bytes of the results."""
 
 T = TypeVar("T")
@@ -80,12 +85,16 @@ def drop_all() -> None:
     gc.collect()
 
 
-@contextmanager
-def open_dask(address: str) -> Iterator[tuple[Executor, int]]:
-    """Yield the workers of a Dask cluster as an executor, and the number of calls that they run at once.
+def open_cluster(address: str) -> AbstractContextManager[tuple[Executor, int]]:
+    """Enter the workers of a Dask or Ray cluster as an executor, and the number of calls that they run at once.
 
     ClusterError is raised if there is no cluster, or if it has no workers or workers of other versions.
     """
+    return _open_ray(address) if address.startswith("ray://") else _open_dask(address)
+
+
+@contextmanager
+def _open_dask(address: str) -> Iterator[tuple[Executor, int]]:
     if find_spec("distributed") is None:
         raise ClusterError(not_installed("--scheduler", "distributed", "dask"))
     with _quiet():
@@ -100,65 +109,105 @@ def open_dask(address: str) -> Iterator[tuple[Executor, int]]:
                 installed = dict(process["packages"])
                 installed["python"] = ".".join(str(installed.get("python")).split(".")[:2])
                 check_versions(name, installed, wanted)
-            executor = _DaskExecutor(client, address)
+            start = client.get_executor(pure=False)
+            executor = _ClusterExecutor(
+                address,
+                start.submit,
+                lambda: len(client.scheduler_info(n_workers=-1).get("workers", {})),
+                _dask_failure,
+            )
             try:
                 yield executor, sum(client.nthreads().values())
             finally:
-                executor.shutdown(wait=False)
+                executor.shutdown()
                 with suppress(Exception):  # the scheduler may be gone
+                    start.shutdown(wait=False)
+                with suppress(Exception):
                     client.sync(client._run, drop_all, callback_timeout=5)
         finally:
             with suppress(Exception):  # the cluster may be gone, which raises various errors
                 client.close(timeout=2)
 
 
-class _DaskExecutor(Executor):
-    """Dask's own executor. Its failures become `ClusterError`, and it never waits for a cluster without workers."""
+@contextmanager
+def _open_ray(address: str) -> Iterator[tuple[Executor, int]]:
+    if find_spec("ray") is None:
+        raise ClusterError(not_installed("--scheduler ray://", "ray[client]", "ray"))
+    import ray
 
-    def __init__(self, client: Any, address: str) -> None:
-        self._client = client
+    try:
+        parts = urlsplit(address)
+        # Ray's own client looks for a missing cluster for 35 s.
+        socket.create_connection((parts.hostname or "", parts.port or _RAY_PORT), _CONNECT_S).close()
+        client = ray.init(address, logging_level=logging.CRITICAL, log_to_driver=False)
+    except ValueError as error:
+        raise ClusterError(f"{address}: is no address of a cluster ({error}); it is like ray://host:10001") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: other versions of Ray or Python
+        text = f"no Ray cluster that can be used ({' '.join(str(error).split())})"
+        raise ClusterError(f"{address}: {text}; `ray start --head` starts one") from error
+    with client:
+        call = ray.remote(_call)
+        executor = _ClusterExecutor(
+            address,
+            lambda *work, **options: call.remote(*work, **options).future(),
+            lambda: int(ray.cluster_resources().get("CPU", 0)),
+            _ray_failure,
+        )
+        try:
+            if not (num_workers := executor.num_workers()):
+                raise ClusterError(f"{address}: the Ray cluster has no CPUs; add a node with `ray start --address`")
+            yield executor, num_workers
+        finally:
+            executor.shutdown()
+
+
+def _call(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return fn(*args, **kwargs)
+
+
+class _ClusterExecutor(Executor):
+    """A cluster's own futures. Their failures become `ClusterError`, and nobody waits for a cluster without workers."""
+
+    def __init__(
+        self,
+        address: str,
+        start: Callable[..., Future[Any]],
+        num_workers: Callable[[], int],
+        explain: Callable[[BaseException], BaseException | str],
+    ) -> None:
+        """Watch the cluster. `explain` returns what the function raised, or a text on why the cluster failed."""
+        self.num_workers = num_workers
         self._address = address
-        self._executor: Executor = client.get_executor(pure=False)
+        self._start = start
+        self._explain = explain
         self._pending: set[Future[Any]] = set()
         self._is_closed = threading.Event()
-        self._watch = threading.Thread(target=self._look_after, name="recorder-dask", daemon=True)
+        self._watch = threading.Thread(target=self._look_after, name="recorder-cluster", daemon=True)
         self._watch.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
         try:
-            inner = self._executor.submit(fn, *args, **kwargs)
+            inner = self._start(fn, *args, **kwargs)
         except Exception as error:  # a lost connection raises various errors
-            raise ClusterError(self._lost()) from error
+            raise ClusterError(f"{self._address}: {_LOST}") from error
         self._pending.add(future)
         inner.add_done_callback(lambda done: self._pass_on(done, future))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._is_closed.set()
-        with suppress(Exception):  # the scheduler may be gone
-            self._executor.shutdown(wait=wait)
         self._watch.join(_LOOK_S + 5)
 
     def _pass_on(self, done: Future[T], future: Future[T]) -> None:
-        from distributed.scheduler import KilledWorker
-
         self._pending.discard(future)
         if future.done():
             return
         try:
             future.set_result(done.result())
-        except KilledWorker as error:
-            text = f"several workers died over the same unit of work, the last was {error.last_worker.address}"
-            advice = "look at their logs: most likely they need more memory"
-            future.set_exception(ClusterError(f"{self._address}: {text}; {advice}"))
         except BaseException as error:
-            is_of_dask = type(error).__module__.startswith(("distributed", "tornado"))
-            is_lost = is_of_dask or isinstance(error, (CancelledError, TimeoutError))
-            future.set_exception(ClusterError(self._lost()) if is_lost else error)
-
-    def _lost(self) -> str:
-        return f"{self._address}: the scheduler of the Dask cluster is gone"
+            told = self._explain(error)
+            future.set_exception(ClusterError(f"{self._address}: {told}") if isinstance(told, str) else told)
 
     def _look_after(self) -> None:
         """Fail the pending calls once the cluster has lost its last worker, because they would wait for ever."""
@@ -167,12 +216,29 @@ class _DaskExecutor(Executor):
             if self._is_closed.wait(_LOOK_S):
                 return
             try:
-                num_workers = len(self._client.scheduler_info(n_workers=-1).get("workers", {}))
+                num_workers = self.num_workers()
             except Exception:  # the connection is being lost, which the client reports to all who wait
                 continue
             alone_s = 0.0 if num_workers else alone_s + _LOOK_S
         for future in list(self._pending):
             future.set_exception(ClusterError(f"{self._address}: has had no workers for {_ALONE_S:.0f} s"))
+
+
+def _dask_failure(error: BaseException) -> BaseException | str:
+    from distributed.scheduler import KilledWorker
+
+    if isinstance(error, KilledWorker):
+        return f"{_KILLED}; the last was {error.last_worker.address}"
+    is_of_dask = type(error).__module__.startswith(("distributed", "tornado"))
+    return _LOST if is_of_dask or isinstance(error, (CancelledError, TimeoutError)) else error
+
+
+def _ray_failure(error: BaseException) -> BaseException | str:
+    from ray.exceptions import RayError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        return error.cause  # type: ignore[no-any-return]
+    return _KILLED if isinstance(error, RayError) else _LOST
 
 
 @contextmanager

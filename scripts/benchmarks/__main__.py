@@ -13,9 +13,9 @@ import sys
 
 BENCHMARKS = {
     "blocks": "recording and not recording in one process, in turn",
+    "clusters": "merging on a Dask and on a Ray cluster",
     "curves": "how the cost grows with tensor size, records, modules, ranks, and the length of a run",
     "daemon": "what the daemon costs its node: start, memory, idling, `ls` of a store, training beside it",
-    "dask": "merging on a Dask cluster",
     "diff": "comparing two equal runs",
     "gpu": "recording on a GPU",
     "keep": "what a record costs in counts that hold on a busy machine, against stored ones",

@@ -7,8 +7,11 @@ first event is not there for the rule either.
 from __future__ import annotations
 
 import contextlib
+import http.server
 import itertools
+import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +27,9 @@ from recorder.daemon.metrics import DaemonCollector
 from recorder.daemon.telemetry import Counters, Health, Requests
 from recorder.daemon.watching import Stamp
 from recorder.run.status import LiveFinding
+from tests.rigs.clusters import wait_for
 from tests.rigs.programs import needs
+from tests.rigs.prometheus import Prometheus
 
 ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yaml"
 NUM_SCRAPES, BEGINS = 90, 30
@@ -32,25 +37,29 @@ NUM_SCRAPES, BEGINS = 90, 30
 
 
 class Node:
-    """What a daemon knows of one run with one rank at work, minute by minute; an incident changes it."""
+    """What a daemon knows of one run with some ranks at work, minute by minute; an incident is of the first rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.minute = 0
         self.counters, self.health = Counters(), Health()
         self.requests = Requests(lambda: 60.0 * self.minute)
-        self.writer: Any = SimpleNamespace(
-            rank=0,
-            state="alive",
-            status={"step": 1, "observed": 10, "written": 10, "dropped": {}},
-            lifetime=SimpleNamespace(attempt=0, started_ns=1),
-            findings=(),
-        )
+        writers: list[Any] = [
+            SimpleNamespace(
+                rank=rank,
+                state="alive",
+                status={"step": 1, "observed": 10, "written": 10, "dropped": {}},
+                lifetime=SimpleNamespace(attempt=0, started_ns=1),
+                findings=(),
+            )
+            for rank in range(num_ranks)
+        ]
+        self.writer = writers[0]
         self.run: Any = SimpleNamespace(
             key="run-a",
             name="name-a",
-            writers={"": self.writer},
-            all_writers=[self.writer],
-            newest_writers=[self.writer],
+            writers=dict(enumerate(writers)),
+            all_writers=writers,
+            newest_writers=writers,
             backlog=[],
             is_settled=False,
             findings={},
@@ -62,21 +71,24 @@ class Node:
     def drop(self, num_rows: int) -> None:
         self.writer.status["dropped"] = {"pool_full": num_rows}
 
-    def scrape(self, collector: DaemonCollector) -> dict[str, float]:
-        """Show one minute's metrics; times are those of promtool's clock, which begins at 0."""
+    def text(self, collector: DaemonCollector) -> str:
+        """Show what the daemon knows now."""
         now = time.time()
-        if not self.is_stuck:
-            self.writer.step_changed_s = now
-        else:
-            self.writer.step_changed_s -= 60
-        self.writer.small_since_s = now - 60.0 * self.minute if self.is_stale else now
+        for writer in self.run.all_writers:
+            is_first = writer is self.writer
+            writer.step_changed_s = writer.step_changed_s - 60 if self.is_stuck and is_first else now
+            writer.small_since_s = now - 60.0 * self.minute if self.is_stale and is_first else now
         if not self.is_hung:
             with self.requests.one():
                 pass
         registry = CollectorRegistry()
         registry.register(collector)
-        found = {}
-        for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        return generate_latest(registry).decode()
+
+    def scrape(self, collector: DaemonCollector) -> dict[str, float]:
+        """Show one minute's metrics; times are those of promtool's clock, which begins at 0."""
+        now, found = time.time(), {}
+        for family in text_string_to_metric_families(self.text(collector)):
             for sample in family.samples:
                 labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
                 value = sample.value
@@ -125,16 +137,20 @@ def once(node: Node, name: str, word: str) -> None:
         node.counters.add(name, word)
 
 
-def series_of(incident: Incident, begins: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    node = Node()
-    monkeypatch.setattr(
-        "recorder.daemon.metrics.os.statvfs", lambda folder: SimpleNamespace(f_bavail=node.free_bytes, f_frsize=1)
-    )
+def collector_of(node: Node) -> DaemonCollector:
     seen = {"foreign": 0, "refused": 0}
-    collector = DaemonCollector(
+    return DaemonCollector(
         counters=node.counters, health=node.health, requests=node.requests, runs=lambda: [node.run],
         seen=lambda: seen, watched=["/recordings"], to="s3://bucket/runs",
     )  # fmt: skip
+
+
+def series_of(incident: Incident, begins: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    node = Node(1)
+    monkeypatch.setattr(
+        "recorder.daemon.metrics.os.statvfs", lambda folder: SimpleNamespace(f_bavail=node.free_bytes, f_frsize=1)
+    )
+    collector = collector_of(node)
     scrapes = []
     for node.minute in range(NUM_SCRAPES):
         if node.minute >= begins:
@@ -207,3 +223,91 @@ BEFORE_THE_FIRST_SCRAPE = {
     *("RecorderRowsDropped", "RecorderRankKilled", "RecorderConflict", "RecorderObjectsLost", "RecorderDaemonErrors"),
 }
 """Rules on what may have happened before Prometheus first looks."""
+
+NUM_NODES, RANKS_A_NODE, SICK = 512, 8, 200
+AT_ONCE = [name for name, (_, after) in INCIDENTS.items() if after <= 3]
+"""The rules that wait for a minute at most."""
+
+
+class Fleet:
+    """512 daemons of eight ranks, of which one has all these incidents once it is told to."""
+
+    def __init__(self) -> None:
+        nodes = Node(RANKS_A_NODE), Node(RANKS_A_NODE)
+        self._collectors = [(node, collector_of(node)) for node in nodes]
+        self._sick = nodes[1]
+        fleet = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = fleet._metrics(int(self.path.strip("/"))).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: Any) -> None:
+                """Say nothing."""
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def _metrics(self, number: int) -> str:
+        node, collector = self._collectors[number == SICK]
+        return re.sub(
+            r'rank="(\d)"', lambda rank: f'rank="{RANKS_A_NODE * number + int(rank[1])}"', node.text(collector)
+        )
+
+    def fall_ill(self) -> None:
+        for name in AT_ONCE:
+            INCIDENTS[name][0](self._sick)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        target = f"127.0.0.1:{self._server.server_port}"
+        targets = [
+            {"targets": [target], "labels": {"__metrics_path__": f"/{number}", "instance": f"node-{number}"}}
+            for number in range(NUM_NODES)
+        ]
+        return {
+            "global": {"scrape_interval": "15s", "evaluation_interval": "15s", "scrape_timeout": "14s"},
+            "rule_files": [str(ALERTS)],
+            "scrape_configs": [{"job_name": "recorder", "static_configs": targets}],
+        }
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.mark.slow
+def test_of_4096_ranks_the_alerts_name_one_node(tmp_path: Path) -> None:
+    """In a real Prometheus, since promtool asks for 10,000 samples at most."""
+    with contextlib.ExitStack() as ending:
+        fleet = ending.enter_context(contextlib.closing(Fleet()))
+        started = Prometheus(tmp_path / "prometheus", fleet.configuration)
+        prometheus = ending.enter_context(contextlib.closing(started))
+
+        def firing_of() -> set[tuple[str, str]]:
+            found = [one["labels"] for one in prometheus.ask("alerts")["alerts"] if one["state"] == "firing"]
+            return {(one["alertname"], one["instance"]) for one in found}
+
+        def rules() -> list[dict[str, Any]]:
+            return [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+
+        wait_for(lambda: bool(prometheus.series(f"count(up) == {NUM_NODES}")), "all nodes")
+        wait_for(lambda: all(rule["evaluationTime"] for rule in rules()), "a look of all rules")
+        assert firing_of() == set()
+        fleet.fall_ill()
+        deadline_s = time.monotonic() + 180
+        while firing_of() != {(name, f"node-{SICK}") for name in AT_ONCE}:
+            assert time.monotonic() < deadline_s, firing_of()
+            time.sleep(1)
+        took = {rule["name"]: rule["evaluationTime"] for rule in rules()}
+        (num_series,) = prometheus.ask("query", query='count({__name__=~".+"})')["result"]
+        status = Path(f"/proc/{prometheus.process.pid}/status").read_text()
+    (memory,) = re.findall(r"VmRSS:\s+(\d+)", status)
+    print(f"{num_series['value'][1]} series; all rules {sum(took.values()):.2f} s; {int(memory) // 1000} MB")
+    print(*(f"{name} {seconds:.3f} s" for name, seconds in sorted(took.items(), key=lambda one: -one[1])), sep="\n")

@@ -1,4 +1,4 @@
-"""The files of deploy/ for the daemon: systemd, Prometheus and Grafana have nothing against them."""
+"""The files of deploy/ for the daemon: systemd and Prometheus have nothing against them."""
 
 from __future__ import annotations
 
@@ -48,26 +48,6 @@ def test_alerts_and_dashboard_ask_for_metrics_that_there_are() -> None:
     named = {name for text in expressions() for name in re.findall(r"\b(?:recorder|process)_\w+", text)}
     assert named <= DOCUMENTED | OF_PROCESS
     assert len(named) > 20
-
-
-def test_the_dashboard_has_what_grafana_wants_of_one() -> None:
-    dashboard = json.loads((DEPLOY / "prometheus" / "dashboard.json").read_text())
-    assert dashboard["schemaVersion"] >= 36
-    assert dashboard["title"]
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        where = panel["gridPos"]
-        assert where["x"] + where["w"] <= 24
-        cells = {(where["x"] + x, where["y"] + y) for x in range(where["w"]) for y in range(where["h"])}
-        assert not cells & taken, f"{panel['title']} lies over another panel"
-        taken |= cells
-        assert panel["datasource"]["uid"] == "${datasource}"
-        assert all(target["refId"] and target["expr"] for target in panel["targets"])
-    names = {variable["name"] for variable in dashboard["templating"]["list"]}
-    used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
-    assert used <= names
 
 
 def test_systemd_takes_the_unit_and_calls_it_safe(tmp_path: Path) -> None:

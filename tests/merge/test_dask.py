@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import recorder
 from recorder.errors import WriteError, install_line
 from recorder.merge.merge import merge_run
 from recorder.run.run import open_run
-from recorder.system.executors import open_dask
+from recorder.system.executors import open_cluster, versions
 from tests.rigs.clusters import PATIENCE_S, Workers, started_cluster, wait_for
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.merging import assert_is_merge, batch, make_small_run, units
@@ -164,6 +165,10 @@ def test_workers_of_other_versions_are_refused(
     assert said in result.err and result.err.count("\n") == 1
 
 
+def test_the_version_of_this_package_is_one_that_workers_must_have() -> None:
+    assert versions()["torch-recorder"] == recorder.__version__
+
+
 @pytest.mark.parametrize(("which", "said"), [("run", "does not see the run"), ("out", "does not see the output")])
 def test_a_worker_that_sees_other_files_is_named(
     cli: Cli, cluster: Workers, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, said: str
@@ -228,7 +233,7 @@ def test_a_scheduler_without_workers_is_said(
 
 def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path) -> None:
     merge_run(open_run(run), tmp_path / "here")
-    with started_cluster(tmp_path / "cluster", is_slow=True) as cluster, open_dask(cluster.address) as (executor, _):
+    with started_cluster(tmp_path / "cluster", is_slow=True) as cluster, open_cluster(cluster.address) as (executor, _):
         first = cluster.workers[0]
 
         def kill() -> None:
@@ -249,7 +254,10 @@ def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path: Path) -> None:
-    with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster, open_dask(cluster.address) as (executor, _):
+    with (
+        started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster,
+        open_cluster(cluster.address) as (executor, _),
+    ):
 
         def kill() -> None:
             wait_for(lambda: len(list(cluster.marks.iterdir())) > 2, "a unit of the first worker")
@@ -258,7 +266,7 @@ def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path:
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            with pytest.raises(WriteError, match=r"scheduler of the Dask cluster is gone.*what is finished is kept"):
+            with pytest.raises(WriteError, match=r"scheduler of the cluster is gone.*what is finished is kept"):
                 merge_run(open_run(run), tmp_path / "out", executor=executor, helps=False)
         finally:
             killer.join(PATIENCE_S)

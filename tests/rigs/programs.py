@@ -11,6 +11,7 @@ PACKAGES = {
     "chromium": "chromium",
     "node": "nodejs",
     "openssl": "openssl",
+    "prometheus": "prometheus",
     "promtool": "prometheus",
     "systemd-analyze": "systemd",
 }

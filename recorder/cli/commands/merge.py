@@ -21,7 +21,7 @@ from ...records import PART_BYTES
 from ...run.finding import command_of_merge
 from ...run.reply import Reply
 from ...run.run import Run, open_run
-from ...system.executors import open_dask
+from ...system.executors import open_cluster
 from ...system.processes import available_cores, set_malloc
 from ...system.text import counted, size
 from .. import hide_pandas
@@ -98,7 +98,7 @@ def _merge(
     _prepare()
     merge = partial(merge_run, run, out, loss=loss, layouts=layouts, progress=progress)
     if scheduler is not None:
-        with open_dask(scheduler) as (executor, num_workers):
+        with open_cluster(scheduler) as (executor, num_workers):
             return merge(executor=executor, num_workers=num_workers, helps=False)
     num_workers = (available_cores() if jobs is None else jobs) - 1
     with _workers(num_workers) as executor:

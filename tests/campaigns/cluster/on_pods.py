@@ -25,6 +25,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 
 import recorder
 from tests.campaigns.cluster.nodes import Node, child, wait_for
+from tests.rigs.schemas import lost
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -43,16 +44,6 @@ def kind(path: Path, name: str) -> dict[str, Any]:
 
 
 # Manifests.
-
-
-def lost(said: Any, kept: Any, at: str = "") -> list[str]:
-    """The paths in a document of members that a model dropped or changed."""
-    if isinstance(said, dict):
-        absent = [f"{at}{name}" for name in said if name not in kept]
-        return absent + [hole for name in said if name in kept for hole in lost(said[name], kept[name], f"{at}{name}.")]
-    if isinstance(said, list):
-        return [hole for i, item in enumerate(said) for hole in lost(item, kept[i], f"{at}{i}.")]
-    return [] if said == kept else [at]
 
 
 def unknown_to_kubeflow(document: dict[str, Any]) -> list[str]:

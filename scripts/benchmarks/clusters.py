@@ -1,11 +1,11 @@
-"""What a Dask cluster on this machine makes of a merge and of statistics: here, with one worker and with two.
+"""What Dask and Ray clusters on this machine make of a merge and of statistics, with one worker and with more.
 
-    python -m scripts.benchmarks dask --gb 2 --rounds 3
+    python -m scripts.benchmarks clusters --gb 2 --rounds 3 --workers 1,2,4
 
 The run is that of `python -m scripts.benchmarks merge`. Each round does every kind once, in turn, and a ratio
 is that of two times of one round, so that slow changes of the machine cancel. `here` is one process (`--jobs 1`). The
-scheduler and the workers, of one thread each, are started before and share the cores with the command. Exit code 1
-where an answer differs.
+scheduler and the workers, of one core each, are started before and share the cores with the command. Each worker of Ray
+is a node of its own. Exit code 1 where an answer differs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from recorder.system.text import counted
 from scripts.benchmarks import parser_of
 from scripts.benchmarks.merge import write_run
-from tests.rigs.clusters import started_cluster
+from tests.rigs.clusters import Nodes, Workers, started_cluster, started_ray
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"here": 0, "1 worker": 1, "2 workers": 2}
+STARTED: dict[str, Callable[[Path, int], AbstractContextManager[Workers | Nodes]]] = {
+    "Dask": started_cluster,
+    "Ray": started_ray,
+}
 
 
 def timed(command: list[str], scheduler: str | None) -> tuple[float, bytes]:
@@ -43,28 +49,32 @@ def timed(command: list[str], scheduler: str | None) -> tuple[float, bytes]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = parser_of("dask", __doc__)
+    parser = parser_of("clusters", __doc__)
     parser.add_argument("--gb", type=float, default=2.0, help="payload of the run, decoded (default 2)")
     parser.add_argument("--writers", type=int, default=4, help="ranks (default 4)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", default="1,2", help="numbers of workers (default 1,2)")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the runs lie")
     args = parser.parse_args(arguments)
-    times: dict[str, dict[str, list[float]]] = {}
+    sizes = [int(word) for word in args.workers.split(",")]
+    kinds = [("here", 0), *((cluster, size) for cluster in STARTED for size in sizes)]
+    times: dict[str, dict[tuple[str, int], list[float]]] = {}
     answers: dict[str, set[bytes]] = {}
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-dask-") as name:
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-clusters-") as name:
         folder = Path(name)
         run = folder / "run"
         run.mkdir()
         payload_bytes = write_run(run, args.writers, int(args.gb * 1e9), is_mixed=True)
         for number in range(args.rounds):
-            for kind, num_workers in KINDS.items():
+            for kind in kinds:
+                cluster_kind, num_workers = kind
                 for what in ("merge", "stats --global"):
                     out = folder / "out"
                     command = ["stats", str(run), "--global", "--by", "step,site", "--json"]
                     if what == "merge":
                         command = ["merge", str(run), "-o", str(out), "--json"]
                     if num_workers:
-                        with started_cluster(folder / "cluster", num_workers) as cluster:
+                        with STARTED[cluster_kind](folder / "cluster", num_workers) as cluster:
                             time.sleep(5)  # until the workers are there
                             seconds, said = timed(command, cluster.address)
                         shutil.rmtree(folder / "cluster")
@@ -78,15 +88,16 @@ def main(arguments: list[str]) -> int:
                     answers.setdefault(what, set()).add(said)
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     print(f"{payload_bytes / 1e9:.1f} GB of {args.writers} ranks, medians of {args.rounds} rounds\n")
-    print("| | here | 1 worker | 2 workers | 1 worker / here | 2 workers / here |")
-    print("|---|---|---|---|---|---|")
+    heads = [f"{name}, {counted(size, 'worker')}" if size else name for name, size in kinds]
+    print(f"| | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
     for what, of in times.items():
-        seconds_of = [f"{statistics.median(of[kind]):.1f} s" for kind in KINDS]
         ratios = [
-            f"{statistics.median(one / two for one, two in zip(of[kind], of['here'], strict=True)):.2f}"
-            for kind in list(KINDS)[1:]
+            statistics.median(one / two for one, two in zip(of[kind], of[kinds[0]], strict=True)) for kind in kinds
         ]
-        print(f"| {what} | {' | '.join([*seconds_of, *ratios])} |")
+        cells = [
+            f"{statistics.median(of[kind]):.1f} s ({ratio:.2f})" for kind, ratio in zip(kinds, ratios, strict=True)
+        ]
+        print(f"| {what} | {' | '.join(cells)} |")
     differing = [what for what, found in answers.items() if len(found) > 1]
     for what in differing:
         print(f"FINDING {what}: the answers differ")
