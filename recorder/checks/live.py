@@ -143,13 +143,19 @@ class LiveChecks:
         if staged.phase == "recompute":
             return _UNWANTED
         key = SeriesKey(*staged.origin[:4], staged.moment.mode, staged.phase, staged.scope or "")
-        return self._lane_of(key, About(staged.dtype, staged.shape), self._rules)
+        number = self._number(key, About(staged.dtype, staged.shape), self._rules)
+        return int(self._lanes_of([number])[0])
 
-    def _lane_of(self, key: SeriesKey, about: About, rules: Sequence[CheckRule]) -> int:
-        if not any(rule.wants(key) for rule in rules):
-            return _UNWANTED
-        number = self._catalog.number(key, about)
-        return int(self._catalog.lanes(np.array([number]), np.array([self._rank]))[0])
+    def _number(self, key: SeriesKey, about: About, rules: Sequence[CheckRule]) -> int:
+        """Return the number of a series in the catalog; `_UNWANTED` where none of the rules reads the series."""
+        return self._catalog.number(key, about) if any(rule.wants(key) for rule in rules) else _UNWANTED
+
+    def _lanes_of(self, numbers: Sequence[int]) -> Integers:
+        """Return the lane on this rank of each series; `_UNWANTED` stays as it is."""
+        lanes = np.array(numbers, np.int64)
+        is_wanted = lanes != _UNWANTED
+        lanes[is_wanted] = self._catalog.lanes(lanes[is_wanted], np.full(is_wanted.sum(), self._rank))
+        return lanes
 
     def _end_steps(self) -> None:
         """Make rows of the current step and of the steps before, of which the probe alone may have numbers."""
@@ -188,8 +194,9 @@ class LiveChecks:
     def _of_probe(self, probed: ProbedStep) -> tuple[Integers, dict[str, Floats]]:
         num = len(probed.sums)
         if num > len(self._probed_lanes):
-            more = [self._lane_in_probe(one) for one in probed.series[len(self._probed_lanes) : num]]
-            self._probed_lanes = np.append(self._probed_lanes, np.array(more, np.int64))
+            rules = [rule for rule in self._rules if rule.reads_probe]
+            more = [self._number_in_probe(one, rules) for one in probed.series[len(self._probed_lanes) : num]]
+            self._probed_lanes = np.append(self._probed_lanes, self._lanes_of(more))
         lanes, counts = self._probed_lanes[:num], probed.numels
         is_there = (lanes != _UNWANTED) & (counts > 0)
         squares = probed.sums[is_there]
@@ -197,13 +204,11 @@ class LiveChecks:
         numbers = {"sum_sq": squares, "l2": np.sqrt(squares), "numel": counts[is_there], IS_PROBE: there}
         return lanes[is_there], numbers | {"nan_count": there * 0, "inf_count": there * 0}
 
-    def _lane_in_probe(self, one: ProbedSeries) -> int:
+    def _number_in_probe(self, one: ProbedSeries, rules: Sequence[CheckRule]) -> int:
         if self._only_scalars and one.origin.site != "grad":
             return _UNWANTED
         key = SeriesKey(*one.origin[:4], one.mode, one.phase, one.scope or "")
-        return self._lane_of(
-            key, About(str(one.facts.get("dtype", "")), ()), [rule for rule in self._rules if rule.reads_probe]
-        )
+        return self._number(key, About(str(one.facts.get("dtype", "")), ()), rules)
 
     def _turn_off(self, error: Exception) -> None:
         self._is_off = True
