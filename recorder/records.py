@@ -195,6 +195,16 @@ class Measured(NamedTuple):
     units: bytes | None = None
 
 
+class MeasuredTogether(NamedTuple):
+    """Records of small values whose statistics were computed where the values lie, so that no values were copied."""
+
+    records: Sequence[Staged]
+    measured: Sequence[Measured]
+    """The statistics of each record."""
+    block: Block
+    """The memory of the pool that bounds how many such records wait. The records' own blocks are this one, too."""
+
+
 class Measure(Protocol):
     """Computes statistics and fingerprint on the writer thread; `capture` provides the function."""
 

@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from ..config import Settings
+from ..native import TOGETHER_KINDS
 from ..observe import tree
 from ..observe.clock import Clock
 from ..observe.module_hooks import has_compiled_anything
 from ..observe.selection import RuleSelection
 from ..records import (
+    KEEP_FINGERPRINT,
     KEEP_NUMBERS,
     KEEP_PROBE,
     KEEP_RING,
@@ -35,6 +37,7 @@ from ..records import (
     Chunk,
     LostError,
     Measured,
+    MeasuredTogether,
     Moment,
     Origin,
     ProbedStep,
@@ -56,7 +59,7 @@ from .probe import Probe, ProbedGroup
 from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
-from .staging.pool import Pool, PoolBlock, RingMemory
+from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
 from .token_blocks import TokenBlocks, is_whole
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
@@ -68,6 +71,10 @@ _MAX_ERRORS = 20
 """The number of errors of the recorder at one site of one module after which the site is disarmed."""
 
 
+_MOST_TOGETHER, _FEWEST_TOGETHER = 256, 4
+"""The most small values that are measured with one call, and the fewest for which this pays."""
+
+
 class StagedChannel(Protocol):
     """The channel that takes staged records to the writer. No call blocks."""
 
@@ -75,7 +82,7 @@ class StagedChannel(Protocol):
     def refused(self) -> Mapping[str, str]:
         """The reasons, by kind of shard, why records would be dropped for now, so that they need not be copied."""
 
-    def put(self, staged: Staged) -> None: ...
+    def put(self, item: Staged | MeasuredTogether) -> None: ...
 
     def count_drop(self, reason: str, num_rows: int = 1) -> None: ...
 
@@ -340,28 +347,45 @@ class Capture:
 
         Each tensor is plain, with the dtype and the shape of its value, and contiguous if it is in host memory.
         """
-        stager, put, is_on_host = self.stager_of(tensors[0]), self.channel.put, tensors[0].is_cpu
-        for value, keep, tensor, repeat in zip(group.values, group.keeps, tensors, repeats, strict=True):
-            if not keep:
-                continue
-            nbytes = value.numel * value.dtype.itemsize
-            is_simple = is_on_host and nbytes <= SMALL_BYTES and not keep & KEEP_RING and not self.channel.refused
-            block = self.pool.take(nbytes) if is_simple else None
-            if block is None:
-                origin, scope, chunk, note = value.origin, value.scope, value.chunk, value.note
-                self.observe(origin, moment, value.phase, 0, repeat, keep, tensor, scope, chunk, note)
-                continue
-            try:
-                stager.copy(tensor, block)
-            except BaseException:
-                block.release()
-                raise
-            fields = (
-                next(self._sequence), 1, value.origin, moment, value.phase, 0, repeat, value.scope,
-                DTYPES[value.dtype], _as_tuple(value.shape), value.chunk, keep, block, None, value.note,
-                time.time_ns(), None,
-            )  # fmt: skip
-            put(tuple.__new__(Staged, fields))
+        probe, is_taken = self.probe, tensors[0].is_cpu and not self.channel.refused
+        known = zip(group.values, group.keeps, tensors, repeats, strict=True)
+        for is_small, run in itertools.groupby(known, lambda one: _may_join(one[0], one[1])):
+            ones = list(run)
+            for start in range(0, len(ones), _MOST_TOGETHER):
+                some = ones[start : start + _MOST_TOGETHER]
+                pays = is_taken and is_small and len(some) >= _FEWEST_TOGETHER
+                if probe is not None and pays and self._put_together(probe, some, moment):
+                    continue
+                for value, keep, tensor, repeat in some:
+                    if keep:
+                        origin, scope, chunk, note = value.origin, value.scope, value.chunk, value.note
+                        self.observe(origin, moment, value.phase, 0, repeat, keep, tensor, scope, chunk, note)
+
+    def _put_together(
+        self, probe: Probe, known: Sequence[tuple[ProbedValue, int, torch.Tensor, int]], moment: Moment
+    ) -> bool:
+        """Measure small values where they lie, and put their statistics on the channel; False if there is no room."""
+        num = len(known)
+        block = self.pool.take(num * GRAIN_BYTES)
+        if block is None:
+            return False
+        values, keeps, tensors, repeats = zip(*known, strict=True)
+        _, dtypes, numels, shapes, origins, phases, scopes, chunks, notes = zip(*values, strict=True)
+        shapes, names = tuple(map(_as_tuple, shapes)), [DTYPES[dtype] for dtype in dtypes]
+        try:
+            measured = probe.measure_together(tensors, numels, names, shapes, keeps)
+        except BaseException:
+            block.release()
+            raise
+        of_all = (1, moment, 0, block, None, time.time_ns(), None)
+        parts, moments, calls, blocks, readies, times, plans = ((one,) * num for one in of_all)
+        numbers = [next(self._sequence) for _ in range(num)]
+        rows = zip(
+            numbers, parts, origins, moments, phases, calls, repeats, scopes, names, shapes, chunks,
+            keeps, blocks, readies, notes, times, plans, strict=True,
+        )  # fmt: skip
+        self.channel.put(MeasuredTogether(list(map(tuple.__new__, itertools.repeat(Staged), rows)), measured, block))
+        return True
 
     def _begin_probe(self) -> Probe:
         self.probe = Probe(self.observe, DeviceProbe(self), self.on_probed, use_native=self.settings.native)
@@ -629,3 +653,13 @@ _NO_ROOM = {
     "counted until steps have passed; a larger RECORDER_POOL_BYTES or RECORDER_RING_SHARE, a smaller before=, or fewer "
     "values (call=0:4 leaves most of an evaluation out) help",
 }
+
+
+def _may_join(value: ProbedValue, keep: int) -> bool:
+    """Whether the loops can measure a small value together with others, as its values are not kept."""
+    return (
+        keep in (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
+        and value.chunk is None
+        and value.numel * value.dtype.itemsize <= SMALL_BYTES
+        and DTYPES[value.dtype] in TOGETHER_KINDS
+    )

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,9 @@ import torch
 
 from .. import native
 from ..native import ManyTensors
+from ..numerics.dtypes import ITEM_BYTES
 from ..records import (
+    KEEP_FINGERPRINT,
     KEEP_PROBE,
     KEEP_STATS,
     KEEP_TENSOR,
@@ -122,9 +124,10 @@ class Probe:
         """By thread, the list to which each value is appended as it is measured, with the bits of its KEEP_*."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
+        from ..format.fingerprint import compiled_weights
         from .staging.measure import host_measure, measure  # they load pyarrow, and `import torch` need not wait
 
-        self._host_measure, self._measure = host_measure, measure
+        self._host_measure, self._measure, self._weights = host_measure, measure, compiled_weights
 
     def saw(
         self, origin: Origin, moment: Moment, phase: str, call: int, scope: str | None, chunk: Chunk | None,
@@ -257,6 +260,18 @@ class Probe:
         self._has_values = True
         self._step = moment.step
         return True
+
+    def measure_together(
+        self, tensors: Sequence[torch.Tensor], numels: Sequence[int], dtypes: Sequence[str],
+        shapes: Sequence[tuple[int, ...]], keeps: Sequence[int],
+    ) -> list[Measured]:  # fmt: skip
+        """Return the statistics of small tensors that `saw_group` has just measured, with fingerprints by `keeps`."""
+        assert self._kernels is not None, "groups on the host are measured by the compiled loops"
+        weights = [
+            self._weights(ITEM_BYTES[dtype], shape) if keep & KEEP_FINGERPRINT else None
+            for dtype, shape, keep in zip(dtypes, shapes, keeps, strict=True)
+        ]
+        return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
     def _saw_group_on_device(self, group: ProbedGroup, tensors: list[torch.Tensor], moment: Moment) -> bool:
         place = tensors[0].device

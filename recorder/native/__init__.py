@@ -43,6 +43,8 @@ KINDS |= {f"float8_{kind}": _TABLE_8 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", 
 """The element types whose statistics the library computes, by torch's names."""
 TABLE_KINDS = frozenset(name for name, kind in KINDS.items() if kind in (_TABLE_8, _TABLE_16))
 """The element types whose values are looked up in a table."""
+TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
+"""The element types of which `Kernels.measure_small` measures many values with one call."""
 
 _Bytes = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 15
@@ -319,7 +321,7 @@ class Kernels:
 
         The interpreter's lock is held meanwhile, so the tensors should have about `HELD_BYTES` together. Only the
         arguments are made with a Python statement for each tensor. `at` are the addresses, and `items` the numbers of
-        elements. Each dtype is one of `KINDS` and none of `TABLE_KINDS`.
+        elements. Each dtype is one of `TOGETHER_KINDS`.
         """
         measuring = np.zeros(len(at), _MEASURING_ITEMS)
         measuring["at"], measuring["items"], measuring["kind"] = at, items, [KINDS[dtype] for dtype in dtypes]

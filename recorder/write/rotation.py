@@ -93,14 +93,21 @@ class RotatingShards:
             self._oldest_row_s = self.clock()
 
     def add_small(self, records: Sequence[Staged], measured: Sequence[Measured]) -> int:
-        """Take rows without a payload, up to the next step or the end of the batch's room; return their number."""
+        """Take the first rows, as many as are of one step and have room in the batch, and return their number.
+
+        A row with a payload is taken alone.
+        """
         step = records[0].moment.step
+        if records[0].keep & KEEP_TENSOR:
+            self.add(records[0], measured[0], 0)
+            return 1
         if step != self._step:
             self._begin_step(step)
         if not self.batch.num_rows:
             self._oldest_row_s = self.clock()
         room = records[: self.batch.max_rows - self.batch.num_rows]
-        num = next((number for number, staged in enumerate(room) if staged.moment.step != step), len(room))
+        ends = (number for number, one in enumerate(room) if one.moment.step != step or one.keep & KEEP_TENSOR)
+        num = next(ends, len(room))
         self.batch.add_all(records[:num], measured[:num])
         return num
 

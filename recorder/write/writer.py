@@ -10,8 +10,10 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,10 +23,12 @@ from ..records import (
     KEEP_FINGERPRINT,
     KEEP_RING,
     KEEP_STATS,
+    KEEP_TENSOR,
     SMALL_BYTES,
     LostError,
     Measure,
     Measured,
+    MeasuredTogether,
     MeasureSmall,
     Ready,
     Staged,
@@ -56,7 +60,8 @@ _LAST_SHARE = 0.125
 """The share of `close`'s deadline that is reserved for the last ledger, after hanging syncs were given up."""
 _MOST_TOGETHER = 256
 """The most small records that are measured together; they take about a millisecond."""
-_SMALL_KEEPS = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
+_OF_NUMBERS = KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT
+_SMALL_KEEPS = (*_OF_NUMBERS, KEEP_TENSOR, *(KEEP_TENSOR | keep for keep in _OF_NUMBERS))
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
 
@@ -95,7 +100,7 @@ class _Drain:
         self.is_done = False
 
 
-_Item = Staged | Due | _Drain
+_Item = Staged | MeasuredTogether | Due | _Drain
 
 
 def _is_small(item: _Item | None) -> TypeGuard[Staged]:
@@ -157,7 +162,7 @@ class Writer:
         self._disk.keeps_reserve = True
         self._disk.syncs = self._syncs = SyncThread()
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
-        self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Staged | MeasuredTogether | _Drain] = queue.SimpleQueue()
         self._put_back: _Item | None = None
         """The item that followed small records taken together; the writer takes it before items of the queue."""
         self._settings = settings
@@ -215,14 +220,14 @@ class Writer:
         """Return True if a trigger asked for a step of the ring. Any thread."""
         return self._ring is not None and self._ring.is_wanted(step)
 
-    def put(self, staged: Staged) -> None:
-        """Pass a record to the writer, with its block. Any thread; never waits."""
+    def put(self, item: Staged | MeasuredTogether) -> None:
+        """Pass a record, or records measured together, to the writer, with the block. Any thread; never waits."""
         if self._refusal is None:
-            self._queue.put(staged)
+            self._queue.put(item)
             if not self._is_stopped:
                 return
         else:
-            self._drop(staged)
+            self._drop(item)
         if self._is_stopped:
             self._discard_queue()  # the thread may have ended between the check and the put
 
@@ -396,41 +401,61 @@ class Writer:
     def _handle_small(self, first: Staged) -> None:
         """Take a small record into its batch, together with the small records that follow it in the queue."""
         records, item = [first], self._next_item()
+        if item is None and self._refusal is None:
+            time.sleep(_LONG_NAP_S)  # training puts more of them meanwhile, and they cost less together
+            item = self._next_item()
         while _is_small(item) and len(records) < _MOST_TOGETHER:
             records.append(item)
             item = self._next_item()
         self._put_back = item
-        self._nap_s = _LONG_NAP_S
-        kind, drop_reason, num_left = kind_of(first.keep, first.origin.site), WRITER_ERROR, len(records)
         try:
-            if self._clock() > self._abandon_after_s:
-                self._refusal = drop_reason = ABANDONED
-                return
-            if (refusal := self._refuses(kind)) is not None:
-                drop_reason = refusal
-                return
-            measured = self._measured_together(records)
-            self._saw(records, measured)
-            shards = self._writer_directory.shards_by_kind[kind]
-            while num_left:
-                start = len(records) - num_left
-                try:
-                    num_left -= shards.add_small(records[start:], measured[start:])
-                except MemoryError as error:
-                    drop_reason = shards.ran_out_of_memory(error)
-                    return
-                shards.flush_if_full()
-            self._num_failures = 0
+            self._take_together(records)
         finally:
             for staged in records:
                 staged.block.release()
-            if num_left:
-                self._ledger.drop(drop_reason, num_left)
+
+    def _take_together(self, records: Sequence[Staged], measured: Sequence[Measured] | None = None) -> None:
+        """Take small records into the batches of their kinds of shards."""
+        self._nap_s = _LONG_NAP_S
+        kinds = [kind_of(staged.keep, staged.origin.site) for staged in records]
+        num_left, drop_reasons = Counter(kinds), dict.fromkeys(kinds, WRITER_ERROR)
+        try:
+            if self._clock() > self._abandon_after_s:
+                self._refusal = ABANDONED
+                drop_reasons = dict.fromkeys(kinds, ABANDONED)
+                return
+            refusals = {kind: reason for kind in num_left if (reason := self._refuses(kind)) is not None}
+            if refusals:
+                drop_reasons |= refusals
+                is_taken = [kind not in refusals for kind in kinds]
+                kinds, records = list(compress(kinds, is_taken)), list(compress(records, is_taken))
+                measured = measured and list(compress(measured, is_taken))
+            measured = measured or self._measured_together(records)
+            self._saw(records, measured)
+            for kind in dict.fromkeys(kinds):
+                is_of_kind = [one == kind for one in kinds]
+                its, numbers = list(compress(records, is_of_kind)), list(compress(measured, is_of_kind))
+                shards = self._writer_directory.shards_by_kind[kind]
+                while num_left[kind]:
+                    start = len(its) - num_left[kind]
+                    try:
+                        num_left[kind] -= shards.add_small(its[start:], numbers[start:])
+                    except MemoryError as error:
+                        drop_reasons[kind] = shards.ran_out_of_memory(error)
+                        break
+                    shards.flush_if_full()
+            self._num_failures = 0
+        finally:
+            for kind, num in num_left.items():
+                if num:
+                    self._ledger.drop(drop_reasons[kind], num)
 
     def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
+        has_numbers = [bool(staged.keep & KEEP_STATS) for staged in records]
         if self._measure_small is not None:
             with contextlib.suppress(Exception):  # then each record is measured alone, which logs the error
-                return self._measure_small(records)
+                of_measured = iter(self._measure_small(list(compress(records, has_numbers))))
+                return [next(of_measured) if has else NOT_MEASURED for has in has_numbers]
         return [self._measured(staged) for staged in records]
 
     def _handle(self, item: _Item | None) -> None:
@@ -452,6 +477,11 @@ class Writer:
         elif self._clock() > self._abandon_after_s:
             self._refusal = ABANDONED
             self._drop(item.staged if isinstance(item, Due) else item)
+        elif isinstance(item, MeasuredTogether):
+            try:
+                self._take_together(item.records, item.measured)
+            finally:
+                item.block.release()
         elif isinstance(item, Due):
             assert self._ring is not None, "records are due from a ring"
             num_bytes = item.staged.block.data.nbytes
@@ -627,9 +657,10 @@ class Writer:
         for staged in self._ring.drain() if self._ring is not None else ():
             self._drop(staged)
 
-    def _drop(self, staged: Staged) -> None:
-        self._ledger.drop(self._refusal or CLOSED, staged.num_parts)
-        staged.block.release()
+    def _drop(self, item: Staged | MeasuredTogether) -> None:
+        num_rows = item.num_parts if isinstance(item, Staged) else len(item.records)
+        self._ledger.drop(self._refusal or CLOSED, num_rows)
+        item.block.release()
 
     def _is_on_writer_thread(self) -> bool:
         return threading.current_thread() is self._thread

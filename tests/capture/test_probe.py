@@ -19,6 +19,7 @@ from torch import nn
 import recorder
 from recorder.analyze.first.first import first
 from recorder.capture.probe import BLOCK_STEPS
+from recorder.columns import COLUMNS, Role
 from recorder.config import DEFAULT_RULES
 from recorder.rules import parse_rules
 from tests.rigs.capturing import Recording, flagged
@@ -289,6 +290,29 @@ def test_numbers_are_right_when_what_trains_changes(tmp_path: Path) -> None:
     }
     rows = recording.rows(site="grad", module_path="1", name="bias")
     assert list(rows.step) == [22, 25]
+
+
+def _numbers_of(folder: Path, keep: str) -> pd.DataFrame:
+    """The statistics of small parameters and gradients of two optimizers, at steps of two kinds."""
+    with flagged(folder, f"site=param,grad keep=probe; site=param,grad steps=::2 keep={keep}") as recording:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(140)], nn.Linear(5, 900)).to(torch.bfloat16)
+        optimizers = [torch.optim.SGD(half.parameters(), lr=0.01) for half in (model[:90], model[90:])]
+        for _ in range(6):
+            model(torch.randn(3, 5, dtype=torch.bfloat16)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return pd.DataFrame([row for row in recording.rows().to_dict("records") if row["site"] in ("param", "grad")])
+
+
+def test_small_values_measured_together_have_the_numbers_of_values_that_were_copied(tmp_path: Path) -> None:
+    together = _numbers_of(tmp_path / "together", "stats,fingerprint")
+    alone = _numbers_of(tmp_path / "alone", "tensor,stats,fingerprint")
+    columns = [column.name for column in COLUMNS if column.role in (Role.KEY, Role.STATISTIC, Role.COUNT)]
+    columns = [*(name for name in columns if name != "attempt"), "shape", "dtype", "fingerprint"]
+    assert len(together) == 3 * 2 * 282
+    pd.testing.assert_frame_equal(together[columns], alone[columns])
 
 
 def _train_watched(model: nn.Module, inputs: list[Any]) -> None:

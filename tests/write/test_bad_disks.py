@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.records import KEEP_STATS
+from recorder.records import KEEP_STATS, SMALL_BYTES
 from recorder.write.files import file
 from recorder.write.files.file import Disk
 from tests.rigs.fakes import FaultyDisk
@@ -77,7 +77,7 @@ def test_while_the_disk_is_left_alone_records_are_dropped_unmeasured(tmp_path: P
     rig = quick(tmp_path, disk, measure=measure)
     disk.free_for_writes = 0
     for _ in range(50):
-        rig.put(KILOBYTE)
+        rig.put(np.zeros(SMALL_BYTES + 1, np.uint8))
     rig.drain()
     assert num_measured == 1
     assert rig.close().ledger["dropped"] == {"disk_full": 50}

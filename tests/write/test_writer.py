@@ -28,9 +28,11 @@ from recorder.records import (
     KEEP_STATS,
     KEEP_TENSOR,
     PART_BYTES,
+    SMALL_BYTES,
     Chunk,
     LostError,
     Measured,
+    MeasuredTogether,
     Staged,
 )
 from recorder.sites import FORMAT_VERSION
@@ -39,7 +41,7 @@ from recorder.write.files import shard as shard_module
 from recorder.write.files.file import PageMemory
 from recorder.write.rows import MAX_ROWS
 from recorder.write.writer import RunTarget
-from tests.rigs.fakes import FaultyDisk, fake_measure, fake_staged
+from tests.rigs.fakes import FakeBlock, FaultyDisk, fake_measure, fake_staged
 from tests.rigs.waiting import PATIENCE_S, wait_until
 from tests.rigs.writer import Rig, read_open, read_sealed
 
@@ -525,7 +527,7 @@ def test_a_backlog_beyond_the_deadline_is_counted_and_the_rest_is_sealed(tmp_pat
 
     rig = Rig(tmp_path, measure=slow_measure).start()
     for _ in range(100):
-        rig.put()
+        rig.put(np.zeros(SMALL_BYTES + 1, np.uint8))
     report = rig.close(deadline_s=0.8)
     assert not report.is_complete
     assert 1 <= report.ledger["written"] <= 16
@@ -783,6 +785,8 @@ def _write_small_and_large(rig: Rig) -> list[dict[str, Any]]:
         if step % 50 == 7:
             rig.put(np.full(5000, step, np.float32), step=step, keep=KEEP_STATS)
             rig.put(step=step)
+            rig.put(step=step, keep=KEEP_TENSOR)
+            rig.put(np.float32(step), step=step, site="scalar")
     rig.start()
     assert rig.close().is_complete
     rig.assert_blocks_are_released()
@@ -797,8 +801,36 @@ def test_small_records_that_are_measured_together_make_the_rows_of_records_measu
         return _measured_together(records)
 
     rows = _write_small_and_large(Rig(tmp_path / "together", measure_small=together))
-    assert len(rows) == 312 and sum(sizes) > 290 and max(sizes) > 20
+    assert len(rows) == 324 and sum(sizes) > 290 and max(sizes) > 20
     assert rows == _write_small_and_large(Rig(tmp_path / "alone"))
+
+
+def _put_measured(rig: Rig, num_rows: int) -> FakeBlock:
+    """Hand over records that were measured where their values lie, with one block for all."""
+    block = FakeBlock(np.zeros(0, np.uint8))
+    records = []
+    for _ in range(num_rows):
+        records.append(fake_staged(seq=rig.num_observed, keep=KEEP_STATS)._replace(block=block))
+        rig.num_observed += 1
+    rig.writer.put(MeasuredTogether(records, [Measured(mean=float(one.seq)) for one in records], block))
+    return block
+
+
+def test_records_measured_in_the_hook_are_written_as_they_are(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.put(keep=KEEP_STATS)
+    block = _put_measured(rig, MAX_ROWS + 3)
+    rig.start()
+    assert rig.close().is_complete
+    assert block.num_releases == 1
+    assert [row["mean"] for row in rig.rows()][1:] == list(range(1, MAX_ROWS + 4))
+
+
+def test_records_measured_in_the_hook_are_counted_where_nothing_takes_them(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)  # its writer never starts
+    block = _put_measured(rig, 5)
+    assert rig.close(0.0).ledger["dropped"] == {"abandoned_at_close": 5}
+    assert block.num_releases == 1
 
 
 def test_more_small_records_than_a_batch_holds_are_all_written(tmp_path: Path) -> None:

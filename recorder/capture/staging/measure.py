@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
-from ...native import HELD_BYTES, KINDS, TABLE_KINDS, Kernels, LoopsPlan, Weights, address
+from ...native import HELD_BYTES, KINDS, TABLE_KINDS, TOGETHER_KINDS, Kernels, LoopsPlan, Weights, address
 from ...numerics.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ...numerics.histogram import BY_PATTERN, NUM_BINS, of_bins
 from ...numerics.moments import Moments, measured
@@ -32,8 +32,6 @@ _CHUNK_ITEMS = 1 << 15
 
 _NOTHING = Measured()
 _NO_UNITS_OF_RUN = "no_units:a run of a flattened tensor"
-_TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
-"""The element types that `Kernels.measure_small` takes."""
 _Values = npt.NDArray[Any]
 
 
@@ -151,8 +149,7 @@ def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) 
     Statistics of the records are kept, and perhaps their fingerprints.
     """
     may_join = [
-        kernels is not None and s.chunk is None and s.dtype in _TOGETHER_KINDS and s.block.num_bytes > 0
-        for s in records
+        kernels is not None and s.chunk is None and s.dtype in TOGETHER_KINDS and s.block.num_bytes > 0 for s in records
     ]
     joined = list(compress(records, may_join))
     measured = []
