@@ -11,13 +11,13 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..records import Moment
+from ..records import KEEP_PROBE, KEEP_TOKENS, Moment
 from ..system.processes import live_instances
 from .closures import wrap_closure
 from .core import Capture
@@ -32,6 +32,16 @@ _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
 """The number of steps from one look at what an update leaves out to the next, after the early ones."""
 _is_compiling = torch.compiler.is_compiling
+
+
+class _GroupKey(NamedTuple):
+    """What must be as it was for a group of parameters and gradients to be recorded as it was."""
+
+    whose: Hashable
+    """The parameters, and which of them have no gradient."""
+    note: str | None
+    masks: tuple[int, ...]
+    """What each set of rules keeps at the step."""
 
 
 def find_live() -> list[Optimizer]:
@@ -96,7 +106,7 @@ class OptimizerHooks:
         self._on_new = on_new
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._probed: dict[int, tuple[weakref.ref[Optimizer], dict[Hashable, ProbedGroup | None]]] = {}
+        self._probed: dict[int, tuple[weakref.ref[Optimizer], dict[_GroupKey, ProbedGroup | None]]] = {}
         """By the id of an optimizer, which may have no hash: the values that the probe measures together. Their key is
         the parameters in their order, which of them have gradients, and the masks; None stands for values that the
         probe must measure one by one."""
@@ -346,8 +356,8 @@ class OptimizerHooks:
     ) -> Iterator[bool]:  # fmt: skip
         """Record parameters and gradients together, and yield whether that was possible.
 
-        It is possible if they were recorded one by one, inside this context, at an earlier step with the same masks,
-        and if the probe measured each of them then.
+        It is possible if they were recorded one by one, inside this context, at an earlier step, and if the probe
+        measured each of them then and does so now.
         """
         capture = self._capture
         probe, selection = capture.probe, capture.selection
@@ -357,8 +367,10 @@ class OptimizerHooks:
         gradients = [parameter.grad for parameter in parameters]
         whose = tuple(map(id, parameters)), tuple(gradient is None for gradient in gradients)
         masks = tuple(capture.keep_of(rule_set, 0) for rule_set in range(len(selection.masks)))
-        key, groups = (whose, note, masks), self._groups_of(optimizer)
+        key, groups = _GroupKey(whose, note, masks), self._groups_of(optimizer)
         tensors = [one for pair in zip(parameters, gradients, strict=True) for one in pair if one is not None]
+        if key not in groups and (group := self._with_other_masks(key, groups)) is not None:
+            groups[key] = group
         if key in groups:
             group = groups[key]
             is_known = group is not None and probe.saw_group(group, tensors, moment)
@@ -378,7 +390,20 @@ class OptimizerHooks:
             groups.clear()
         groups[key] = probe.group(seen, tensors, groups.values())
 
-    def _groups_of(self, optimizer: Optimizer) -> dict[Hashable, ProbedGroup | None]:
+    def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
+        """Return the group of the same values at steps with other masks, with what is kept at this step.
+
+        None is returned if there is no such group, or if the probe does not measure each of its values at this step.
+        """
+        rule_set_of = self._capture.rule_set_of
+        for (whose, note, masks), group in groups.items():
+            if group is not None and (whose, note, len(masks)) == (key.whose, key.note, len(key.masks)):
+                keeps = [key.masks[rule_set_of[value.origin]] for value in group.values]
+                if all(keep & KEEP_PROBE for keep in keeps):
+                    return group._replace(keeps=[keep & ~(KEEP_PROBE | KEEP_TOKENS) for keep in keeps])
+        return None
+
+    def _groups_of(self, optimizer: Optimizer) -> dict[_GroupKey, ProbedGroup | None]:
         known = self._probed.get(id(optimizer))
         if known is None or known[0]() is not optimizer:
             self._probed = {key: one for key, one in self._probed.items() if one[0]() is not None}
