@@ -116,8 +116,6 @@ class Capture:
         """The memory for values that wait for a trigger; None where no rule keeps values in a ring."""
         self.selection.has_ring = ring is not None
         self.masks: list[int] | _Nothing = self.selection.masks
-        self.rule_set_of: dict[Origin, int] = {}
-        """The rules that select each parameter and each gradient that was recorded."""
         self.clock = Clock()
         self.pool = pool
         self.channel = channel

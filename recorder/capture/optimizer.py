@@ -395,7 +395,7 @@ class OptimizerHooks:
 
         None is returned if there is no such group, or if the probe does not measure each of its values at this step.
         """
-        rule_set_of = self._capture.rule_set_of
+        rule_set_of = self._capture.selection.rule_set_of
         for (whose, note, masks), group in groups.items():
             if group is not None and (whose, note, len(masks)) == (key.whose, key.note, len(key.masks)):
                 keeps = [key.masks[rule_set_of[value.origin]] for value in group.values]

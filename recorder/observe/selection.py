@@ -10,7 +10,7 @@ or features. Units are those of the module's output. For a parameter they lie al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class RuleSelection:
         """Whether there is memory for values that wait for a trigger; without it rules keep no value in a ring."""
         self.has_probe = True
         """Whether the probe can measure what it is shown; without it rules keep nothing for the probe."""
+        self.rule_set_of: dict[Hashable, int] = {}
+        """The rules that select each parameter and each gradient that was recorded, by its origin."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
         self.extend(rules)
 

@@ -168,7 +168,7 @@ class HookedModule:
             origin = Origin(self.root.name, self.node_path, site, name, self.unit_dim(rule_set, site, name))
             leaf = self._leaves[key] = origin, rule_set
             if site in ("param", "grad"):
-                self.capture.rule_set_of[origin] = rule_set
+                self.capture.selection.rule_set_of[origin] = rule_set
         return leaf
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
