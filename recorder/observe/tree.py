@@ -58,6 +58,8 @@ class Node:
     is_compiled: bool = False
     is_expert: bool = False
     """Whether a framework says that the module is, or lies in, one of the experts among which rows are dealt out."""
+    first: int = 0
+    """The number in the whole model of the first of the layers or experts that the module holds."""
     hidden: str | None = None
     """Why no hook observes a call, if the module's kind is why: ``scripted``, ``inlined`` in a graph, or ``fused``."""
 
@@ -158,7 +160,7 @@ def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False)
         children = [(name, child) for name, child in owner._modules.items() if child is not None]
         dealer = owner if isinstance(getattr(owner, "ep_group", None), _GROUP) else dealer
         first, are_experts = _first_of(owner, dealer)
-        if first:
+        if first and children:
             children = [(str(first + int(name)), child) for name, child in children]
         hidden = _hidden(owner, above)
         node = Node(
@@ -172,6 +174,7 @@ def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False)
             is_compiled=hooked is not None or getattr(owner, "_compiled_call_impl", None) is not None,
             wrappers=wrappers,
             is_expert=are_experts or (above is not None and above.is_expert),
+            first=first,
         )
         seen[id(owner)] = node
         nodes.append(node)
@@ -187,13 +190,15 @@ def _first_of(modules: nn.Module, dealer: nn.Module | None) -> tuple[int, bool]:
     """Return the number that the first module of a list has in the whole model, and whether the modules are experts.
 
     Expert parallel ranks of Megatron and DeepSpeed have `num_local_experts` each, one rank's after the other's; the
-    `dealer` is the innermost module around the list that names these ranks. Stages of Megatron's pipelines number their
+    `dealer` is the innermost module around the list that names these ranks. A grouped linear of Transformer Engine has
+    `num_gemms` experts in its parameters `weight0`, `weight1`, and so on. Stages of Megatron's pipelines number their
     layers in `layer_number`, from 1.
     """
-    if not isinstance(modules, nn.ModuleList) or not len(modules):
+    count = len(modules) if isinstance(modules, nn.ModuleList) else getattr(modules, "num_gemms", 0)
+    if count and getattr(dealer, "num_local_experts", None) == count:
+        return getattr(dealer, "ep_group").rank() * count, True  # noqa: B009  # to mypy it is a module
+    if not isinstance(modules, nn.ModuleList) or not count:
         return 0, False
-    if getattr(dealer, "num_local_experts", None) == len(modules):
-        return getattr(dealer, "ep_group").rank() * len(modules), True  # noqa: B009  # to mypy it is a module
     layers = [unwrapped(layer)[-1] for layer in modules]
     firsts = {getattr(layer, "layer_number", 0) - 1 - number for number, layer in enumerate(layers)}
     num_stages = getattr(getattr(layers[0], "config", None), "pipeline_model_parallel_size", 1)

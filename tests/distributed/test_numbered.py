@@ -14,9 +14,9 @@ from recorder.merge.merge import merge_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
-OF_ONE = ("whole", "whole_recompute")
-OF_TWO = ("dp", "ep", "pp", "pp_recompute", "vpp")
-OF_FOUR = ("ep_four", "pp_ep", "ep_forgot")
+OF_ONE = ("whole", "whole_recompute", "whole_grouped")
+OF_TWO = ("dp", "ep", "pp", "pp_recompute", "vpp", "ep_grouped")
+OF_FOUR = ("ep_four", "pp_ep", "ep_forgot", "pp_ep_grouped", "ep_four_grouped")
 SOUND = ("dp", "ep", "pp", "vpp", "ep_four", "pp_ep")
 
 
@@ -30,9 +30,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
 
 @pytest.mark.parametrize("name", SOUND)
 def test_the_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, recorder.Run], name: str) -> None:
-    """All but what experts are given and give: 460 values, among them the router's, whose rows lie sequence first."""
+    """All but what experts are given and give: 556 values, among them the router's, whose rows lie sequence first."""
     found = recorder.diff(runs["whole"], runs[name], rtol=1e-9, atol=1e-12)
-    assert (found.verdict, found.num_compared) == ("equal", 460)
+    assert (found.verdict, found.num_compared) == ("equal", 556)
     assert not first(runs[name]).is_found and layouts(runs[name]).contradiction is None
     assert not check(runs[name]).findings
 
@@ -40,6 +40,18 @@ def test_the_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, 
 def test_a_recomputed_layer_is_of_the_micro_batch_that_goes_back(runs: dict[str, recorder.Run]) -> None:
     found = recorder.diff(runs["whole_recompute"], runs["pp_recompute"], rtol=1e-9, atol=1e-12)
     assert found.verdict == "equal" and found.num_compared > 460
+
+
+@pytest.mark.parametrize("name", ["pp", "vpp"])
+def test_a_parameter_that_a_stage_gives_has_the_gradient_of_each_micro_batch(
+    runs: dict[str, recorder.Run], name: str
+) -> None:
+    """Hooks of all micro-batches under way are on the one bias, and the first gradient is none of the second's."""
+    path = "decoder.layers.3.proj"
+    bias = {"site": "grad_output", "name": "1", "step": 1}
+    of_each = [runs[name].array(path, **bias, micro_step=number) for number in range(2)]
+    assert abs(of_each[0] - of_each[1]).max() > 1e-6
+    assert abs(sum(of_each) - runs["whole"].array(path, **bias)).max() < 1e-12
 
 
 def test_parameters_stand_under_the_names_of_the_whole_model(runs: dict[str, recorder.Run], tmp_path: Path) -> None:
@@ -53,6 +65,19 @@ def test_parameters_stand_under_the_names_of_the_whole_model(runs: dict[str, rec
         path = "decoder.layers.3.mlp.experts.local_experts.2"
         one, other = (run.array(path, site="param", name="weight", step=1) for run in (runs["whole"], merged))
         assert abs(one - other).max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["ep_grouped", "ep_four_grouped", "pp_ep_grouped"])
+def test_parameters_of_grouped_experts_have_the_numbers_of_the_whole_model(
+    runs: dict[str, recorder.Run], name: str
+) -> None:
+    found = recorder.diff(runs["whole_grouped"], runs[name], rtol=1e-9, atol=1e-12)
+    assert (found.verdict, found.num_compared) == ("equal", 460)
+    assert not first(runs[name]).is_found and layouts(runs[name]).contradiction is None
+    assert not check(runs[name]).findings
+    weight = {"site": "param", "name": "weight3", "step": 1}
+    path = "decoder.layers.3.mlp.experts.linear_fc1"
+    assert abs(runs["whole_grouped"].array(path, **weight) - runs[name].array(path, **weight)).max() < 1e-12
 
 
 def test_gradients_of_experts_that_ranks_share_are_compared(runs: dict[str, recorder.Run]) -> None:

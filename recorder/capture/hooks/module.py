@@ -42,6 +42,7 @@ class HookedModule:
         "_call_key",
         "_cut",
         "_disarmed",
+        "_first",
         "_handles",
         "_has_after",
         "_is_callable",
@@ -84,6 +85,7 @@ class HookedModule:
         """The name of the module in the counts of a slice, which a root shares with the roots inside it."""
         self._is_leaf = node.is_leaf
         self.is_expert = node.is_expert
+        self._first = node.first
         self._is_callable = node.is_callable or node.hidden is not None
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
@@ -364,10 +366,12 @@ class HookedModule:
         self._resting.clear()
 
     def own(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """Yield the module's own parameters or buffers by name."""
+        """Yield the module's own parameters or buffers by name; those of experts have the whole model's numbers."""
         module = self._owner()
-        if module is not None:
-            yield from ((name, value) for name, value in getattr(module, kind).items() if value is not None)
+        for name, value in getattr(module, kind).items() if module is not None else ():
+            if value is not None:
+                base = name.rstrip("0123456789") if self._first else name
+                yield f"{base}{int(name[len(base) :]) + self._first}" if base != name else name, value
 
     def keeps(self, site: str) -> bool:
         """Whether a value of a site may be kept at this step. A rule's name or call may still exclude the value."""

@@ -2,7 +2,8 @@
 
 None of Megatron is imported. What is marked was read in Megatron-LM, commit d98e8a6, below `megatron/core`:
 `layer_number` in `transformer/transformer_layer.py`, `num_local_experts` and `ep_group` of `SequentialMLP` in
-`transformer/moe/experts.py`, `allreduce` in `tensor_parallel/layers.py`, the local variables of `forward_step` in
+`transformer/moe/experts.py`, `num_gemms` and `weight0`, `weight1`, ... of `TEGroupedLinear` in
+`extensions/transformer_engine.py`, `allreduce` in `tensor_parallel/layers.py`, the local variables of `forward_step` in
 `pipeline_parallel/schedules.py`, and the groups in `parallel_state.py`.
 
 Each word of the command line is a training of the same global model and batch, recorded into a folder of its name.
@@ -42,26 +43,45 @@ class Router(nn.Module):
         return (x @ self.weight.t()).flatten(0, 1).softmax(-1)
 
 
+class GroupedLinear(nn.Module):
+    """The linears of some experts, whose parameters have numbers that each rank counts from 0."""
+
+    def __init__(self, num_gemms: int) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        for number in range(num_gemms):
+            self.register_parameter(f"weight{number}", nn.Parameter(torch.zeros(DIM, DIM)))
+
+    def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        parts = zip(tokens.split(counts), self.parameters(), strict=True)
+        return torch.cat([nn.functional.linear(part, weight) for part, weight in parts])
+
+
 class Experts(nn.Module):
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, is_grouped: bool) -> None:
         super().__init__()
         self.ep_group, self.num_local_experts = group, EXPERTS // group.size()
-        self.local_experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(self.num_local_experts))
+        self.linear_fc1 = GroupedLinear(self.num_local_experts) if is_grouped else None
+        of_each = range(0 if is_grouped else self.num_local_experts)
+        self.local_experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in of_each)
         for parameter in self.parameters():
             parameter.allreduce = group.size() == 1  # type: ignore[attr-defined]
 
     def forward(self, tokens: Tensor, choice: Tensor) -> Tensor:
         out, first = torch.zeros_like(tokens), self.ep_group.rank() * self.num_local_experts
-        for number, expert in enumerate(self.local_experts):
-            (at,) = (choice == first + number).nonzero(as_tuple=True)
+        rows = [(choice == first + number).nonzero(as_tuple=True)[0] for number in range(self.num_local_experts)]
+        if self.linear_fc1 is not None:
+            at = torch.cat(rows)
+            return out.index_add(0, at, self.linear_fc1(tokens[at], [len(one) for one in rows]))
+        for at, expert in zip(rows, self.local_experts, strict=True):
             out = out.index_add(0, at, expert(tokens[at]))
         return out
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, is_grouped: bool) -> None:
         super().__init__()
-        self.router, self.experts = Router(), Experts(group)
+        self.router, self.experts = Router(), Experts(group, is_grouped=is_grouped)
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.experts.ep_group
@@ -71,17 +91,28 @@ class MixtureOfExperts(nn.Module):
         return out.view_as(x)
 
 
+class WithoutBias(nn.Linear):
+    """A linear that gives its bias to the module around it, which adds it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x @ self.weight.t(), self.bias
+
+
 class Layer(nn.Module):
-    def __init__(self, number: int, num_stages: int, group: Any) -> None:
+    def __init__(self, number: int, num_stages: int, group: Any, *, is_grouped: bool) -> None:
         super().__init__()
         self.layer_number, self.is_checkpointed = number, False
         self.config = types.SimpleNamespace(pipeline_model_parallel_size=num_stages)
-        self.norm, self.mlp = nn.LayerNorm(DIM), MixtureOfExperts(group)
+        self.norm, self.mlp = nn.LayerNorm(DIM), MixtureOfExperts(group, is_grouped=is_grouped)
+        self.proj = WithoutBias(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_checkpointed:
-            return x + checkpoint(self.mlp, self.norm(x), use_reentrant=False)  # type: ignore[no-any-return]
-        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+            x = x + checkpoint(self.mlp, self.norm(x), use_reentrant=False)
+        else:
+            x = x + self.mlp(self.norm(x))
+        out, bias = self.proj(x)
+        return x + out + bias  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -89,10 +120,12 @@ class Decoder(nn.Module):
 
     given: Tensor | None = None
 
-    def __init__(self, stage: int, num_stages: int, num_ranks: int, group: Any) -> None:
+    def __init__(self, stage: int, num_stages: int, num_ranks: int, group: Any, *, is_grouped: bool) -> None:
         super().__init__()
         count = LAYERS // num_stages
-        self.layers = nn.ModuleList(Layer(stage * count + i + 1, num_ranks, group) for i in range(count))
+        self.layers = nn.ModuleList(
+            Layer(stage * count + i + 1, num_ranks, group, is_grouped=is_grouped) for i in range(count)
+        )
         self.final = nn.LayerNorm(DIM) if stage == num_stages - 1 else None
 
     def forward(self, x: Tensor | None) -> Tensor:
@@ -104,10 +137,10 @@ class Decoder(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, stage: int, num_stages: int, num_ranks: int, group: Any) -> None:
+    def __init__(self, stage: int, num_stages: int, num_ranks: int, group: Any, *, is_grouped: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, DIM) if stage == 0 else None
-        self.decoder = Decoder(stage, num_stages, num_ranks, group)
+        self.decoder = Decoder(stage, num_stages, num_ranks, group, is_grouped=is_grouped)
         self.out = nn.Linear(DIM, WORDS) if stage == num_stages - 1 else None
         first_layer, first_expert = stage * (LAYERS // num_stages), group.rank() * (EXPERTS // group.size())
         for name, parameter in self.named_parameters():
@@ -115,6 +148,8 @@ class Net(nn.Module):
             for i, part in enumerate(parts):
                 first = {"layers": first_layer, "local_experts": first_expert}.get(parts[i - 1], 0) if i else 0
                 parts[i] = str(int(part) + first) if part.isdigit() else part
+            if parts[-2] == "linear_fc1":
+                parts[-1] = f"weight{int(parts[-1][6:]) + first_expert}"
             torch.manual_seed(zlib.crc32(".".join(parts).encode()))
             parameter.data = torch.randn(parameter.shape) / 2
 
@@ -168,7 +203,8 @@ def train(name: str, groups: dict[str, Any]) -> None:
     num_ranks, num_chunks = groups["PIPELINE_MODEL_PARALLEL"].size(), 2 if "vpp" in name else 1
     at, num_stages = groups["PIPELINE_MODEL_PARALLEL"].rank(), num_ranks * num_chunks
     experts, replicas = groups["EXPERT_MODEL_PARALLEL"], groups["DATA_PARALLEL"]
-    chunks = [Net(at + number * num_ranks, num_stages, num_ranks, experts) for number in range(num_chunks)]
+    numbers = [at + number * num_ranks for number in range(num_chunks)]
+    chunks = [Net(number, num_stages, num_ranks, experts, is_grouped="grouped" in name) for number in numbers]
     optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.05, momentum=0.9)
     with ExitStack() as stack:
         for chunk in chunks:
