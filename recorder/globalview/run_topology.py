@@ -5,7 +5,7 @@ This module reads rows only for their steps, and for the first statistics of par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class Topology:
         self._world = tuple(range(world_size)) if world_size and world_size <= MAX_RANKS else tuple(ranks)
         self._expected: dict[tuple[int | None, str, int | None, str], DataParallelGroup] = {}
         self._interned: dict[DataParallelGroup, DataParallelGroup] = {}
+        self._apart: dict[tuple[Launch, str], str] = {}
         self.foreign_writers = [
             number for number, writer in enumerate(writers) if writer.manifest.run_id not in (None, run_id)
         ]
@@ -80,7 +81,7 @@ class Topology:
                 ranks = tuple(sorted(rank for rank in of_stage_ranks if rank is not None))
                 base = base or DataParallelGroup("assumed", ranks)
             elif base is None:
-                base = DataParallelGroup("assumed", world)
+                base = DataParallelGroup("assumed", world, self._why_apart(root, number))
             elif base.model_groups:  # ranks outside the root's meshes should have rows, too
                 left_out = (
                     rank
@@ -217,6 +218,14 @@ class Topology:
             if root.stage is not None
         }
 
+    def _why_apart(self, root: str, number: int) -> str:
+        """Return why ranks may be the stages of a pipeline that the program runs by hand; empty if they are none."""
+        key = self.launches[number], root
+        if key not in self._apart:
+            of_launch = zip(self._writers, self.launches, strict=True)
+            self._apart[key] = _find_why_apart((w for w, launch in of_launch if launch == key[0]), root)
+        return self._apart[key]
+
     def is_between(self, stage: Stage, module_path: str, site: str) -> bool:
         """Whether a module's value is neither the input in the first nor the output in the last stage that has it."""
         numbers = self._stages_with.get(module_path, {stage.number}) if module_path else {0, stage.num_stages - 1}
@@ -351,6 +360,38 @@ def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[
         groups_text = _groups(groups)
         return models, f"the model-parallel mesh {list(wrong)} and the data-parallel groups {groups_text} form no grid"
     return model_groups, ""
+
+
+_CONTENT = ("step", *STATISTICS, *COUNTS)
+_ENDS = ("root", "module_path", "site", *_CONTENT)
+
+
+def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
+    """Return why modules of one name are different modules, by class or by what the root is given; else empty."""
+    classes: dict[str, tuple[int | None, str]] = {}
+    given: dict[int | None, set[Any]] = {}
+    givers: dict[Any, int | None] = {}
+    for writer in writers:
+        given[writer.rank] = set()
+        for module in (module for one in writer.manifest.roots if one.name == root for module in one.modules):
+            rank, name = classes.setdefault(module.path, (writer.rank, module.class_name))
+            if name != module.class_name:
+                what = f"{module.path!r} is a {name} and a {module.class_name}"
+                return f"ranks {rank} and {writer.rank} have different modules of one name: {what}"
+        firsts = writer.shards[:2]  # of payloads, and of statistics alone
+        for batch in (batch for shard in firsts for batch in shard.columns(_ENDS)):
+            is_end = pc.and_(pc.equal(batch.column("module_path"), ""), pc.equal(batch.column("root"), root))
+            for row in batch.filter(pc.and_(is_end, pc.less(batch.column("min"), batch.column("max")))).to_pylist():
+                if row["site"] == "input":
+                    given[writer.rank].add(tuple(row[name] for name in _CONTENT))
+                elif row["site"] == "output":
+                    givers.setdefault(tuple(row[name] for name in _CONTENT), writer.rank)
+    for rank, contents in given.items():
+        for content in contents:
+            other = givers.get(content, rank)
+            if other != rank and content not in given[other]:
+                return f"rank {rank} is given what rank {other} gives: their modules of one name are different stages"
+    return ""
 
 
 def _is_sorted(ranks: Ranks) -> bool:
