@@ -76,9 +76,9 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
         if (stage := stage_of(notes_b[number])[0]) is not None:
             event = event._replace(stage=stage)
         rank = int(ranks_b[number]) if ranks_b[number] >= 0 else row["rank"]
-        if differs[number]:
-            event = event._replace(differs=True, ranks=() if rank is None else (rank,), pair=number)
-        event = event._replace(is_open=bool(is_open[number]))
+        if differs[number] or is_open[number]:
+            event = event._replace(ranks=() if rank is None else (rank,), pair=number)
+            event = event._replace(differs=bool(differs[number]), is_open=bool(is_open[number]))
         _join(events_by_key, row, event)
     for event, row in _alone(a, b, pairs):
         _join(events_by_key, row, event)
@@ -136,7 +136,7 @@ def _join(events_by_key: dict[tuple[Any, ...], StepEvent], row: dict[str, Any], 
     known = events_by_key.get(key)
     if known is None or (event.differs and not known.differs):
         events_by_key[key] = event if known is None else event._replace(order=known.order)
-    elif event.differs:
+    elif event.differs or event.is_open:
         events_by_key[key] = known._replace(ranks=tuple(dict.fromkeys((*known.ranks, *event.ranks))))
 
 

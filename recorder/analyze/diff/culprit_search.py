@@ -117,6 +117,7 @@ class _Forward:
         self.wrong = _Paths(event for event in events if event.differs)
         self.has_inputs = any(event.site == "input" and event.path for event in events)
         self._outputs = [event for event in events if event.site == "output"]
+        self.open_outputs = {event.path: event for event in self._outputs if event.is_open}
         self._output_at = {(event.path, event.name, event.call): n for n, event in enumerate(self._outputs)}
         self._takers: dict[Any, list[StepEvent]] = {}
         for event in events:
@@ -319,7 +320,10 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
                 why = "the loss" if is_loss else ""
                 if owner and event.stage != forward.stage_of.get(owner, event.stage):
                     owner, why = "", _handed(event)  # the module's gradient came from another stage
-                yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
+                if (made := forward.open_outputs.get(owner)) is None:
+                    yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
+                else:  # nothing else explains that it differs on the ranks
+                    yield Suspect(step, FORWARD, now.root, owner, made)
             bad.add(event)
 
 
