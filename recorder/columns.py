@@ -171,6 +171,8 @@ TIME_ORDER = ("attempt", "step", "rank", "seq")
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 HANDED_ON = "between_stages"
 """The member of a note that has the stage and the number of stages of a value passed between pipeline stages."""
+BATCH_OR_ONE = "batch_or_one"
+"""The member of a note of a value that all ranks have alike where each has one sample: a batch, or one for all."""
 _MAX_SHAPE_TEXT = 4096
 _MAX_NUMEL = 1 << 48
 """The bound on the product of the nonzero sizes, so that the elements of many ranks together fit an int64."""

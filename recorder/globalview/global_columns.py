@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from ..columns import COLUMN_OF, COUNTS, DETAILS, NONFINITE, PLAIN, STATISTICS, Combine, note_members, parse_shape
@@ -44,7 +43,10 @@ class GlobalColumns:
 
     def by_name(self) -> dict[str, list[Any]]:
         values, plans = self._values, self._plans
-        own: dict[str, list[Any]] = {name: self._of_firsts(name) for name in ("dtype", "encoding", "note")}
+        firsts = np.array([positions[0] for positions in self._positions], np.int64)
+        own: dict[str, list[Any]] = {
+            n: self._metadata.take(n, firsts).to_pylist() for n in ("dtype", "encoding", "note")
+        }
         dtypes = [plan.dtype or dtype for plan, dtype in zip(plans, own["dtype"], strict=True)]
         has_values = [self._assembler.has_payload(*one) for one in zip(plans, self._positions, strict=True)]
         encodings = [(own["encoding"][i] or PLAIN) if is_there else None for i, is_there in enumerate(has_values)]
@@ -73,11 +75,6 @@ class GlobalColumns:
         for (i, member), why in self._lacking.items():
             columns["note"][i] = with_member(columns["note"][i], member, why)
         return columns
-
-    def _of_firsts(self, name: str) -> list[Any]:
-        at = np.array([positions[0] for positions in self._positions], np.int64)
-        values: list[Any] = self._metadata.take(name, at).to_pylist()
-        return values
 
     def _were_recorded(self, has_values: Sequence[bool]) -> list[bool]:
         """Return for each value whether any rank recorded its payload; read rows only for values without a payload."""
@@ -123,7 +120,7 @@ class GlobalColumns:
             positions += [value.positions[term.chunk] for term in terms] or [value.positions[0]]
             factors += [term.factor for term in terms] or [1.0]
         at = np.array(positions, np.int64)
-        chunks = {name: _floats(metadata.take(name, at)) for name in (*STATISTICS, *COUNTS)}
+        chunks = {name: metadata.take(name, at).cast(pa.float64()).to_numpy() for name in (*STATISTICS, *COUNTS)}
         numels = metadata.numbers("numel")[at].astype(np.float64)
         combined = combine_chunks(chunks, numels, np.array(factors), np.array(starts, np.int64))
         columns: dict[str, list[Any]] = {}
@@ -254,11 +251,6 @@ def _note(
 def with_member(note: str | None, name: str, value: object) -> str:
     """Return a row's note with one more member."""
     return as_json(note_members(note) | {name: value})
-
-
-def _floats(column: Any) -> npt.NDArray[np.float64]:
-    values: npt.NDArray[np.float64] = column.cast(pa.float64()).to_numpy()
-    return values
 
 
 @lru_cache(maxsize=4096)

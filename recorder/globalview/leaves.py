@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..layout.placement import NoPlan, RankChunk
-from ..layout.rules import Replication, Unequal
+from ..layout.rules import ChunkValues, Replication
 from ..numerics.keys import Integers
 from ..read.metadata import NONE
 from .row_groups import GroupedRows
@@ -65,6 +65,8 @@ class BatchDims(NamedTuple):
     """The dims. Dim 0 is also included if its sizes are a multiple of the batch sizes."""
     first: int | None
     """The first dim of exactly these sizes."""
+    are_single: bool
+    """True if each of several ranks has one sample, and their samples differ."""
 
 
 class Sample(NamedTuple):
@@ -121,7 +123,8 @@ class Leaves:
         path, (sample, _, _) = leaf.module_path, self._load()
         while sample is not None:
             given = (leaf.root, leaf.stage, path, "input", leaf.mode)
-            leaves = (one for one in sample.leaves if (*one[:3], one.site, one.mode) == given)
+            leaves = [one for one in sample.leaves if (*one[:3], one.site, one.mode) == given]
+            leaves = [one for one in leaves if one.num_dims == leaf.num_dims] or leaves
             firsts = {moment.first for one in leaves for moment in self._moments(one)} - {None}
             if firsts or not path:
                 return bool(firsts) and 0 not in firsts
@@ -177,7 +180,9 @@ class Leaves:
     def _load(self) -> tuple[Sample | None, Flags, Flags]:
         if self._loaded is None:
             sample, nothing = self._make(), np.zeros(0, bool)
-            self._loaded = sample, *((nothing, nothing) if sample is None else _find_void(sample))
+            self._loaded = sample, nothing, nothing  # already while `_find_void` asks which arguments vary
+            if sample is not None:
+                self._loaded = sample, *_find_void(sample)
         return self._loaded
 
     def _values_of(self, leaf: Leaf) -> tuple[Sample | None, list[int]]:
@@ -213,14 +218,11 @@ class Leaves:
         if Observation.UNEQUAL in observations:
             return Replication.DISTINCT
         if Observation.PERHAPS in observations and Observation.REPEATED not in observations:
-            return Replication.DISTINCT if chunks is None and self._follows_the_batch(leaf) else Replication.REPLICATED
+            moments = self._moments(leaf) if chunks is None else []
+            is_resized = len({size for one in moments for size in one.sizes}) > 1
+            follows_the_batch = is_resized and frozenset.intersection(*(one.dims for one in moments))
+            return Replication.DISTINCT if follows_the_batch else Replication.REPLICATED
         return Replication.UNKNOWN
-
-    def _follows_the_batch(self, leaf: Leaf) -> bool:
-        """Return True if some dim always has the size of the batch, and the size of the batch changes."""
-        moments = self._moments(leaf)
-        sizes = {size for one in moments for size in one.sizes}
-        return len(sizes) > 1 and bool(frozenset.intersection(*(one.dims for one in moments)))
 
 
 def _a_few(numbers: Sequence[int]) -> list[int]:
@@ -244,21 +246,25 @@ class _Inputs:
 def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     """Flag the values that are no evidence of their layout (void values), and other values that are doubtful.
 
-    Constants are void, and so is the output of a module with only void inputs: behind a dead ReLU the output of a
-    linear layer is its bias, on all ranks and for any batch. A function between modules leaves no record of its inputs,
-    so its result may be computed from any earlier void value. Such a result is doubtful, and so is a module's output
-    computed from it.
+    Constants are void, and so are arguments of the root that are equal on all ranks where each rank has one sample:
+    positions may be a batch, or one row for all samples. So is the output of a module with only void inputs: behind a
+    dead ReLU the output of a linear layer is its bias, on all ranks and for any batch. A function between modules
+    leaves no record of its inputs, so its result may be computed from any earlier void value. Such a result is
+    doubtful, and so is a module's output computed from it.
     """
     grouped = sample.grouped
+    sites, paths = grouped.labels["site"], grouped.labels["module_path"]
+    is_input, is_output, is_tap = (sites.codes == sites.code(site) for site in ("input", "output", "tap"))
+    is_of_root = paths.codes == paths.code("")
     is_void: Flags = grouped.is_blank & (grouped.equal != 0)
+    for number in np.flatnonzero(is_input & is_of_root & (grouped.equal != 0) & ~is_void).tolist():
+        moment = sample.moment(number)
+        is_void[number] = moment is not None and moment.are_single and bool(moment.dims)
     is_doubtful: Flags = np.zeros(len(is_void), bool)
     is_seed = is_void | grouped.is_zero  # zeros of different signs are unequal, but give a module equal outputs
     is_open = (grouped.equal != 0) & ~is_void & ~grouped.has_nan
     if not is_open.any() or not is_seed.any():
         return is_void, is_doubtful
-    sites, paths = grouped.labels["site"], grouped.labels["module_path"]
-    is_input, is_output, is_tap = (sites.codes == sites.code(site) for site in ("input", "output", "tap"))
-    is_of_root = paths.codes == paths.code("")
     dtypes = [grouped.chunks[code].dtype for code in grouped.codes[grouped.starts].tolist()]
     fingerprints, statistics = grouped.fingerprints[grouped.starts], grouped.statistics[grouped.starts]
     of_call: dict[int, _Inputs] = {}
@@ -303,7 +309,7 @@ def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
     return tuple((chunks[i].rank, chunks[i].micro_step) for i in numbers)
 
 
-class LeafAcrossSteps(Unequal):
+class LeafAcrossSteps(ChunkValues):
     """The evidence of all steps about some or all chunks of a value that was not itself recorded."""
 
     def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:

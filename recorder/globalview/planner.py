@@ -7,14 +7,14 @@ comparisons, without rows. Payloads are compared only if the rows do not tell wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..columns import HANDED_ON, NOT_OF_BATCH
 from ..errors import LookupFailedError
 from ..format.manifest import Stage
-from ..layout.levels import BatchGroup, WholeTensors, compose, renumbered, within
+from ..layout.levels import BatchGroup, Infer, WholeTensors, compose, renumbered, within
 from ..layout.placement import RANK_BOUND, TURNED, NoPlan, Plan, RankChunk, named, reduce_op
 from ..layout.rules import (
     Batch,
@@ -306,8 +306,6 @@ LOCAL_GRADIENT = "local_grad"
 KNOWN_SITES = frozenset((*SITES, LOCAL_GRADIENT))
 _OF_A_CALL = "it is of the call of one rank, which a replay runs again as that rank ran it"
 _UNKNOWN_SITE = "this version does not know what stands at the site: it may be of a later one"
-Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""A function that returns the dim along which the plain chunks of ranks that share a batch are cut."""
 Decided = tuple[Plan | NoPlan, Batch]
 
 
@@ -362,7 +360,7 @@ def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
     if site in NUMBERS and len({p.dtype for p in chunks}) == 1 and not any(p.shape for p in chunks):
         return decide_scalar(chunks, question.comparison)
     is_plain = chunks[0].global_shape is None
-    if value.group.conflict and (is_plain or value.batch_groups is not None):
+    if value.group.conflict and len(value.group.ranks) > 1 and (is_plain or value.batch_groups is not None):
         return NoPlan("inconsistent" if value.group.model_groups else "per_rank", value.group.conflict)
     if question.num_expected > 1 or len(chunks) > 1:
         bounds = (chunk.rank_bound for chunk in chunks if chunk.rank_bound in RANK_BOUND and chunk.global_shape is None)

@@ -259,11 +259,6 @@ def content_of(items: npt.NDArray[Any]) -> EqualContent:
     return content_by(low, high, float(finite.sum()), items.size, is_float=kind not in "biu")
 
 
-def is_repeated(items: npt.NDArray[Any], dim: int) -> bool:
-    """Return True if a tensor is one slice repeated along a dim, as `expand` makes it."""
-    return bool((items == items.take([0], axis=dim)).all())
-
-
 class Sampler:
     """Infers the layouts of leaves from the values of the sampled steps."""
 
@@ -330,7 +325,7 @@ class Sampler:
         if items is None:
             return Observation.PERHAPS
         dims = range(items.ndim) if batch_dims is None else batch_dims.dims
-        if any(items.shape[dim] > 1 and is_repeated(items, dim) for dim in dims):
+        if any(items.shape[dim] > 1 and (items == items.take([0], axis=dim)).all() for dim in dims):
             return Observation.REPEATED
         is_certain = is_certain and batch_dims is not None and max(batch_dims.sizes) > 1
         return Observation.EQUAL if is_certain else Observation.PERHAPS
@@ -358,7 +353,8 @@ class Sampler:
             if 0 not in dims and (max(batch.sizes) > 1 or len(shapes[0]) < 3):
                 first = None  # a later dim of the batch's size is none, where dim 0 has the rows of all samples
             dims.add(0)
-        return BatchDims(batch.sizes, frozenset(dims), first), batch.is_shared
+        are_single = len(batch.sizes) > 1 and {*batch.sizes} == {1} and not batch.is_shared
+        return BatchDims(batch.sizes, frozenset(dims), first, are_single), batch.is_shared
 
     def sharded_dim(self, grouped: GroupedRows, number: int, some: ChunkKeys) -> int | NoPlan | None:
         """Return the dim along which the named chunks of a value are cut; None where one of the chunks is missing."""

@@ -272,7 +272,8 @@ class GlobalRows:
             grounds = [ground for ground in grounds if (ground, grounds[0]) != ("dtensor", "marked")]
         elif len(source.positions) > 1:
             is_sum = any(len(fill.terms) > 1 for fill in plan.fills)
-            cut = [f"Shard({number})" for number in _cut_dims(plan) if number != dim]
+            starts = zip(*(fill.region.start for fill in plan.fills if fill.region.start is not None), strict=True)
+            cut = [f"Shard({number})" for number, at in enumerate(starts) if number != dim and len({*at}) > 1]
             placements = "added up" if is_sum else "replicas" if plan.copies else " ".join(cut)
         batches = "" if dim is None else f"batches along dim {dim}"
         return ", ".join(filter(None, (placements, batches))) or "whole", ", ".join(
@@ -366,11 +367,6 @@ class GlobalRows:
             source = self._sources[i]
             is_cut[i] = isinstance(source, int) and self._assembler.tensor(source) is None
         return is_cut
-
-
-def _cut_dims(plan: Plan) -> list[int]:
-    starts = [fill.region.start for fill in plan.fills if fill.region.start is not None]
-    return [dim for dim, at in enumerate(zip(*starts, strict=True)) if len(set(at)) > 1]
 
 
 def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:

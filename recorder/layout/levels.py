@@ -157,7 +157,7 @@ def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
     return [tuple(some) for some in chunks_at.values()]
 
 
-class WholeTensors:
+class WholeTensors(ChunkValues):
     """The values of complete tensors made of several chunks. They are compared chunk by chunk."""
 
     def __init__(self, wholes: Sequence[Plan], among: Among) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from ..columns import BATCH_OR_ONE
 from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, plan_by_placements
 from .regions import Ints, box_region, ranges_region, whole
 
@@ -51,41 +52,30 @@ class Replication(Enum):
     """The values were not recorded, or are NaN, constant or repeated, so that they may be copies or batches."""
 
 
-class ChunkValues(Protocol):
-    """Questions about the values of some chunks; an answer may require reading payloads."""
+class ChunkValues:
+    """Questions about the values of some chunks, with the answers for values about which nothing is known.
+
+    The answers of a subclass may require reading payloads.
+    """
 
     def replication(self) -> Replication:
         """Return how the values relate to each other over all steps."""
-
-    def are_equal(self) -> bool:
-        """Whether all chunks are known to have the same values at this step."""
-
-    def are_unequal(self) -> bool:
-        """Whether chunks are known to have different values at this step."""
-
-    def batch_dim(self) -> int | None:
-        """Return the dim that is the batch at all steps with a known batch; None if no step has evidence."""
-
-    def is_sequence_first(self) -> bool:
-        """Whether the module, or the nearest module around it, is given tensors whose batch is not dim 0."""
-
-
-class Unequal:
-    """The answers for values about which nothing is known."""
-
-    def replication(self) -> Replication:
         return Replication.DISTINCT
 
     def are_equal(self) -> bool:
+        """Whether all chunks are known to have the same values at this step."""
         return False
 
     def are_unequal(self) -> bool:
+        """Whether chunks are known to have different values at this step."""
         return False
 
     def batch_dim(self) -> int | None:
+        """Return the dim that is the batch at all steps with a known batch; None if no step has evidence."""
         return None
 
     def is_sequence_first(self) -> bool:
+        """Whether the module, or the nearest module around it, is given tensors whose batch is not dim 0."""
         return False
 
 
@@ -123,13 +113,16 @@ def decide_activation(
         return decide_scalar(chunks, values)._replace(needs_all=True)
     known = values
     if len(chunks) == 1:
-        values = Unequal()  # a single rank's values say nothing about other ranks
+        values = ChunkValues()  # a single rank's values say nothing about other ranks
         if known.replication() is Replication.REPLICATED:
             return replicas(chunks, "inferred")
     has_one_shape = _unequal_shapes(chunks) is None
     sizes: tuple[int, ...] | None = batch.sizes
+    is_single = has_one_shape and sizes is not None and {*sizes} == {1} and 1 in chunks[0].shape
+    is_open = is_single and len(chunks) > 1 and not batch.is_shared and values.are_equal()
+    note = ((BATCH_OR_ONE, True),) if is_open else ()
     if has_one_shape and values.replication() is Replication.REPLICATED:
-        return copies_unless(values) or replicas(chunks, "inferred")
+        return copies_unless(values) or replicas(chunks, "inferred")._replace(note=note)
     usual = values.batch_dim()
     if sizes is None:
         dim = usual if usual is not None and usual < min(ndims) else 0
@@ -148,10 +141,11 @@ def decide_activation(
     is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
     is_multiple = is_multiple and _unequal_shapes(chunks, but=0) is None
     # If there are several samples, a dim 0 of exactly their number of rows is no accident; a later dim of that size may
-    # be one.
-    if fits and not (is_multiple and fits[0] > 0 and max(sizes) > 1):
+    # be one, unless what is given has its batch there.
+    may_be_rows = is_multiple and fits[:1] != [0] and max(sizes) > 1
+    if fits and not (may_be_rows and (len(chunks[0].shape) < 3 or not known.is_sequence_first())):
         dim = usual if usual in fits else fits[0]
-        return concatenated(chunks, dim, (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
+        return concatenated(chunks, dim, (*note, ("batch_dims", tuple(fits))) if len(fits) > 1 else note)
     if is_multiple:
         factor = int(min(ratios))
         if not known.is_sequence_first():
@@ -211,7 +205,7 @@ def decide_gradient(
     if chunks[0].dtype in _NO_NUMBERS and loss != "sum":
         return NoPlan("per_rank", f"{chunks[0].dtype} cannot be scaled")
     if forward is None and not all(chunk.shape == () for chunk in chunks):
-        forward = decide_activation(chunks, batch=batch, values=values or Unequal(), num_expected=num_expected)
+        forward = decide_activation(chunks, batch=batch, values=values or ChunkValues(), num_expected=num_expected)
     is_same_for_all = isinstance(forward, Plan) and len(forward.fills) == 1 and forward.dim is None
     if is_same_for_all or all(chunk.shape == () for chunk in chunks):
         if (problem := _unequal_shapes(chunks)) is not None:
@@ -220,7 +214,8 @@ def decide_gradient(
         terms = tuple(Term(i, factor) for i, factor in enumerate(factors))
         fill = Fill(whole(chunks[0].shape), terms)
         source = "inferred" if is_same_for_all else "assumed"
-        return Plan(chunks[0].shape, (fill,), source, scale=scale, needs_all=True)
+        note = tuple(one for one in forward.note if one[0] == BATCH_OR_ONE) if isinstance(forward, Plan) else ()
+        return Plan(chunks[0].shape, (fill,), source, scale=scale, needs_all=True, note=note)
     if isinstance(forward, NoPlan):
         return forward
     assert forward is not None

@@ -295,7 +295,10 @@ def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_units(run: Run) -> dict[str, Any]:
     """Return the members that the manifests of all units share."""
-    return {"run_id": run.run_id, "world_size": run.world_size, "step_source": _step_source(run)}
+    sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
+    # Where any writer has counted the steps, attempts cannot be matched by step.
+    source = COUNTED if COUNTED in sources else next(iter(sources), None)
+    return {"run_id": run.run_id, "world_size": run.world_size, "step_source": source}
 
 
 def of_source(run: Run) -> dict[str, Any]:
@@ -335,12 +338,6 @@ def _rewritable(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {key: _rewritable(item, depth + 1) for key, item in value.items()}
     return [_rewritable(item, depth + 1) for item in value] if isinstance(value, list) else value
-
-
-def _step_source(run: Run) -> str | None:
-    """Return how steps were counted; ``counted`` if any writer says so: then attempts cannot be matched by step."""
-    sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
-    return COUNTED if COUNTED in sources else next(iter(sources), None)
 
 
 def _roots(run: Run) -> list[dict[str, Any]]:

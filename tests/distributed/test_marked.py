@@ -15,17 +15,21 @@ from recorder.merge.merge import merge_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
-OF_TWO = ("tp", "sp", "mains", "fault", "drop", "drop_seed", "turned", "flag_tp", "flag_unsummed", "flag_sp_forgot")
-OF_FOUR = ("ddp_tp", "ddp_sp", "own_groups", "flag_ddp_tp")
+OF_ONE = ("whole", "whole_drop", "single_2", "single_4", "row_single_2", "row_single_4")
+OF_TWO = (
+    "tp", "sp", "mains", "fault", "drop", "drop_seed", "turned", "flag_tp", "flag_unsummed", "flag_sp_forgot",
+    "dp_single_2",
+)  # fmt: skip
+OF_FOUR = ("ddp_tp", "ddp_sp", "own_groups", "flag_ddp_tp", "dp_single_4", "tp_single_2", "flag_dp_single_4")
 SOUND = ("tp", "sp", "mains", "ddp_tp", "ddp_sp", "own_groups")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     folder = tmp_path_factory.mktemp("marked")
-    for num, names in ((1, ("whole", "whole_drop")), (2, OF_TWO), (4, OF_FOUR)):
+    for num, names in ((1, OF_ONE), (2, OF_TWO), (4, OF_FOUR)):
         jobs.succeeded(jobs.ranks(folder, SCRIPTS / "marked.py", *names, num=num))
-    return {name: recorder.open_run(folder / name) for name in ("whole", "whole_drop", *OF_TWO, *OF_FOUR)}
+    return {name: recorder.open_run(folder / name) for name in (*OF_ONE, *OF_TWO, *OF_FOUR)}
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -34,10 +38,23 @@ def test_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, reco
     assert found.verdict == "equal" and found.num_compared > 180
 
 
-@pytest.mark.parametrize("name", (*SOUND, "flag_tp", "flag_ddp_tp"))
+@pytest.mark.parametrize("name", (*SOUND, "flag_tp", "flag_ddp_tp", "flag_dp_single_4"))
 def test_sound_runs_have_no_finding(runs: dict[str, recorder.Run], name: str) -> None:
     assert not first(runs[name]).is_found
     assert not check(runs[name]).findings
+
+
+@pytest.mark.parametrize("name", ["dp_single_2", "dp_single_4", "tp_single_2"])
+@pytest.mark.parametrize("one", ["single", "row_single"])
+def test_a_row_that_ranks_of_one_sample_share_is_a_batch_or_one_for_all(
+    runs: dict[str, recorder.Run], one: str, name: str
+) -> None:
+    """Each rank has one sample, and the same places and mask; one process has them for each sample, or once."""
+    found = recorder.diff(runs[f"{one}_{name[-1]}"], runs[name], rtol=1e-9, atol=1e-12)
+    assert found.verdict == "equal" and found.num_compared > 180 and not found.left_out
+    assert not first(runs[name]).is_found and layouts(runs[name]).contradiction is None
+    assert not check(runs[name]).findings
+    assert runs[name].array("", site="input", name="places", step=0).shape == (int(name[-1]), 6)
 
 
 def test_a_gradient_that_nobody_added_up_is_named(runs: dict[str, recorder.Run]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recorder.layout.levels import BatchGroup, compose, corresponding, split, within
 from recorder.layout.placement import REDUCE_OPS, NoPlan, Plan, RankChunk, named
-from recorder.layout.rules import Batch, Unequal, decide_activation, decide_gradient, decide_state
+from recorder.layout.rules import Batch, ChunkValues, decide_activation, decide_gradient, decide_state
 
 from .test_assembly import Placement, cut
 
@@ -106,7 +106,7 @@ def put_together(
         return decide_state(chunks, source="ddp", num_expected=len(expected))
     wholes = []
     for batch_group in batch_groups:
-        whole = within(chunks, batch_group, is_state=is_state, among=lambda numbers: Unequal(), infer=no_guess)
+        whole = within(chunks, batch_group, is_state=is_state, among=lambda numbers: ChunkValues(), infer=no_guess)
         if isinstance(whole, NoPlan):
             return whole
         wholes.append(whole)
@@ -119,7 +119,7 @@ def put_together(
     if is_state:
         across = decide_state(tensors, source="ddp", num_expected=num)
     else:
-        across = decide_activation(tensors, batch=batch, values=Unequal(), num_expected=num)
+        across = decide_activation(tensors, batch=batch, values=ChunkValues(), num_expected=num)
         if loss is not None:
             across = decide_gradient(tensors, across, batch=batch, loss=loss, num_expected=num)
     return across if isinstance(across, NoPlan) else compose(across, wholes)
@@ -213,7 +213,10 @@ def test_a_sum_of_what_is_reduced_otherwise_is_refused(op: str) -> None:
         chunks.append(RankChunk(rank, "float32", (3,), (3,), None, placements, json.dumps(mesh)))
     batch_groups = split(chunks, ((0, 1), (2, 3)), (0, 1, 2, 3))
     assert isinstance(batch_groups, tuple) and all(isinstance(batch_group, BatchGroup) for batch_group in batch_groups)
-    wholes = [within(chunks, b, is_state=False, among=lambda numbers: Unequal(), infer=no_guess) for b in batch_groups]  # type: ignore[arg-type]
+    wholes = [
+        within(chunks, b, is_state=False, among=lambda numbers: ChunkValues(), infer=no_guess)  # type: ignore[arg-type]
+        for b in batch_groups
+    ]
     plans = [whole for whole in wholes if isinstance(whole, Plan)]
     assert corresponding(plans) == [(0, 2), (1, 3)]
     tensors = [RankChunk(rank, "float32", (3,)) for rank in (0, 2)]

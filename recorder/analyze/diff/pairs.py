@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...columns import HANDED_ON, NONFINITE, NOT_OF_BATCH, note_members, stage_of
+from ...columns import BATCH_OR_ONE, HANDED_ON, NONFINITE, NOT_OF_BATCH, note_members, stage_of
 from ...errors import RunError
 from ...numerics.distributions import UnitsApart, units_apart, units_of_row
 from ...numerics.keys import VALUE_KEY, Integers, by_distinct, common_ids, group_rows, holds, join
@@ -126,20 +126,27 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     same_dtype, same_shape, same_print = (_same(left, right, name) for name in ("dtype", "shape", "fingerprint"))
     has_prints, has_values, has_numbers = (_both(left, right, n) for n in ("fingerprint", "encoding", "nan_count"))
     is_equal = same_dtype & same_shape & same_print & has_prints
-    is_open = same_shape & ~is_equal
-    prints_differ = is_open & same_dtype & has_prints & tolerance.is_exact
+    are_open = [holds(side.column("note"), lambda note: BATCH_OR_ONE in note_members(note)) for side in (left, right)]
+    may_be_one = ~same_shape & np.any(are_open, axis=0)
+    is_open = (same_shape | may_be_one) & ~is_equal
+    prints_differ = is_open & same_dtype & has_prints & tolerance.is_exact & ~may_be_one
     by_values = is_open & has_values
     report(a.payload_bytes(pairs.a[~by_values]) + b.payload_bytes(pairs.b[~by_values]))
     distances, unread = [], Counter[str]()
     for pair in np.flatnonzero(by_values).tolist():
         try:
             one, two = a.array(int(pairs.a[pair])), b.array(int(pairs.b[pair]))
-            distances.append(IDENTICAL if are_identical(one, two) else compare(one, two, tolerance))
+            if may_be_one[pair]:
+                one, two = _for_one(one, two, is_gradient=left.column("phase")[pair].as_py() == "backward")
+            if one.shape == two.shape:
+                distances.append(IDENTICAL if are_identical(one, two) else compare(one, two, tolerance))
+            else:
+                may_be_one[pair] = by_values[pair] = False
         except RunError as error:  # statistics and fingerprints may still be readable
             by_values[pair] = has_values[pair] = False
             unread[str(error)] += 1
         report(a.payload_bytes(pairs.a[pair : pair + 1]) + b.payload_bytes(pairs.b[pair : pair + 1]))
-    by_statistics = is_open & ~has_values & has_numbers
+    by_statistics = is_open & ~has_values & has_numbers & ~may_be_one
     statistics = _Statistics.compare(left, right, tolerance)
     is_summand = (_has_none(left) | _has_none(right)) & ~has_values
     for pair in np.flatnonzero(is_open & is_summand & ~has_numbers).tolist():
@@ -153,9 +160,9 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     kinds[prints_differ & ~has_values] = "fingerprint"
     kinds[by_statistics & statistics.is_outside] = "statistics"
     kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
-    kinds[~same_shape] = "shape"
-    is_unknown = is_open & ~has_values & ~has_numbers & ~prints_differ
-    is_bare = ~(_any(left) | _any(right)) | is_summand
+    kinds[~same_shape & ~may_be_one] = "shape"
+    is_unknown = is_open & ~has_values & (~has_numbers | may_be_one) & ~prints_differ
+    is_bare = ~(_any(left) | _any(right)) | is_summand | may_be_one
     other_meaning = np.asarray(_is_after_tap(left) != _is_after_tap(right))
     kinds[other_meaning & np.isin(kinds, ("values", "statistics", "fingerprint"))] = "after_tap"
     lacks = _missing_ranks(left, right), _missing_ranks(right, left)
@@ -174,6 +181,22 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     partial = Counter((side, text) for side, ranks in sides for text in ranks[is_partial & (ranks != "")].tolist())
     bare_modules = dict.fromkeys(left.column("module_path").filter(pa.array(is_unknown & is_summand)).to_pylist())
     return Verdicts(judged, counts, partial, unread, bare_modules, kinds)
+
+
+def _for_one(
+    one: npt.NDArray[Any], two: npt.NDArray[Any], *, is_gradient: bool
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return two tensors, of which one may be a batch of the other, in one shape; unchanged where neither is.
+
+    A gradient of the tensor is the sum of those of the batch.
+    """
+    dims = tuple(dim for dim, sizes in enumerate(zip(one.shape, two.shape, strict=False)) if len({*sizes}) > 1)
+    if one.ndim != two.ndim or any(1 not in (one.shape[dim], two.shape[dim]) for dim in dims):
+        return one, two
+    if is_gradient:
+        one, two = (values.astype(np.float64).sum(dims, keepdims=True) for values in (one, two))
+    one, two = np.broadcast_arrays(one, two)
+    return one, two
 
 
 def _missing_ranks(table: Any, other: Any) -> npt.NDArray[np.object_]:

@@ -177,17 +177,24 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, group: Any, is_sequence: bool, share: float) -> None:
+    def __init__(self, group: Any, is_sequence: bool, share: float, has_places: bool) -> None:
         super().__init__()
         self.drop = nn.Dropout(share)
+        self.places = nn.Embedding(SEQUENCE, DIM) if has_places else None
         config = types.SimpleNamespace(num_attention_heads=HEADS, num_query_groups=HEADS)
         self.embedding = VocabParallelEmbedding(group, is_sequence, WORDS, DIM)
         self.block = Block(group, is_sequence, config)
         self.out = ColumnParallelLinear(group, is_sequence, DIM, WORDS)
 
-    def forward(self, words: Tensor) -> Tensor:
-        """Take words [batch, sequence], and give a number for each; in between the sequence is dim 0."""
-        scores, _ = self.out(self.block(self.drop(self.embedding(words.t()))))
+    def forward(self, words: Tensor, places: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Take words [batch, sequence], and give a number for each; in between the sequence is dim 0.
+
+        The places [batch or 1, sequence] and the mask [1, 1, sequence] are for all samples.
+        """
+        x = self.drop(self.embedding(words.t()))
+        if self.places is not None and mask is not None:
+            x = x + (self.places(places) * mask.transpose(1, 2)).transpose(0, 1)
+        scores, _ = self.out(self.block(x))
         group = self.out.tp_group
         return mapped(scores.square().sum(-1), summed, identity, group).t()
 
@@ -203,7 +210,7 @@ def main_of(parameter: nn.Parameter) -> Tensor:
 def train(name: str, group: Any, replicas: Any) -> None:
     is_sequence = "sp" in name
     torch.manual_seed(0)
-    net = Net(group, is_sequence, 0.5 if "drop" in name else 0.0)
+    net = Net(group, is_sequence, 0.5 if "drop" in name else 0.0, "single" in name)
     if "own_groups" in name:
         net.pg_collection = types.SimpleNamespace(tp=group, dp=replicas)  # type: ignore[assignment]
     of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
@@ -221,7 +228,12 @@ def train(name: str, group: Any, replicas: Any) -> None:
         for step in range(STEPS):
             words = torch.randint(WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
             torch.manual_seed(step + (dist.get_rank() if "seed" in name else 0))
-            loss = net(own_part(words, replicas)).mean()
+            if "single" in name:
+                words, places = words[: int(name[-1])], torch.arange(SEQUENCE).expand(int(name[-1]), -1)
+                places = places[:1] if "row" in name else own_part(places, replicas)
+                loss = net(own_part(words, replicas), places, torch.linspace(0, 1, SEQUENCE)[None, None]).mean()
+            else:
+                loss = net(own_part(words, replicas)).mean()
             net.zero_grad()
             loss.backward()
             for parameter in net.parameters():
@@ -249,13 +261,15 @@ def main() -> None:
     ]
     data = [dist.new_group([*range(r, size, cut)], group_desc="DATA_PARALLEL_GROUP") for r in range(cut)]
     group, replicas = tensor[rank // cut], data[rank % cut]
-    vars(state).update(_TENSOR_MODEL_PARALLEL_GROUP=group, _TENSOR_AND_CONTEXT_PARALLEL_GROUP=group)
-    vars(state).update(_DATA_PARALLEL_GROUP=replicas)
     crossed = [dist.new_group([*range(r, size, size // cut)], group_desc="tp") for r in range(size // cut)]
     beside = [dist.new_group([*range(r, r + size // cut)], group_desc="dp") for r in range(0, size, size // cut)]
     others = crossed[rank % (size // cut)], beside[rank // (size // cut)]
+    alone = [dist.new_group([r]) for r in range(size)][rank]
     for name in sys.argv[1:]:
-        train(name, *(others if "own_groups" in name else (group, replicas)))
+        named = (alone, dist.group.WORLD) if "dp_single" in name else (group, replicas)
+        vars(state).update(_TENSOR_MODEL_PARALLEL_GROUP=named[0], _TENSOR_AND_CONTEXT_PARALLEL_GROUP=named[0])
+        vars(state).update(_DATA_PARALLEL_GROUP=named[1])
+        train(name, *(others if "own_groups" in name else named))
 
 
 if __name__ == "__main__":
