@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_parameter_that_a_stage_gives_has_the_gradient_of_each_micro_batch(
 ) -> None:
     """Hooks of all micro-batches under way are on the one bias, and the first gradient is none of the second's."""
     path = "decoder.layers.3.proj"
-    bias = {"site": "grad_output", "name": "1", "step": 1}
+    bias: dict[str, Any] = {"site": "grad_output", "name": "1", "step": 1}
     of_each = [runs[name].array(path, **bias, micro_step=number) for number in range(2)]
     assert abs(of_each[0] - of_each[1]).max() > 1e-6
     assert abs(sum(of_each) - runs["whole"].array(path, **bias)).max() < 1e-12
@@ -75,7 +76,7 @@ def test_parameters_of_grouped_experts_have_the_numbers_of_the_whole_model(
     assert (found.verdict, found.num_compared) == ("equal", 460)
     assert not first(runs[name]).is_found and layouts(runs[name]).contradiction is None
     assert not check(runs[name]).findings
-    weight = {"site": "param", "name": "weight3", "step": 1}
+    weight: dict[str, Any] = {"site": "param", "name": "weight3", "step": 1}
     path = "decoder.layers.3.mlp.experts.linear_fc1"
     assert abs(runs["whole_grouped"].array(path, **weight) - runs[name].array(path, **weight)).max() < 1e-12
 
