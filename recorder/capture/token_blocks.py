@@ -51,11 +51,9 @@ class SaidTokens(threading.local):
     """What `recorder.tokens` says of the call of the model that this thread is about to make."""
 
     names: list[str] | None = None
-    """The name of each sample."""
     positions: torch.Tensor | None = None
     """The position of each token in its sample."""
     texts: list[list[str]] | None = None
-    """The text of each token."""
 
 
 SAID_TOKENS = SaidTokens()

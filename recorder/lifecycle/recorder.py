@@ -388,6 +388,9 @@ class Recorder:
         if self.recording is None:
             self._say_why_nothing()
             return
+        if self._turned_down[0] and self.settings.preset == "rollout":
+            text = f"{self._turned_down[1]} ran and was not recorded, as no optimizer trained it"
+            self.events.add("no_root", f"{text}: an engine that is a second model needs a process of its own")
         self.recording.close()
         if self._termination is not None:  # last, so that a signal before this line cannot prevent the summary
             self._termination.uninstall()

@@ -14,11 +14,11 @@ from ..diff.renames import NO_RENAMES, Renames
 from .search import ExpertsApart, LogprobsApart, Parting, Search, ValueApart
 from .sequences import JoinedTokens, TokensApart, compare_tokens, match_samples
 from .tokens import ENGINE, TRAINER, Side
-from .weights import WRONG, ModelParameters, WeightState, compare_weights
+from .weights import WRONG, ModelParameters, WeightState, compare_weights, told_weight
 
 CLIP = 0.2
 """A ratio of probabilities that is farther from 1 is clipped, as PPO clips it by default."""
-ASSUMED = "assumed for the type"
+ASSUMED = "assumed, for the type and for what rounding does before a module"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,8 @@ class Aligned:
     experts: dict[str, ExpertsApart]
     """By block of experts."""
     bounds: str
-    """How the bounds were found."""
     parting: Parting | None
     search: Search
-    """What was compared of each token."""
     weights: list[WeightState]
     weights_step: int | None
     """The trainer's step whose parameters the engine should have; None if no call of the engine says."""
@@ -53,12 +51,20 @@ class Aligned:
     @property
     def told(self) -> str:
         """The answer, as a sentence."""
+        wrong = [state for state in self.weights if state.state in WRONG]
         if self.parting is not None:
             value, of = self.parting.value, f" ({self.parting.class_name})" if self.parting.class_name else ""
-            apart = f"by up to {value.largest:.2g}, where noise explains {value.bound:.2g}"
-            return f"trainer and engine part at {value.text}{of}, {apart}: {self.parting.text}"
+            apart = f"{value.text}{of}, by up to {value.largest:.2g}, where noise explains {value.bound:.2g}"
+            if self.parting.text.startswith("weights") and f": {value.module_path}." not in self.parting.text:
+                return f"{self.parting.text}; trainer and engine part from {apart}"
+            return f"trainer and engine part at {apart}: {self.parting.text}"
+        if wrong:
+            return f"weights differ: {told_weight(wrong[0])}, and no value of a module parts beyond noise"
         if not self.values:
             return "no value of a module is on both sides"
+        if (unsure := self.search.unsure) is not None:
+            text = f"cannot tell without --noise: {counted(len(self.values), 'value')} of the modules differ by up to"
+            return f"{text} {unsure.largest:.2g} ({unsure.text}), as rounding does; a fault as small would not show"
         within = [value for value in self.values if not value.num_beyond]
         worst = max(within or self.values, key=lambda value: value.largest / (value.bound or 1))
         text = f"{counted(len(self.values), 'value')} of the modules agree within noise; the farthest is {worst.text}"
@@ -118,7 +124,7 @@ def align(
         logprobs=_logprobs(joined), values=search.values, experts=search.experts,
         bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else ASSUMED,
         parting=parting, search=search, weights=states, weights_step=of_weights,
-        notes=[*search.notes, *_unpaired(ours, theirs)],
+        notes=[*search.notes, *_unpaired(ours, theirs, len({value.module_path for value in search.values}))],
     )  # fmt: skip
 
 
@@ -138,7 +144,10 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
     )  # fmt: skip
 
 
-def _unpaired(trainer: Side, engine: Side) -> Iterator[str]:
+def _unpaired(trainer: Side, engine: Side, num_compared: int) -> Iterator[str]:
+    if 5 * num_compared < (num := sum(root == trainer.root for root, _ in trainer.run.modules)):
+        rule = "RECORDER_RULES='leaf=yes site=output keep=tokens'"
+        yield f"{num_compared} of {num} modules were recorded for these tokens on both sides; record all with {rule}"
     paths = dict.fromkeys(name.module_path for name in trainer.values if name.site == "output")
     theirs = {name.module_path for name in engine.values}
     if alone := [path for path in paths if path not in theirs]:

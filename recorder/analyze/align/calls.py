@@ -42,7 +42,6 @@ class SampleTokens:
     """The tokens of one sample, as the calls of a run have shown them."""
 
     name: str | None
-    """The name that the program gave; None if it gave none."""
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     """The hash of the tokens up to and with each token."""

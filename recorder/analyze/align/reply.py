@@ -10,7 +10,7 @@ from typing import Any
 from ...run.reply import Reply, StateLine, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, number
-from .align import ASSUMED, CLIP, Aligned
+from .align import CLIP, Aligned
 from .search import Parting, ValueApart
 from .sequences import TokenAt
 from .weights import EQUAL, UNKNOWN, WRONG, told_weight
@@ -40,11 +40,11 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
     what = (
         f"{counted(found.num_tokens, 'token')} of {counted(found.num_samples, 'sample')}, joined by {found.joined_by}"
     )
+    is_wrong = found.parting is not None or any(state.state in WRONG for state in found.weights)
+    is_told = bool(found.values) and found.search.unsure is None
+    yield StateLine("fault" if is_wrong else "ok" if is_told else "note", found.told)
     if found.parting is not None:
-        yield StateLine("fault", found.told)
         yield _where(found.parting)
-    elif found.values:
-        yield StateLine("ok", found.told)
     yield f"compared: {what}; bounds are {found.bounds}"
     for one in found.tokens[:most]:
         yield StateLine("fault" if one.is_finding else "note", one.text)
@@ -65,8 +65,6 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         yield StateLine(
             "note" if its.num_other else "ok", f"experts of {counted(len(found.experts), 'router')}: {text}"
         )
-    for hint in found.parting.hints if found.parting is not None else ():
-        yield f"hint: {hint}"
     if found.num_unknown:
         yield StateLine("note", f"the tokens of {counted(found.num_unknown, 'call')} are not known: left out")
     for note in found.notes:
@@ -78,8 +76,6 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         ]
         titles = ("positions", "tokens", "mean apart")
         yield table_of(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
-    if found.bounds == ASSUMED:
-        yield "hint: --noise RUN, a second run of the engine, shows differences down to a tenth of these bounds"
 
 
 def _where(parting: Parting) -> str:

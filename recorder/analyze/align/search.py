@@ -6,6 +6,7 @@ beyond its bound are tried in turn: weights, inputs (positions and other whole n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,9 +20,12 @@ from .weights import EQUAL, WRONG, WeightState, told_weight
 
 Flags = npt.NDArray[np.bool_]
 BOUNDS = {"float64": 2e-10, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}
-"""How far a token's values may be apart, relatively, without a measured noise. What rounds once per value (the 16-bit
-types) is a dozen roundings; float32 adds up in another order, too, which is some hundred roundings. A sketch shows up
-to twice of either."""
+"""How far a token's values may be apart, relatively, in the first modules and without a measured noise. What rounds
+once per value (the 16-bit types) is a dozen roundings; float32 adds up in another order, too, which is some hundred
+roundings. A sketch shows up to twice of either."""
+_TIMES_BEFORE = 4.0
+"""Rounding grows from module to module, and a fault begins at once: what counts is so many times as far apart as any
+value before it."""
 _TIMES_NOISE = 10.0
 """A difference counts that is more than so many times what a second run of the engine shows at the value."""
 _FLOOR = 0.1
@@ -32,8 +36,8 @@ _SMALL = 0.5
 _MAX_AGREEING = 16
 """What parts is followed by another value that parts within so many outputs: those of one layer of a transformer, since
 the norm of the first residual may hide a scale from all of attention."""
-_AGREES = 0.01
-"""The share of its bound within which a value agrees so well that what parts later in its sample began later."""
+_TELLING = 1e-3
+"""Where values differ by more, rounding may hide a fault that moves log-probabilities."""
 _NUM_BINS = 8
 _MAX_EXPERTS = 64
 """The most whole numbers of a token that can be the experts which a router has chosen for it."""
@@ -49,7 +53,6 @@ class LogprobsApart(NamedTuple):
     """The k3 estimate of the divergence KL(engine | trainer): the mean of (r - 1) - log r, r the trainer's probability
     over the engine's (Schulman, "Approximating KL divergence", 2020)."""
     clipped: float
-    """The share of tokens whose r is farther from 1 than 0.2."""
     largest: TokenAt
 
 
@@ -88,21 +91,17 @@ class Parting(NamedTuple):
 
     value: ValueApart
     class_name: str
-    """The class of the module in the trainer."""
     first: TokenAt
-    """The first token beyond the bound, by position."""
     worst: TokenAt
     at_once: tuple[int, int]
-    """Of the tokens that the engine ran at once, as it does with a prompt: how many are beyond the bound, of how many.
-    """
+    """Of the tokens that the engine ran at once, as a prompt: how many are beyond the bound, of how many."""
     one_by_one: tuple[int, int]
-    """The same of the tokens for which the engine went on from its cache."""
+    """The same of those for which it went on from its cache."""
     positions: list[PositionsApart]
     reason: str
     """``weights``, ``inputs``, ``dtype`` or ``module``."""
     text: str
     """The reason as a sentence."""
-    hints: list[str]
 
 
 class ComparedTokens(NamedTuple):
@@ -115,10 +114,9 @@ class ComparedTokens(NamedTuple):
 
 
 class ExpertsApart(NamedTuple):
-    """How the two sides' routers chose experts for the same tokens."""
+    """The tokens for which the two sides' routers chose other experts."""
 
     num_other: int
-    """The tokens for which the two sides chose other experts."""
     num_tokens: int
     load_trainer: list[int]
     """How often each expert was chosen, by its number."""
@@ -137,11 +135,17 @@ class Search:
         self.texts = {**engine.texts, **trainer.texts}
         self.values: list[ValueApart] = []
         self.experts: dict[str, ExpertsApart] = {}
-        """By block of experts."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
         """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
+        self.unsure: ValueApart | None = None
+        """The farthest value of those whose difference may be rounding or a fault, as no run of noise tells."""
+        self._is_measured = False
+        self._before = 0.0
+        """The largest difference of a token, in the values so far that do not part."""
+        self._is_rerouted = np.zeros(len(joined.tokens), bool)
+        """The tokens for which a router has chosen other experts so far."""
 
     def find(self) -> Parting | None:
         """Compare all values, and return the first that parts and that others follow; None if none does."""
@@ -153,24 +157,32 @@ class Search:
             if row.dtype not in BOUNDS or (pair := self.joined.pair(name)) is None:
                 continue
             apart, bound = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
-            compared.append(ComparedTokens(name, pair.slots, apart, apart > bound))
+            # In a 16-bit type, rounding swaps experts that are all but tied, and the token goes another way from there.
+            is_beyond = (apart > bound) & ~(self._is_rerouted[pair.slots] & (self._coarsest > _TELLING))
+            if not is_beyond.any():
+                self._before = max(self._before, float(apart.max()))
+            compared.append(ComparedTokens(name, pair.slots, apart, is_beyond))
             self.values.append(
                 ValueApart(
                     *name[:3], pair.dtype_trainer, pair.dtype_engine, num_tokens=len(apart), bound=bound,
-                    num_beyond=int((apart > bound).sum()), median=float(np.median(apart)), largest=float(apart.max()),
+                    num_beyond=int(is_beyond.sum()), median=float(np.median(apart)), largest=float(apart.max()),
                 )
             )  # fmt: skip
-        if self.values and all(value.dtype_trainer != value.dtype_engine for value in self.values):
-            types = self.values[0].dtype_trainer, self.values[0].dtype_engine
-            text = "the trainer computes in {}, the engine in {}: what the narrower type rounds is noise"
-            self.notes.append(text.format(*types))
-        beyond = [number for number, one in enumerate(compared) if one.is_beyond.any() or self._begins_type(number)]
-        first = next((number for number in beyond if self._begins_type(number) or self._is_followed(number)), None)
+        unsure = [value for value in self.values if not value.num_beyond and value.largest > _TELLING]
+        if unsure and not self._is_measured:
+            self.unsure = max(unsure, key=lambda value: value.largest)
+        is_other = [value.dtype_trainer != value.dtype_engine for value in self.values]
+        self._first_other = is_other.index(True) if True in is_other else -1
+        if self._first_other == 0:
+            ours, theirs = self.values[0].dtype_trainer, self.values[0].dtype_engine
+            text = f"the trainer computes in {ours}, the engine in {theirs}: what the narrower type rounds is noise"
+            self.notes.append(f"{text}, which --noise measures by a run of the engine in {ours} alone")
+        begin = {self._first_other} - {0, -1}
+        beyond = [number for number, one in enumerate(compared) if one.is_beyond.any() or number in begin]
+        first = next((number for number in beyond if number in begin or self._is_followed(number)), None)
         if cancelled := [self.values[number] for number in beyond if first is None or number < first]:
-            so = "what follows agrees" if first is None else "what follows parts elsewhere, too"
-            text = f"{cancelled[0].text} differs by up to {cancelled[0].largest:.2g}, and {so}"
-            more = f" (so do {len(cancelled) - 1} more values)" if len(cancelled) > 1 else ""
-            self.notes.append(f"{text}{more}: positions that are shifted for whole samples cancel so")
+            text = f"{cancelled[0].text} differs by up to {cancelled[0].largest:.2g}, and what follows does not"
+            self.notes.append(f"{text}, as where whole samples are at other positions (values: {len(cancelled)})")
         return None if first is None else self._parting(first, compared[first])
 
     def _bound(self, name: ValueName, pair: ValuePair) -> float:
@@ -181,30 +193,27 @@ class Search:
             other = side.pick(name)
             if other is not None and other[0].shape[1] == pair.engine.shape[1]:
                 _, here, there = np.intersect1d(pair.slots, other[1], return_indices=True)
-                if here.size:
+                if here.size and other[2] == pair.dtype_trainer:  # two runs in one type say nothing of another
                     measured.append(float(apart_by_token(pair.engine[here], wide(other[0][there])).max()))
-        return max(_TIMES_NOISE * max(measured), _FLOOR * self._coarsest) if measured else self._coarsest
-
-    def _begins_type(self, number: int) -> bool:
-        """Whether the two sides compute in two types from this value on, and in one type before it."""
-        is_other = [value.dtype_trainer != value.dtype_engine for value in self.values[: number + 1]]
-        return number > 0 and is_other[-1] and not any(is_other[:-1])
+        self._is_measured |= bool(measured)
+        if measured:
+            return max(_TIMES_NOISE * max(measured), _FLOOR * self._coarsest)
+        return max(self._coarsest, _TIMES_BEFORE * self._before)
 
     def _is_followed(self, number: int) -> bool:
-        """Whether one of the modules that run next parts, too, and in no other samples.
+        """Whether the modules that run next part, too; else nothing uses what parts, or it cancels.
 
-        Else nothing uses what parts, or it cancels, and what parts later in samples that agree here has another reason.
+        Rotary positions cancel where whole samples are shifted; the next module shows it.
         """
-        one = self.compared[number]
-        others = self.compared[number + 1 :]
-        later = [other for other in others if other.name.site == "output" and other.name[0] != one.name[0]]
-        following = next((other for other in later[:_MAX_AGREEING] if other.is_beyond.any()), None)
-        if following is None:
-            return not later
-        samples = self.joined.samples
-        is_same = one.apart < _AGREES * self.values[number].bound
-        agreeing = np.setdiff1d(samples[one.slots], samples[one.slots[~is_same]])
-        return not np.isin(agreeing, samples[following.slots[following.is_beyond]]).any()
+        one, following = self.compared[number], self.compared[number + 1 :]
+        later = [other for other in following if other.name.site == "output" and other.name[0] != one.name[0]]
+        is_innermost = not self._trainer.ran_inside(one.name[0])
+        names = [name for name in self._trainer.values if name[:2] == (one.name[0], "input") and is_innermost]
+        pairs = filter(None, map(self.joined.pair, names))
+        is_of_positions = any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
+        if one.name.site == "output" and is_of_positions and not self._is_shifted[one.slots[one.is_beyond]].all():
+            return True
+        return not later or any(other.is_beyond.any() for other in later[: 1 if is_of_positions else _MAX_AGREEING])
 
     def _parting(self, number: int, one: ComparedTokens) -> Parting:
         positions = self.joined.positions[one.slots]
@@ -221,10 +230,9 @@ class Search:
         ]
         reason, text = self._reason(number, one.name, one.slots[beyond])
         info = self._trainer.run.modules.get((self._trainer.root, one.name.module_path))
-        hints = list(self._hints(one.name, self.values[number].bound)) if reason == "module" else []
         return Parting(
             self.values[number], info.class_name if info else "", first_at, worst_at, at_once, one_by_one, bins,
-            reason, text, hints,
+            reason, text,
         )  # fmt: skip
 
     def _reason(self, number: int, name: ValueName, beyond: Integers) -> tuple[str, str]:
@@ -233,13 +241,12 @@ class Search:
         if name.site == "input":
             path = path.rpartition(".")[0]
         before_it = [one for one in self.compared[:number] if np.isin(beyond, one.slots).any()]
-        compared = {one.name.module_path for one in before_it}
         inside = [one for one in self._weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
-        block = path.rpartition(".")[0]  # an engine that fuses projections has none of their modules to compare
-        fused = [one for one in self._weights if one.fused and block and one.module_path.startswith(f"{block}.")]
-        wrong = [one for one in (*inside, *fused) if one.state in WRONG and one.module_path not in compared - {path}]
-        if wrong:
+        if wrong := self._wrong_until(number):
             return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
+        if (self.joined.begins > self.joined.bases)[beyond].all():
+            text = "the trainer has packed these samples behind others without position_ids or cu_seqlens"
+            return "inputs", f"inputs differ: {text}, and each attends to those before it"
         for what, slots, ours, theirs in self._whole_inputs(path, beyond):
             differs = np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))
             samples = self.joined.samples
@@ -249,10 +256,10 @@ class Search:
                 numbers = (", ".join(f"{one:.0f}" for one in side[at]) for side in (ours, theirs))
                 text = "{} {} in the trainer and {} in the engine".format(what, *numbers)
                 return "inputs", f"inputs differ: {text} for {token.sample}, position {token.position}"
-        if value.dtype_trainer != value.dtype_engine:
+        if value.dtype_trainer != value.dtype_engine and self._first_other:
             types = f"{value.dtype_trainer} in the trainer, {value.dtype_engine} in the engine"
             return "dtype", f"the type of the values differs: {types}"
-        for around in (path, block):
+        for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
                 side = "engine" if here < there else "trainer"
@@ -267,10 +274,19 @@ class Search:
             return "module", f"{before}, so it is the module itself, or what it is handed: its inputs were not compared"
         return "module", f"{before}, so the module itself computes something else"
 
+    def _wrong_until(self, number: int) -> list[WeightState]:
+        """Return the wrong parameters of modules that run until a value, and that do not agree; near ones first."""
+        path, order = self.values[number].module_path, list(dict.fromkeys(name[0] for name in self._trainer.values))
+        outputs = [one for one in self.values[:number] if one.site == "output"]
+        agree = {one.module_path for one in outputs if one.largest < _FLOOR * one.bound}
+        late = set(order[order.index(path) + 1 :]) | agree
+        wrong = [one for one in self._weights if one.state in WRONG and one.module_path not in late - {path}]
+        return sorted(wrong, key=lambda one: not f"{one.module_path}.".startswith(f"{path}."))
+
     def _whole_inputs(self, path: str, beyond: Integers) -> Iterator[tuple[str, Integers, Array, Array]]:
         """Yield positions and other whole numbers that a module was given at tokens: their slots, and both sides."""
         given = self.joined.given[beyond]
-        known = (given >= 0).all(axis=1)
+        known = (given >= 0).all(axis=1) & ~self._is_shifted[beyond]
         yield "the model was given the position", beyond[known], given[known, :1], given[known, 1:]
         for name in self._trainer.values:
             pair = self.joined.pair(name) if (name.module_path, name.site) == (path, "input") else None
@@ -279,25 +295,26 @@ class Search:
                 what = f"{path!r} was given {name.name}".removesuffix(" input")
                 yield what, pair.slots[at], pair.trainer[at], pair.engine[at]
 
+    @functools.cached_property
+    def _is_shifted(self) -> Flags:
+        """The tokens of samples that one side has as a whole at other positions, which rotary positions forgive."""
+        joined = self.joined
+        shift = joined.given[:, 0] - joined.given[:, 1]
+        at = np.flatnonzero(joined.is_joined & (joined.given >= 0).all(axis=1))
+        numbers, shifts = np.unique(np.stack([joined.begins[at], shift[at]]), axis=1)
+        return np.isin(joined.begins, numbers[(np.bincount(numbers)[numbers] == 1) & (shifts != 0)])
+
     def _compare_experts(self, name: ValueName) -> None:
-        """Count the tokens for which a router has chosen other experts; a router's choice is looked at once."""
+        """Count the tokens for which a router has chosen other experts; the last value of a block counts."""
         pair = self.joined.pair(name)
         block = name.module_path.rpartition(".")[0]
-        if pair is not None and 1 < pair.trainer.shape[1] <= _MAX_EXPERTS and block not in self.experts:
-            num_other = int((np.sort(pair.trainer) != np.sort(pair.engine)).any(axis=1).sum())
-            num_experts = int(max(pair.trainer.max(), pair.engine.max())) + 1
-            loads = (
-                np.bincount(a.astype(np.int64).ravel(), minlength=num_experts) for a in (pair.trainer, pair.engine)
-            )
-            self.experts[block] = ExpertsApart(num_other, len(pair.slots), *(load.tolist() for load in loads))
-
-    def _hints(self, name: ValueName, bound: float) -> Iterator[str]:
-        pair = self.joined.pair(name)
-        assert pair is not None
-        a, b = pair.trainer, pair.engine
-        factor = float((a * b).sum() / max((b * b).sum(), np.finfo(np.float64).tiny))
-        if abs(factor - 1) > bound and factor and float(np.median(apart_by_token(a, factor * b))) <= bound:
-            yield f"the trainer's values are {factor:.4g} times the engine's: a scale or a temperature on one side?"
+        if pair is None or not 1 < pair.trainer.shape[1] <= _MAX_EXPERTS:
+            return
+        is_other = (np.sort(pair.trainer) != np.sort(pair.engine)).any(axis=1)
+        self._is_rerouted[pair.slots[is_other]] = True
+        num_experts = int(max(pair.trainer.max(), pair.engine.max())) + 1
+        loads = (np.bincount(a.astype(np.int64).ravel(), minlength=num_experts) for a in (pair.trainer, pair.engine))
+        self.experts[block] = ExpertsApart(int(is_other.sum()), len(pair.slots), *(load.tolist() for load in loads))
 
 
 def apart_by_token(a: Floats, b: Floats) -> Floats:

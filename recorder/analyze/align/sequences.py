@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import LookupFailedError
 from ...system.text import counted
 from .calls import Array, Floats, Integers
 from .tokens import Side, ValueName
@@ -35,7 +36,7 @@ class Match(NamedTuple):
     shift: int
     """How many more tokens the trainer's has in front; negative where the engine's has more."""
     num_joined: int
-    """The positions, from 0, that are the same token on both sides."""
+    """The positions, from 0, that are the same token on both sides; with a shift, where samples are packed alone."""
 
 
 def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | None]:
@@ -58,8 +59,18 @@ def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | 
         taken |= {free[-1]} if free else set()
     rest = [number for number in range(len(trainer.samples)) if number not in taken][: 8 * _MAX_SAMPLES]
     for number in [number for number, one in enumerate(found) if one is None][:_MAX_SAMPLES]:
-        found[number] = _nearest(trainer, rest, other.samples[number].sure)
+        theirs = other.samples[number].sure
+        found[number] = _packed(trainer, theirs) or _nearest(trainer, rest, theirs)
     return found
+
+
+def _packed(trainer: Side, theirs: list[int]) -> Match | None:
+    """Return the trainer's sample that has all of a sample of the engine behind other tokens, which are no padding."""
+    for number, ours in enumerate(sample.tokens for sample in trainer.samples):
+        for at in range(_MAX_SHIFT + 1, len(ours) - max(len(theirs), _MAX_SHIFT) + 1) if theirs else ():
+            if ours[at] == theirs[0] and ours[at : at + len(theirs)] == theirs and len(set(ours[:at])) > 1:
+                return Match(number, at, len(theirs))
+    return None
 
 
 def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
@@ -106,7 +117,7 @@ def _num_alike(tokens: Sequence[int]) -> int:
 def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[TokensApart]:
     theirs, ours = engine.samples[number].sure, trainer.samples[match.number].tokens
     name = trainer.name_of(match.number)
-    if match.shift:
+    if match.shift and not match.num_joined:
         side, longer = ("trainer", ours) if match.shift > 0 else ("engine", theirs)
         front = longer[: abs(match.shift)]
         why = "padding that no mask names" if len(set(front)) == 1 and len(front) > 1 else "another tokenizer's BOS"
@@ -118,8 +129,14 @@ def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[To
         numbers = f"{ours[position]} in the trainer and {theirs[position]} in the engine"
         other = next((one for one, of in enumerate(trainer.samples) if of.tokens[: len(theirs)] == theirs), None)
         order = "" if other is None else f"; these are the tokens of the trainer's {trainer.name_of(other)}"
-        if any(of.tokens[:position] == theirs[:position] for of in engine.samples if of.tokens != theirs):
-            order = order or "; or a beam that changed its row, which sample_ids in recorder.tokens follow"
+        rows = [of.tokens for of in engine.samples if of.tokens[:position][:2] == theirs[:position][:2]]
+        has_other_end = ours[position + 1 : len(theirs)] != theirs[position + 1 : len(ours)]
+        places = enumerate(ours[: len(theirs)])
+        if not order and has_other_end and all(any(row[at : at + 1] == [of] for row in rows) for at, of in places):
+            raise LookupFailedError(
+                f"{engine.run.name}: texts change their rows between calls, as beams do, and nothing says whose a row "
+                "is: let the engine write without beams, or say it with recorder.tokens(sample_ids=...)"
+            )
         text = f"{name}: the token at position {position} is {numbers}{order}"
         yield TokensApart(text, is_finding=True, sample=name, position=position)
         return
@@ -163,7 +180,7 @@ class JoinedTokens:
         num_slots = int(lengths.sum())
         trainer.number(bases, lengths, num_slots)
         for side, matches in others:
-            own = [(bases[match.number], match.num_joined) if match else (0, 0) for match in matches]
+            own = [(bases[one.number] + max(one.shift, 0), one.num_joined) if one else (0, 0) for one in matches]
             first, limits = np.array(own, np.int64).reshape(-1, 2).T
             side.number(first, limits, num_slots)
         self.name_of = trainer.name_of
@@ -174,6 +191,8 @@ class JoinedTokens:
         self.given = np.stack([ours[:, 1], theirs[:, 1]], axis=1).astype(np.int64)
         """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
         self.is_continued = theirs[:, 2] > 0
+        self.begins, self.bases = np.arange(num_slots) - theirs[:, 5].astype(np.int64), bases[self.samples]
+        """The first slots of each token's sample in the engine and in the trainer, who may have packed it."""
         self.is_joined = (ours[:, 0] * theirs[:, 0]) > 0
         joined = np.flatnonzero(self.is_joined)
         self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
@@ -202,14 +221,15 @@ class JoinedTokens:
 
 
 def _by_slot(side: Side, num_slots: int) -> Floats:
-    """Return by slot: 1, the position given, is it continued, and the step of its first call; its log-probability."""
-    found = np.zeros((num_slots, 5))
+    """Return by slot: 1, the position given, is it continued, step of its first call, log-probability, own position."""
+    found = np.zeros((num_slots, 6))
     found[:, 4] = np.nan
     for key, call in reversed(side.calls.items()):
         has_slot = side.slots[key] >= 0
         is_there, step = np.ones(len(call.at)), np.full(len(call.at), call.step)
         rows = np.stack([is_there, call.given, call.is_continued, step], axis=1)
         found[side.slots[key][has_slot], :4] = rows[has_slot]
+        found[side.slots[key][has_slot], 5] = call.positions[has_slot]
         has_slot &= ~np.isnan(call.logprobs)
         found[side.slots[key][has_slot], 4] = call.logprobs[has_slot]
     return found

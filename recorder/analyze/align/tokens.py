@@ -49,7 +49,6 @@ class Side:
         self.values: dict[ValueName, dict[CallKey, Piece]] = {}
         """What the calls have of each value, in the order of execution."""
         self.texts: dict[int, str] = {}
-        """The text of each token that the program has said one of."""
         self._logprobs: dict[str, dict[CallKey, Piece]] = {"logprobs": {}, "chosen": {}}
         blocks = sorted(token_blocks(run.writers), key=lambda block: block.order)
         self.root = next((block.root for block in blocks if block.name == "inputs"), "")

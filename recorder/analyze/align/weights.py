@@ -25,8 +25,8 @@ EQUAL, STALE, DIFFERS, UNKNOWN = "equal", "stale", "differs", "not comparable"
 TRAINER_ONLY, ENGINE_ONLY = "in the trainer alone", "in the engine alone"
 WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY)
 _MODULUS = 1 << 64
-_ROUNDED = 2e-3
-"""How far the norms of a tensor in two types may be apart, relatively: a quarter of a rounding of bfloat16."""
+_ROUNDED = 2**-8
+"""How far the norms of a tensor in two types may be apart, relatively: a rounding of bfloat16."""
 
 
 class WeightState(NamedTuple):
@@ -53,7 +53,6 @@ class ParameterRow(NamedTuple):
     """The columns of a parameter's row in the global view; named as in the registry of columns."""
 
     at: int
-    """The row in the global view."""
     step: int
     root: str
     module_path: str

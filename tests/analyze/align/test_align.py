@@ -181,7 +181,7 @@ def test_positions_that_padding_shifts_are_named_where_they_are_learned(tmp_path
     assert found is not None and found.reason == "inputs"
     assert (
         found.value.text == "'transformer.wpe' output"
-        and "was given the position 1 in the trainer and 0 in the engine for sample 1" in found.text
+        and "was given 1 in the trainer and 0 in the engine for sample 1" in found.text
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import recorder
 from recorder.analyze.align.align import align
+from tests.rigs.capturing import flagged
 from tests.rigs.command_line import Cli
 from tests.rigs.rollouts import NUM_NEW, llama, prompts, whole_mask
 
@@ -57,3 +59,15 @@ def test_generation_and_training_of_one_run_are_aligned(is_on: bool, tmp_path: P
     else:
         assert found.parting is not None
         assert "q_proj.lora_A' runs in the trainer alone (an adapter that was not merged" in found.parting.text
+
+
+def test_an_engine_that_is_a_second_model_is_said_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, (ids, mask) = llama(), prompts()
+    engine = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, rules="", preset="rollout"):
+        with torch.no_grad():
+            texts = engine.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False)
+        model.train()(input_ids=texts, labels=texts).loss.backward()
+        optimizer.step()
+    assert "LlamaForCausalLM ran and was not recorded, as no optimizer trained it" in caplog.text

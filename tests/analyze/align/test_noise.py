@@ -1,0 +1,132 @@
+"""What rounding explains, and what it does not: deep models, 16-bit types, runs of noise, weights that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recorder
+from recorder.errors import LookupFailedError
+from tests.rigs.command_line import Cli
+from tests.rigs.rollouts import RULES, aligned, llama, mixtral, prompts, score, whole_mask, write
+
+PRESET: dict[str, Any] = {"rules": "", "preset": "rollout"}
+TYPES = {"both in bfloat16": torch.bfloat16, "the engine in bfloat16": torch.float32}
+
+
+def _pair(folder: Path, dtype: torch.dtype, change: Callable[[Any], object] = lambda engine: None) -> torch.Tensor:
+    """Record an engine of eight layers in bfloat16, and a trainer that pads otherwise."""
+    (ids, mask), engine = prompts(), llama(num_hidden_layers=8).bfloat16()
+    change(engine)
+    sequences = write(folder / "engine", engine, ids, mask, **PRESET)
+    trainer = llama(num_hidden_layers=8).to(dtype)
+    score(folder / "trainer", trainer, sequences, whole_mask(mask), PRESET, position_ids=None)
+    return sequences
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_what_rounding_does_in_many_layers_is_no_fault_and_not_certain(types: str, tmp_path: Path, cli: Cli) -> None:
+    _pair(tmp_path, TYPES[types])
+    found = aligned(tmp_path)
+    assert found.is_fine and found.parting is None, found.told
+    assert max(value.largest for value in found.values if value.bound > 0.1) > 0.1, "more than the first bound"
+    printed = cli("align", tmp_path / "trainer", tmp_path / "engine")
+    assert printed.exit_code == 0 and "note    cannot tell without --noise: " in printed.out
+
+
+def _other_base(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.9)
+
+
+def _unmasked(model: Any) -> None:
+    attention = model.model.layers[2].self_attn
+    own = attention.forward
+    attention.forward = lambda *args, **more: own(*args, **{**more, "attention_mask": None})
+
+
+def _five_percent(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[4].mlp.down_proj.weight.mul_(1.05)
+
+
+FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "another rotary base": (_other_base, "trainer and engine part at 'model.rotary_emb' output 0"),
+    "padding that one layer sees": (_unmasked, "trainer and engine part at 'model.layers.2.self_attn.o_proj' output"),
+    "a weight that is 5% larger": (_five_percent, "weights differ: model.layers.4.mlp.down_proj.weight is the trainer"),
+}
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_is_larger_than_rounding_is_named_at_its_module(name: str, types: str, tmp_path: Path) -> None:
+    change, words = FAULTS[name]
+    _pair(tmp_path, TYPES[types], change)
+    found = aligned(tmp_path)
+    assert not found.is_fine and words in found.told, found.told
+
+
+def test_a_repeat_in_one_type_does_not_measure_what_separates_two(tmp_path: Path) -> None:
+    sequences = _pair(tmp_path, torch.float32)
+    whole = whole_mask(prompts()[1])
+    for name, dtype in (("same", torch.bfloat16), ("wide", torch.float32)):
+        score(tmp_path / name, llama(num_hidden_layers=8).to(dtype), sequences, whole, PRESET)
+        found = aligned(tmp_path, noise=[recorder.open_run(tmp_path / name)])
+        assert found.is_fine, found.told
+        assert any("which --noise measures by a run of the engine in float32 alone" in note for note in found.notes)
+        assert found.told.startswith("cannot tell") == (name == "same")
+
+
+def test_an_expert_that_is_stale_is_the_headline(tmp_path: Path) -> None:
+    (ids, mask), engine = prompts(), mixtral()
+    experts = engine.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.down_proj[1].mul_(1.1)
+    sequences = write(tmp_path / "engine", engine, ids, mask, **PRESET)
+    score(tmp_path / "trainer", mixtral(), sequences, whole_mask(mask), PRESET)
+    found = aligned(tmp_path)
+    told = (
+        "weights differ: model.layers.0.mlp.experts.down_proj is the trainer's of no recorded step; trainer and engine "
+    )
+    assert found.told.startswith(f"{told}part from ")
+
+
+@pytest.mark.parametrize("is_parted", [False, True])
+def test_samples_that_are_packed_and_see_each_other_are_named(is_parted: bool, tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask)
+    rows = [row[here.bool()].tolist() for row, here in zip(sequences, whole_mask(mask), strict=True)]
+    packed = torch.tensor([[token for row in rows for token in row]])
+    owner = torch.tensor([number for number, row in enumerate(rows) for _ in row])
+    seen = (owner[:, None] == owner).tril()[None, None] if is_parted else None
+    attached = recorder.attach(model := llama(), enabled=True, dir=str(tmp_path / "trainer"), roots="any", rules=RULES)
+    with attached:
+        model(input_ids=packed, attention_mask=seen)
+    found = aligned(tmp_path)
+    assert found.num_tokens == int(whole_mask(mask).sum()) - len(ids)
+    if is_parted:
+        assert found.is_fine, found.told  # rotary positions forgive what the mask of the program parts
+    else:
+        assert found.parting is not None and found.parting.reason == "inputs" and found.parting.first.position > 0
+        assert "packed these samples behind others without position_ids or cu_seqlens" in found.told
+
+
+def test_beams_that_change_their_rows_are_refused(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask, {"num_beams": 3})
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
+    with pytest.raises(LookupFailedError, match="texts change their rows between calls, as beams do"):
+        aligned(tmp_path)
+
+
+def test_a_trainer_of_few_modules_is_said_with_what_to_record(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask)
+    rules = {"rules": "module='' site=input,output keep=tokens"}
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask), rules)
+    notes = aligned(tmp_path).notes
+    assert any("RECORDER_RULES='leaf=yes site=output keep=tokens'" in note for note in notes), notes
+    assert any(note.startswith("1 of ") for note in notes), notes
