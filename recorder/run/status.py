@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,8 @@ class RankNow:
 
     def members(self) -> dict[str, Any]:
         """Return all of this as JSON, with the rates."""
-        status = asdict(self.status)
+        status: dict[str, Any] = {one.name: getattr(self.status, one.name) for one in fields(Status)}
+        status |= {name: [asdict(one) for one in status[name]] for name in ("commands", "findings")}
         step = self.status.step if status.pop("has_step") else None
         own = {name: getattr(self, name) for name in ("rank", "state", "silent_s", "num_writers", "num_alive")}
         rates = {"steps_per_s": self.status.steps_per_s, "bytes_per_s": self.status.bytes_per_s}
@@ -269,7 +270,7 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
 
 
 def _identity(writer: str, raw: dict[str, Any]) -> dict[str, Any]:
-    identity = asdict(Lifetime.read(raw))
+    identity = Members(raw).plain(Lifetime)
     for name in ("host", "process"):
         identity[name] = identity[name] and identity[name][:_MAX_TEXT]
     state = identity["state"] if identity["state"] in ENDED else "recording"
