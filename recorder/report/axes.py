@@ -222,7 +222,7 @@ class Axes:
 
 MAX_PROBED = 4_000_000
 """The most numbers of a probe that are drawn; they are in memory together, at 48 bytes each."""
-PROBED = ("l2", "nan_count", "inf_count")
+PROBED = ("l2", "nan_count", "inf_count", "numel")
 
 
 def probe_values(run: Run, axes: Axes) -> list[SeriesValues]:

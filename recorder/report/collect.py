@@ -203,8 +203,8 @@ def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> 
 
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128
-_MAX_ROWS = 1_000_000
-"""The most rows of a run whose layouts are drawn, as finding them takes long; `recorder show --where` prints them."""
+_MAX_ROWS, _MAX_RANKS = 1_000_000, 256
+"""The most rows and ranks of a run whose layouts are drawn, as finding them reads all ranks' rows three times more."""
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 
@@ -234,9 +234,9 @@ def ranks_block(
         why = "" if layouts or len(run.ranks) < 2 else "Nothing was recorded yet whose chunks are known."
     elif run.is_merged:
         why = "A merged run has whole tensors. The run that it was merged from knows who had which chunk."
-    elif axes.num_rows > _MAX_ROWS:
-        num_rows = counted(axes.num_rows, "row")
-        why = f"{num_rows} are too many to look at here: `recorder show --where` says who had what."
+    elif axes.num_rows > _MAX_ROWS or len(run.ranks) > _MAX_RANKS:
+        amount = f"{counted(axes.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}"
+        why = f"{amount} are too many to look at here: `recorder show --where` says who had what."
     elif len(run.ranks) < 2:
         why = "There is one rank, and it has everything."
     else:

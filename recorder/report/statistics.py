@@ -15,7 +15,7 @@ from ..errors import LookupFailedError
 from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
 from ..run.run import Run
-from .axes import PROBED, Axes, DrawnSeries, Lanes, OddRanks, SeriesValues, StepRows, is_number, spread_of, values_of
+from .axes import PROBED, Axes, DrawnSeries, Lanes, OddRanks, SeriesValues, StepRows, spread_of, step_rows, values_of
 from .blocks import Cube, GrowingCube, PageBlock
 from .distributions import HistogramCollector, UnitsCollector
 
@@ -73,8 +73,8 @@ class StatisticsBlocks:
         for name in asked:
             if name not in DRAWN:
                 raise LookupFailedError(f"no statistic {name!r} to draw; there are {', '.join(DRAWN)}")
-        self.series = [key for key in axes.index if not is_number(key.site)]
-        self.scalars = [key for key in axes.index if is_number(key.site)]
+        self.series = [key for key, number in axes.index.items() if not axes.is_scalar[number]]
+        self.scalars = [key for key, number in axes.index.items() if axes.is_scalar[number]]
         self._number = np.full(len(axes.index) + 1, -1, np.int64)
         for keys in (self.series, self.scalars):
             for number, key in enumerate(keys):
@@ -89,7 +89,7 @@ class StatisticsBlocks:
         )
         self.cube = self._make(
             steps=steps, num_columns=num_columns, num_series=len(self.series), num_lanes=num_lanes,
-            statistics=(*self.names, *COUNTS),
+            statistics=(*self.names, *COUNTS, "numel"),
         )  # fmt: skip
         scalar_steps = sorted(axes.scalar_steps)
         self.scalar_cube = self._make(
@@ -132,12 +132,12 @@ class StatisticsBlocks:
             report(table.num_rows)
         if self.lanes.has_spread:
             self.lanes.set_odd(self.odd.found())
-            for table in rows if self.lanes.odd else ():
-                of_odd = pc.is_in(table.column("rank"), pa.array(self.lanes.odd, pa.int32()))
-                for values, cube in self._split(table.filter(of_odd)):
+            odd = [writer for writer in self._run.writers if writer.rank in self.lanes.odd]
+            with step_rows(Run(self._run.path, self._run.manifest, odd), rows.ranges) as of_odd:
+                for values, cube in (pair for table in (of_odd if odd else ()) for pair in self._split(table)):
                     self._put_own(values, cube)
         if self.lanes.has_global and not self.lanes.is_merged:
-            self._add_global(rows)
+            self._add_global()
 
     def add_probe(self, values: Sequence[SeriesValues]) -> None:
         """Add the numbers of the probe, and make those of all ranks together of them."""
@@ -247,7 +247,7 @@ class StatisticsBlocks:
                 own = table.filter(pa.array(is_of_it))
                 yield values_of(own, self._number[ids[is_of_it]], list(cube.values)), cube
 
-    def _add_global(self, rows: StepRows) -> None:
+    def _add_global(self) -> None:
         view = self._run.view()
         steps = sorted(self._axes.steps | self._axes.scalar_steps)
         a_step = max(self._axes.num_rows / max(len(steps), 1), 1.0)

@@ -90,7 +90,8 @@ class DepthPanel {
   /** The end of a path, which tells it apart. */
   nameOf(index) {
     const path = pathText(this.points[index].node.path);
-    return path.length > 16 ? `…${path.slice(-15)}` : path;
+    const most = NARROW.matches ? 10 : 16; // rotated names of the first modules need room to their left
+    return path.length > most ? `…${path.slice(1 - most)}` : path;
   }
   drawBad(plot) {
     const ratio = devicePixelRatio || 1;

@@ -50,7 +50,7 @@ class Colors {
   /** What stands under the bar of colours. */
   get ticks() {
     if (this.isEmpty) return [];
-    const text = (value) => shortNumber(value, 3);
+    const text = (value) => (shortNumber(value, 3).length > 6 ? shortNumber(value, 2) : shortNumber(value, 3));
     if (this.isRatio) return [[0, `÷ ${text(this.largest)}`], [0.5, "1"], [1, `× ${text(this.largest)}`]];
     if (this.isSigned) return [[0, text(-this.largest)], [0.5, "0"], [1, text(this.largest)]];
     if (this.span === 0) return [[0.5, text(this.largest)]];

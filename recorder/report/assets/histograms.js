@@ -13,7 +13,7 @@ class HistogramsPanel extends SeriesPanel {
     this.heats.before(el("div", { class: "bar" }, toggle("as ridges", state.get("ridges") === "1", (isOn) => state.set({ ridges: isOn ? "1" : null }), { id: "ridges" })));
   }
   note(ranks) {
-    return `Shares of the values by sign and power of two: large positive ones on top, zero between. Values of ${ranks} are counted together.`;
+    return `Shares of the values by sign and power of two: large positive ones on top, zero between.${ranks === "1 rank" ? "" : ` Values of ${ranks} are counted together.`}`;
   }
   /** What the bins of a row of the picture hold: [sign, exponent], sign 0 for zeros. */
   binOf(index) {

@@ -42,7 +42,7 @@ class Choices {
   }
   get statistics() {
     const { run } = this.app;
-    return [...run.axes.statistics, "zero_count", ...(this.siteAndMode[0] === "param" && run.hasUpdates ? ["update"] : [])];
+    return [...run.axes.statistics, "zero_count", "numel", ...(this.siteAndMode[0] === "param" && run.hasUpdates ? ["update"] : [])];
   }
   get statistic() {
     const { statistics } = this;

@@ -73,6 +73,10 @@ function takers(panel, run) {
     return [...(panel.table ? [panel.table()] : []), ...drawn, ...written];
   };
   return el("span", { class: "take" },
-    el("button", { type: "button", "aria-label": `${panel.title} as PNG`, onclick: () => pictureOf(panel.section).toBlob((blob) => save(`${name}.png`, blob)) }, "PNG"),
+    el("button", { type: "button", "aria-label": `${panel.title} as PNG`, onclick: () => {
+      panel.section.classList.add("taken"); // all rows, and the ruler below them
+      pictureOf(panel.section).toBlob((blob) => save(`${name}.png`, blob));
+      panel.section.classList.remove("taken");
+    } }, "PNG"),
     el("button", { type: "button", "aria-label": `${panel.title} as CSV`, onclick: () => save(`${name}.csv`, new Blob([csvOf(tables())], { type: "text/csv" })) }, "CSV"));
 }
