@@ -326,6 +326,10 @@ def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> Non
         position={"x": 20, "y": labels.index("2⁰ to 2¹") * 17 + 8}
     )
     assert "% of the values" in opened.text(".tooltip")
+    opened.page.select_option("#choose-stat", "numel")
+    opened.redrawn()
+    assert opened.text("#panel-map .legend-title").startswith("elements")
+    assert opened.page.locator("#panel-map .legend-ticks span").all_inner_texts() == ["4"], "of each value alike"
     opened.page.click("#ridges")
     opened.redrawn()
     ridges = opened.page.locator("#panel-histograms canvas[role=img]")

@@ -78,7 +78,7 @@ class DepthPanel {
       scales: { x: { time: false, range: () => [-0.5, this.points.length - 0.5] }, y: isLog ? { distr: 3 } : {} },
       axes: [
         { ...ruled, size: 92, gap: 4, rotate: 40, splits: () => this.points.map((_, index) => index).filter((index) => index % each === 0), values: (_, splits) => splits.map((index) => this.nameOf(index)) },
-        { ...ruled, grid: { ...line, filter: (_, splits) => decadesOf(splits, isLog) }, ...labelled(STATISTIC_TEXTS[choices.statistic], gutter), gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+        { ...ruled, grid: { ...line, filter: (_, splits) => decadesOf(splits, isLog) }, ...labelled(unitOf(choices.statistic), gutter), gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       bands: [{ series: [2, 1], fill: cssColor("--grid") }],
       series: [{}, band, band, { stroke: color, width: 2, points: { show: this.points.length <= 120, size: 5, fill: color } }],

@@ -4,7 +4,7 @@ const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89
 const SIGNED = ["#2166ac", "#67a9cf", "#d1e5f0", "#f7f7f7", "#fddbc7", "#ef8a62", "#b2182b"];
 const SIGNED_DARK = ["#8cc4ff", "#4385cf", "#24486f", "#1f2429", "#6a3222", "#c9623b", "#ffb08a"];
 const MAX_DECADES = 8, LEAST_FACTOR = 4;
-const ROW_PIXELS = 17, AXIS_PIXELS = 22, CHUNK_ROWS = 150, MARK_PIXELS = 11;
+const ROW_PIXELS = 17, AXIS_PIXELS = 22, CHUNK_ROWS = 150, MARK_PIXELS = 11, MAX_TICKS_TEXT = 17;
 
 function mixed(palette, share) {
   const at = Math.min(Math.max(share, 0), 1) * (palette.length - 1);
@@ -27,6 +27,7 @@ class Colors {
       if (size > largest && size < Infinity) largest = size;
     }
     this.isEmpty = values.length === 0;
+    this.isZero = largest === 0;
     this.largest = isRatio ? Math.max(largest, LEAST_FACTOR) : largest || 1;
     this.smallest = isRatio ? 1 : Math.min(Math.max(smallest, this.largest / 10 ** MAX_DECADES), this.largest);
     const span = Math.log(this.largest / this.smallest);
@@ -50,11 +51,14 @@ class Colors {
   /** What stands under the bar of colours. */
   get ticks() {
     if (this.isEmpty) return [];
-    const text = (value) => (shortNumber(value, 3).length > 6 ? shortNumber(value, 2) : shortNumber(value, 3));
+    const text = (value) => shortNumber(value, 3);
+    if (this.isZero) return [[0, "0"]];
     if (this.isRatio) return [[0, `÷ ${text(this.largest)}`], [0.5, "1"], [1, `× ${text(this.largest)}`]];
     if (this.isSigned) return [[0, text(-this.largest)], [0.5, "0"], [1, text(this.largest)]];
     if (this.span === 0) return [[0.5, text(this.largest)]];
-    return [[0, this.smallest], [0.5, Math.sqrt(this.smallest * this.largest)], [1, this.largest]].map(([share, value]) => [share, text(value)]);
+    const ticks = [[0, this.smallest], [0.5, Math.sqrt(this.smallest * this.largest)], [1, this.largest]].map(([share, value]) => [share, text(value)]);
+    const isLong = ticks.map(([, word]) => word).join("").length > MAX_TICKS_TEXT; // they would overlap
+    return isLong || ticks[1][1] === ticks[0][1] ? [ticks[0], ticks[2]] : ticks;
   }
 }
 

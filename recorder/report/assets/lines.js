@@ -7,6 +7,11 @@ function decadesOf(splits, isLog) {
   return splits.map((split) => (isLog && !/^-?[01]e/.test(split?.toExponential() ?? "") ? null : split));
 }
 
+/** What an axis of a statistic counts, in few words: it stands upright. */
+function unitOf(statistic) {
+  return STATISTIC_TEXTS[statistic].split(/ [(/]/)[0];
+}
+
 /** The title of an axis of numbers, which takes its room from the space for names. */
 function labelled(label, gutter) {
   return label ? { label, labelSize: LABEL_PIXELS, labelFont: "11px system-ui, sans-serif", labelGap: 0, size: gutter - LABEL_PIXELS } : { size: gutter };
@@ -303,7 +308,7 @@ class LinesPanel {
     this.chart.element.hidden = !pinned.length;
     if (pinned.length) {
       const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : ""];
-      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines: lines.filter((line) => !isUpdate || line.values.some((value) => value !== null)), isLog, about, level: isUpdate ? USUAL_UPDATE : null, unit: STATISTIC_TEXTS[statistic] });
+      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines: lines.filter((line) => !isUpdate || line.values.some((value) => value !== null)), isLog, about, level: isUpdate ? USUAL_UPDATE : null, unit: unitOf(statistic) });
     }
   }
   /** A field to add a value by the path of its module. */
