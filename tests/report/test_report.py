@@ -463,7 +463,7 @@ def test_a_thousand_modules_and_steps_fit_into_two_megabytes_whatever_their_numb
         values[:, 0] = rng.standard_normal((3000, collected.cube.shape[2]))
         values[:, 1:] = values[:, :1]
         values[::3, 1:] = rng.standard_normal(values[::3, 1:].shape)
-    for name in ("nan_count", "inf_count", "zero_count"):
+    for name in ("nan_count", "inf_count", "zero_count", "numel"):
         collected.cube.values[name][:] = 0
     collected.cube.has_row[:] = True
     modules = {key.module_path: number for number, key in enumerate(keys)}
