@@ -60,6 +60,9 @@ class ProgramProbe:
         self._first: int | None = None
         """The identity of the optimizer that counts the steps."""
         self._num_done = 0
+        self._others_awaited: set[int] = set()
+        """The other optimizers that stepped between the last two steps of the first one."""
+        self._others_stepped: set[int] = set()
         self._models: list[weakref.ref[Any]] = []
         """Weak references, because a DDP module that outlives its process group can block the end of the process."""
         self._names: dict[int, str] = {}
@@ -87,8 +90,13 @@ class ProgramProbe:
             self._file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - open until the process ends
             self._write({"rank": rank, "pid": self._pid, "versions": _versions(), "machine": _machine()})
         self._write({"step": step, "digests": seen})
-        self._num_done += counts
-        if counts and self._num_done >= self._num_steps:
+        if counts:
+            self._num_done += 1
+            self._others_awaited, self._others_stepped = self._others_stepped, set()
+        else:
+            self._others_stepped.add(id(optimizer))
+        is_whole = self._others_awaited <= self._others_stepped or self._num_done > self._num_steps
+        if self._num_done >= self._num_steps and is_whole:
             self._end(rank, world_size)
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -96,7 +104,6 @@ class ProgramProbe:
         self._file.flush()
 
     def _end(self, rank: int, world_size: int) -> None:
-        """Wait until all ranks have reached this point, and end the program."""
         open(os.path.join(self._folder, f"{rank}.done"), "w").close()
         until_s = time.monotonic() + _WAIT_S
         while time.monotonic() < until_s:
@@ -133,6 +140,12 @@ class ProgramProbe:
                 seen[f"buffer {_prefix(number)}{_canonical(model, name)}"] = _described(buffer)
             for name, parameter in model.named_parameters():
                 seen[f"param {_prefix(number)}{_canonical(model, name)}"] = _described(parameter)
+                seen[f"flag requires_grad of {_prefix(number)}{_canonical(model, name)}"] = (
+                    f"= {parameter.requires_grad}"
+                )
+            for name, module in model.named_modules():
+                path = f"{_prefix(number)}{_canonical(model, name)}" or type(model).__name__
+                seen[f"flag training of {path}"] = f"= {module.training}"
         for optimizer in optimizers:
             for settings in optimizer.param_groups:
                 for parameter in settings["params"]:
@@ -202,7 +215,7 @@ def _canonical(model: Any, name: str) -> str:
     return ".".join(part for part in parts if part not in _TRANSPARENT)
 
 
-def _see_settings(seen: dict[str, str], group: int, settings: dict[str, Any]) -> None:
+def _see_settings(seen: dict[str, str], group: int | str, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key != "params":
             _see(seen, f"setting {key} of group {group}", value)

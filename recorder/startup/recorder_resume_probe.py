@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -26,21 +27,25 @@ _NOT_RESTORED = frozenset(("_step_count", "_is_initial", "_get_lr_called_within_
 _MODULE, _OPTIMIZER, _SCALER = torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler
 _SCHEDULE, _LOADER = torch.optim.lr_scheduler.LRScheduler, _MultiProcessingDataLoaderIter
 _KINDS: tuple[type, ...] = (_MODULE, _OPTIMIZER, _SCALER, _SCHEDULE, _LOADER)
+_FLUSHED_S = 2.0
+"""How many seconds a process waits before it is killed, so that the recorder's writer takes its rows to the disk."""
 
 
 class ResumeProbe(base.ProgramProbe):
-    """Writes a line for each step of the first optimizer, with the state before the step, its batches and gradients."""
+    """Writes a line for each update by an optimizer, with the state before the update, its batches and gradients."""
 
     def __init__(self, folder: str, num_steps: int, *, is_killed: bool) -> None:
         super().__init__(folder, num_steps)
         self._is_killed = is_killed
         self._thread = threading.get_ident()
         self._depth = 0
-        self._trains = False
-        """True while the outermost module that is being called has parameters and trains."""
+        self._learns = False
+        """True while the outermost module that is being called has parameters that may get gradients."""
         self._seen: dict[str, str] = {}
-        """What was seen of the step that is under way."""
-        self._num_batches = 0
+        """What was seen of the update that is under way."""
+        self._num_calls = 0
+        self._batches: dict[int, str] = {}
+        """The digests of the batches of the update that is under way, by the number of the call."""
         self._kind_of: dict[type, type | None] = {}
         """Which of `_KINDS` a type is, `object` for any other type with a `state_dict`, and None for the rest."""
         self._others: dict[int, str] = {}
@@ -61,8 +66,8 @@ class ResumeProbe(base.ProgramProbe):
             return
         is_again = torch._C._current_graph_task_id() != -1  # a forward that is computed again inside a backward
         has_parameters = any(parameter.requires_grad for parameter in module.parameters())
-        self._trains = torch.is_grad_enabled() and module.training and not is_again and has_parameters
-        if self._trains and not self._seen:
+        self._learns = torch.is_grad_enabled() and not is_again and has_parameters
+        if self._learns and not self._seen:
             with torch.no_grad():
                 self._look_before()
 
@@ -71,9 +76,17 @@ class ResumeProbe(base.ProgramProbe):
         if self._is_elsewhere():
             return
         self._depth -= 1
-        if self._depth == 0 and self._trains and (data := _data_of((args, kwargs))):
-            self._seen[f"batch {self._num_batches}"] = _samples(data)
-            self._num_batches += 1
+        data = [one for one in _tensors_in((args, kwargs)) if not one.requires_grad]
+        if self._depth or not self._learns or not data:
+            return
+        self._num_calls += 1
+        batch = {self._num_calls: _samples(data)}
+        if module.training:
+            self._batches |= batch
+            return
+        for one in _tensors_in(output):
+            if one.grad_fn is not None:  # the batch of a module in evaluation mode counts if a backward pass needs it
+                one.grad_fn.register_prehook(lambda _: self._batches.update(batch))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         super()._before_step(optimizer, args, kwargs)
@@ -82,28 +95,33 @@ class ResumeProbe(base.ProgramProbe):
                 self._look_before()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        is_other = self._first is not None and self._first != id(optimizer)  # it ends the step of the first optimizer
-        if is_other or (not self._num_batches and all(not group["lr"] for group in optimizer.param_groups)):
-            self._seen, self._num_batches = {}, 0  # the latter makes an optimizer's state for torch's `get_state_dict`
-            return
-        super()._after_step(optimizer, args, kwargs)
+        is_first = self._first in (None, id(optimizer))
+        if is_first and not self._batches and all(not group["lr"] for group in optimizer.param_groups):
+            self._seen = {}  # this step makes the optimizer's state for torch's `get_state_dict`
+        if self._seen:  # else another optimizer wraps this one, and its update was seen
+            super()._after_step(optimizer, args, kwargs)
 
     def _look(self, optimizer: Any) -> dict[str, str]:
-        """Return what was seen of the step that has ended."""
-        seen, self._seen, self._num_batches = self._seen, {}, 0
+        seen, batches = self._seen, sorted(self._batches.items())
+        self._seen, self._batches = {}, {}
+        seen |= {f"batch {number}": digest for number, (_, digest) in enumerate(batches)}
+        names = (self._names.get(id(one), "") for settings in optimizer.param_groups for one in settings["params"])
+        by = f"{type(optimizer).__name__}({next(names, '')},...)"
+        seen["update of the step"] = f"= {by}"
         for group, settings in enumerate(optimizer.param_groups):
-            base._see_settings(seen, group, settings)
+            base._see_settings(seen, f"{group} of {by}", settings)
             self._see_gradients(seen, settings["params"])
         return seen
 
     def _leave(self) -> None:
-        """End the program at once, as the loss of a machine does, or with exit code 0."""
         if self._is_killed:
+            time.sleep(_FLUSHED_S)
             os.kill(os.getpid(), signal.SIGKILL)
         super()._leave()
 
     def _look_before(self) -> None:
         seen = self._seen
+        seen["began"] = str(time.time_ns())
         found: dict[type, list[Any]] = {}
         for one in gc.get_objects():
             if type(one) not in self._kind_of:
@@ -116,9 +134,12 @@ class ResumeProbe(base.ProgramProbe):
         for module in base._outermost(found.get(_MODULE, [])):
             if id(module) not in models:
                 _see_other(seen, self._other(module), [*module.named_parameters(), *module.named_buffers()])
-        for schedule in found.get(_SCHEDULE, []):
-            members = {key: value for key, value in schedule.state_dict().items() if key not in _NOT_RESTORED}
-            base._see(seen, f"schedule {self._other(schedule)}", members)
+        schedules = found.get(_SCHEDULE, [])
+        inner = {id(one) for schedule in schedules for one in getattr(schedule, "_schedulers", ())}
+        members: dict[str, str] = {}
+        for schedule in (one for one in schedules if id(one) not in inner):
+            base._see(members, f"schedule {self._other(schedule)}", schedule.state_dict())
+        seen |= {key: value for key, value in members.items() if key.rpartition(".")[2] not in _NOT_RESTORED}
         for scaler in found.get(_SCALER, []):
             base._see(seen, f"scaler {self._other(scaler)}", scaler.state_dict())
         for loader in found.get(_LOADER, []):
@@ -127,13 +148,11 @@ class ResumeProbe(base.ProgramProbe):
             tensors = [pair for key, value in _attributes(stateful).items() for pair in self._tensors(key, value)]
             _see_other(seen, self._other(stateful), tensors)
         base._see_random_states(seen)
+        _see_draws(seen)
         self._see_variables(seen)
 
     def _see_variables(self, seen: dict[str, str]) -> None:
-        """See random generators and averages of weights that the running functions hold, or attributes of variables.
-
-        A generator that was made or seeded since the last look has a mark besides its state.
-        """
+        """See generators, with a mark if one was made or seeded since the last look, and averages of the weights."""
         types: tuple[type, ...] = (torch.Generator, random.Random)
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]
@@ -193,19 +212,24 @@ def _see_other(seen: dict[str, str], name: str, tensors: list[tuple[str, torch.T
         seen[f"other {name}.{key}"] = base._described(tensor)
 
 
-def _data_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of a model that no computation with gradients has made."""
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [] if value.requires_grad else [value]
+        return [value]
     inner = value.values() if hasattr(value, "values") else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for one in inner for tensor in _data_of(one)]
+    return [tensor for one in inner for tensor in _tensors_in(one)]
+
+
+def _see_draws(seen: dict[str, str]) -> None:
+    """See the next states of the CPU's generator if new iterators of DataLoaders draw from it, one number each."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    for number in range(1, 5):  # more iterators are not expected to begin between two updates
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+        seen[f"ahead {number}"] = base._digest(generator.get_state())
 
 
 def _samples(batch: list[torch.Tensor]) -> str:
-    """Return the digests of the samples of a batch, which are the rows of its tensors, with spaces between.
-
-    A tensor with another number of rows, such as a mask for all samples, belongs to each sample.
-    """
+    """Return the digests of the rows of a batch's tensors; a tensor with another number of rows belongs to each row."""
     num_rows = max(len(tensor) if tensor.dim() else 1 for tensor in batch)
     has_rows = [tensor.dim() > 0 and len(tensor) == num_rows for tensor in batch]
     common = [base._digest(tensor) for tensor, is_cut in zip(batch, has_rows, strict=True) if not is_cut]
@@ -222,10 +246,7 @@ def _plain(name: str) -> str:
 
 
 def _variables() -> Iterator[tuple[str, Any, Any]]:
-    """Yield the variables of the functions that are running and of the program's own module, then their attributes.
-
-    The third value is the object that has an attribute, and None for a variable.
-    """
+    """Yield variables of the running functions and of the program's own module, then attributes with their owners."""
     found: list[dict[str, Any]] = []
     frame: Any = sys._getframe()
     while frame is not None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from .launches import (
     count_kinds,
     values_named,
 )
-from .resume import BothLaunches, Pair, votes_of
+from .resume import LEFTOVER, OLD, BothLaunches, Pair, is_leftover, votes_of
 
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(_reconstruct|scalar)|numpy\.(ndarray|dtype)")
 """The names in a file that make arrays of numpy, as a random state has, and nothing else."""
@@ -58,8 +58,6 @@ class _StandIn:
 
 @dataclass(slots=True)
 class _SavedValue:
-    """One value of a checkpoint."""
-
     path: str
     """The keys that lead to the value, with dots between. The number of a parameter in an optimizer follows a ``#``."""
     value: Any
@@ -82,21 +80,16 @@ class _SavedValue:
         return self._described[part]
 
 
-class _RandomState(NamedTuple):
-    """One random state of a checkpoint."""
-
-    generator: str
-    """``cpu``, ``cuda``, ``python`` or ``numpy``: what has random states of this form."""
-    digest: str
-
-
 @dataclass(slots=True)
 class Contents:
     """What a checkpoint holds."""
 
     leaves: dict[str, list[_SavedValue]] = field(default_factory=dict)
     """The values by their paths; several where the ranks' files have the same paths."""
-    random_states: list[_RandomState] = field(default_factory=list)
+    random_states: list[tuple[str, str]] = field(default_factory=list)
+    """What has a random state of this form (``cpu``, ``cuda``, ``python`` or ``numpy``), and the state's digest."""
+    saved_ns: int = 0
+    """When the last file was written; nanoseconds since 1970."""
     unread: list[str] = field(default_factory=list)
     """The names of files that could not be read, with the reason."""
 
@@ -119,20 +112,20 @@ class Contents:
             self.add(one, f"{path}.{mark}{key}" if path else f"{mark}{key}", by_number=is_optimizer and key == "state")
 
 
-def _random_state(value: Any) -> _RandomState | None:
+def _random_state(value: Any) -> tuple[str, str] | None:
     """Return the random state that a value is, with the digest that the probe takes of it."""
     probe = import_module("recorder_probe")
     if hasattr(value, "untyped_storage"):
         is_state = str(value.dtype) == "torch.uint8" and value.dim() == 1 and value.numel() in _GENERATOR_BYTES
-        return _RandomState(_GENERATOR_BYTES[value.numel()], probe._digest(value)) if is_state else None
+        return (_GENERATOR_BYTES[value.numel()], probe._digest(value)) if is_state else None
     if isinstance(value, Mapping) and "bit_generator" in value:
-        return _RandomState("numpy", probe._hash(repr(dict(value)).encode()))
+        return "numpy", probe._hash(repr(dict(value)).encode())
     if not isinstance(value, (list, tuple)):
         return None
     if len(value) == 5 and value[0] == "MT19937":
-        return _RandomState("numpy", probe._legacy_state(value))
+        return "numpy", probe._legacy_state(value)
     if len(value) == 3 and isinstance(value[1], (list, tuple)) and len(value[1]) == 625:
-        return _RandomState("python", probe._hash(repr((value[0], tuple(value[1]), value[2])).encode()))
+        return "python", probe._hash(repr((value[0], tuple(value[1]), value[2])).encode())
     return None
 
 
@@ -141,16 +134,18 @@ def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
 
     Raises LookupFailedError if there is none.
     """
-    times = {path: time_ns for path in (place, *place.rglob("*")) if (time_ns := _saved_at(path)) >= since_ns}
+    every = {path: time_ns for path in (place, *place.rglob("*")) if (time_ns := _saved_at(path)) >= 0}
+    times = {path: time_ns for path, time_ns in every.items() if time_ns >= since_ns}
     if not times:
+        old = f" ({max(every, key=every.__getitem__).name} is {OLD})" if every else ""
         raise LookupFailedError(
-            f"{place}: the program has saved no checkpoint there before it was ended; raise --steps, or name the "
+            f"{place}: the program has saved no checkpoint there before it was ended{old}; raise --steps, or name the "
             "folder in which it saves (files of torch.save, torch.distributed.checkpoint and safetensors are read)"
         )
     newest = max(times, key=times.__getitem__)
     folder = newest if newest.is_dir() else newest.parent
     files = [one for one in sorted(times, key=times.__getitem__, reverse=True) if folder in (one, one.parent)]
-    contents = Contents()
+    contents = Contents(saved_ns=times[newest])
     for path in _of_one_checkpoint(files, num_ranks):
         try:
             contents.add(_load(path))
@@ -249,7 +244,6 @@ class _Match:
         return {path: re.sub(r".*#\d+", lambda found: names.get(found[0], found[0]), path) for path in self._leaves}
 
     def _named(self, key: str) -> Iterator[str]:
-        """Yield the paths that end with the name of a value."""
         kind, _, name = key.partition(" ")
         if kind in ("schedule", "scaler", "other"):
             name = name.partition(".")[2]  # the name begins with the object's class
@@ -280,12 +274,12 @@ class _Match:
             self.now[key] = found[0]
             self.used.add(found[1])
 
-    def _match_random_states(self, states: Sequence[_RandomState]) -> None:
-        digests = {state.digest for state in states}
+    def _match_random_states(self, states: Sequence[tuple[str, str]]) -> None:
+        digests = {digest for _, digest in states}
         for key, looked in self._looked.items():
             if key.startswith("rng ") and (found := next((one for one in looked if one in digests), "")):
                 self.now[key] = found
-        others = {state.generator for state in states if state.digest not in self.now.values()}
+        others = {generator for generator, digest in states if digest not in self.now.values()}
         for key in self._looked:
             name = key.removeprefix("rng ")
             is_there = name in others or (others and name not in GENERATORS)
@@ -313,6 +307,13 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     if start is None:
         text = f"no value in the checkpoint is as one of the {run.num_steps} steps that were seen has left it"
         return tell(UNKNOWN, f"{text}; was it saved later, as at the program's end?")
+    step = run.steps[start]
+    notes += [LEFTOVER] if is_leftover(run) else []
+    looks_of_ranks = zip(*(seen.looks for seen in run.ranks.values()), strict=False)
+    began_ns = [max(int(look.digests.get("began", 0)) for look in looks) for looks in looks_of_ranks]
+    if sum(time_ns < contents.saved_ns for time_ns in began_ns) > start:
+        why = "it is stale, unless it is saved in the background or in the middle of the step"
+        notes.append(f"the checkpoint was written after step {step} had begun: {why}")
     aside: dict[str, dict[str, None]] = {}
     """Random states that need not be those of the step, by the words that say why."""
     for rank, match in matches.items():
@@ -325,32 +326,30 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         }
         for key, digest in [*then.items()]:
             if match.now.get(key, _MOVED) == _MOVED and f"seeded {key.removeprefix('rng ')}" in digests:
-                why = f"was seeded anew before step {start} began, and need not be saved"
+                why = f"was seeded anew before step {step} began, and need not be saved"
             elif key.startswith("rng ") and match.now.get(key, digest) != digest:
-                why = f"moved on before step {start} began: --resume shows whether it is restored"
+                why = f"moved on before step {step} began: --resume shows whether it is restored"
             else:
                 continue
             aside.setdefault(why, {})[key] = None
             del then[key]
-        pairs.append(Pair(start, rank, then, match.now))
-    comparison = BothLaunches(run, [pairs])
-    findings = list(comparison.state_findings(0))
-    notes += comparison.notes
+        pairs.append(Pair(step, rank, then, {key: match.now[key] for key in then if key in match.now}))
+    comparison = BothLaunches(run, [pairs], notes)
+    findings = comparison.state_findings(0)
+    notes += comparison.suspects
     notes += [f"{values_named(keys)} {why}" for why, keys in aside.items()]
     if extra := _extra(contents, matches, [seen.looks[start] for seen in run.ranks.values()]):
         notes.append(f"the checkpoint also holds what the run did not hold: {listed(extra, MAX_LISTED)}")
-    after = f"after {counted(start, 'step')}"
+    after = f"after {counted(step, 'step')}"
     if findings:
-        is_unsure = contents.unread and all(" missing" in finding.text for finding in findings)
-        text = "; ".join(finding.text for finding in findings)
-        return tell(UNKNOWN if is_unsure else CHANGED, f"in the checkpoint {after}, {text}", start)
+        is_unsure = contents.unread and all(" missing" in text for text in findings)
+        return tell(UNKNOWN if is_unsure else CHANGED, f"in the checkpoint {after}, {'; '.join(findings)}", step)
     ranks = counted(len(pairs), "rank")
     values = f"{sum(len(pair.then) for pair in pairs):,} values of {ranks}"
     return tell(UNCHANGED, f"the checkpoint holds what the run held {after}: {values}, bit by bit")
 
 
 def _extra(contents: Contents, matches: Mapping[int, _Match], looks: Sequence[Look]) -> list[str]:
-    """Return the paths of tensors that no rank has, under this name or another one."""
     used = {path for match in matches.values() for path in match.used}
     known = {digest for look in looks for digest in look.digests.values()}
     return [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -32,9 +33,11 @@ NOUNS = {
     "param": "parameter",
     "buffer": "buffer",
     "optim": "optimizer state",
+    "update": "optimizer",
     "setting": "optimizer setting",
     "schedule": "learning-rate schedule",
     "scaler": "gradient scaler",
+    "flag": "flag",
     "other": "state beside the model",
     "variable": "variable",
     "rng": "random state",
@@ -71,7 +74,7 @@ def count_kinds(keys: Iterable[str]) -> Counter[str]:
 
 
 class Look(NamedTuple):
-    """The state of one rank after one step of one optimizer."""
+    """The state of one rank around one update by one optimizer."""
 
     step: int
     digests: Mapping[str, str]
@@ -106,6 +109,11 @@ class Observed:
     def num_steps(self) -> int:
         return min((rank.num_steps for rank in self.ranks.values()), default=0)
 
+    @property
+    def steps(self) -> list[int]:
+        """The step of each update, by any optimizer, that was seen on every rank."""
+        return [look.step for look in min((rank.looks for rank in self.ranks.values()), key=len, default=())]
+
 
 def read_observed(folder: Path, exit_code: int) -> Observed:
     """Read the files that the probes of one launch wrote.
@@ -114,7 +122,8 @@ def read_observed(folder: Path, exit_code: int) -> Observed:
     """
     ranks: dict[int, RankSeen] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        head, *lines = _lines(path)
+        written = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        head, *lines = (json.loads(line) for line in written if line[-1] == "\n")  # a kill may cut the last line
         rank = int(head["rank"])
         if rank in ranks:
             raise LookupFailedError(
@@ -132,11 +141,6 @@ def read_observed(folder: Path, exit_code: int) -> Observed:
     return Observed(exit_code=exit_code, ranks=dict(sorted(ranks.items())))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file. The last line of a killed process may be cut, and is left out."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
-
-
 _PROBE, _PROBE_STEPS, _PROBE_RESUME = "_RECORDER_PROBE", "_RECORDER_PROBE_STEPS", "_RECORDER_PROBE_RESUME"
 """The environment variables that configure `recorder_probe`, which does not import this package."""
 RESUMED = "resumed"
@@ -144,7 +148,6 @@ RESUMED = "resumed"
 _END_S = 90.0
 """The seconds that a program may take to end once all its ranks have done their steps."""
 _POLL_S = 0.2
-_GIT_S = 30.0
 _TAIL_LINES = 15
 
 
@@ -225,6 +228,8 @@ class Launches:
             lines = written.read_text(encoding="utf-8", errors="replace").splitlines()
             summaries = [i for i, line in enumerate(lines) if i and "failed (exitcode: " in line]
             del lines[max(summaries, default=len(lines)) :]  # what torchrun adds to the rank's own words
+            prefix = next((found[0] for line in lines if (found := re.match(r"\[rank\d+\]: ", line))), "")
+            lines = [line for line in lines if line.startswith(prefix)]  # other ranks fail since the first one did
             self._said = "\n".join(lines[-_TAIL_LINES:])
         return read_observed(folder, exit_code)
 
@@ -272,7 +277,6 @@ class Launches:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Wait for a command to end. If its ranks have done their steps and it does not end, end it."""
     patience_s = _END_S
     try:
         while True:
@@ -289,10 +293,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 
 def _is_done(folder: Path) -> bool:
-    """Return whether the probe has ended the program on all ranks, so that the exit code is not the program's own.
-
-    For example, a process group that was never destroyed may abort at the interpreter's end.
-    """
+    """Return whether the probe has ended the program on all ranks, so that the exit code is not the program's own."""
     if (folder / RESUMED).is_dir():  # the launcher started the ranks anew after they were killed
         folder = folder / RESUMED
     num_done = len(list(folder.glob("*.done")))
@@ -310,13 +311,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _commit() -> str:
     """Return the commit of the folder in which the program is started; empty where git does not know it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=30)
+        return done.stdout.strip()
+
     try:
-        commit = _git("rev-parse", "HEAD")
-        return f"{commit}, changed" if _git("status", "--porcelain", "--untracked-files=no") else commit
+        commit = git("rev-parse", "HEAD")
+        return f"{commit}, changed" if git("status", "--porcelain", "--untracked-files=no") else commit
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=_GIT_S)
-    return done.stdout.strip()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...config import FLAG, PREFIX
@@ -15,7 +14,7 @@ from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
 from .launches import MAX_LISTED, Launches, Observed, Proven, count_kinds, on_ranks, values_named
 
-_ORDER = ("grad", "param", "buffer", "optim", "setting", "rng")
+_ORDER = ("flag", "grad", "param", "buffer", "optim", "setting", "rng")
 """The kinds of values. A difference of one kind causes differences of the later kinds."""
 _UNSEEDED = ("rng python", "rng numpy")
 """The random states that the operating system seeds in each process, unless the program does."""
@@ -27,16 +26,12 @@ class _Difference(NamedTuple):
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Course:
-    differences: Sequence[_Difference] = ()
-    """The differences on all ranks at the first step with a difference."""
-    compared: Mapping[str, int] = field(default_factory=Counter)
+class _Course(NamedTuple):
+    step: int | None
+    """The first step with a difference, with its differences on all ranks."""
+    differences: Sequence[_Difference]
+    compared: Mapping[str, int]
     """The number of values that were compared, by kind."""
-
-    @property
-    def step(self) -> int | None:
-        return self.differences[0].step if self.differences else None
 
 
 def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: int) -> Proof:
@@ -47,7 +42,7 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
     """
     notes: list[str] = []
     num_steps_compared = min(plain.num_steps, recorded.num_steps)
-    itself, other = _Course(), _Course()
+    itself = other = _Course(None, (), {})
 
     def tell(verdict: str, text: str, first_step: int | None = None) -> Proof:
         return Proof(
@@ -93,13 +88,9 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
 
 
 def _unseeded(plain: Observed, again: Observed) -> set[str]:
-    unseeded = set()
-    for rank, seen in plain.ranks.items():
-        other = again.ranks.get(rank)
-        if other is not None and other.looks and seen.looks:
-            a, b = seen.looks[0].digests, other.looks[0].digests
-            unseeded |= {key for key in _UNSEEDED if a.get(key) != b.get(key)}
-    return unseeded
+    both = [(seen.looks[:1], again.ranks[rank].looks[:1]) for rank, seen in plain.ranks.items() if rank in again.ranks]
+    pairs = [(a.digests, b.digests) for one, other in both for a, b in zip(one, other, strict=False)]
+    return {key for key in _UNSEEDED if any(a.get(key) != b.get(key) for a, b in pairs)}
 
 
 def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
@@ -114,7 +105,7 @@ def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
             if differing:
                 break
     first = min((difference.step for difference in differences), default=None)
-    return _Course(sorted(one for one in differences if one.step == first), compared)
+    return _Course(first, sorted(one for one in differences if one.step == first), compared)
 
 
 def _ends(a: Observed, b: Observed) -> str:
@@ -150,17 +141,13 @@ def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes
         num_compared, num_left_out = num_compared + common.total(), num_left_out + own
         missing, more = common - third, third - common
         if missing and not problem:
-            problem = f"rank {rank} does not print {_shown(missing)} under the recorder"
+            problem = f"rank {rank} does not print {next(iter(missing))[:80]!r} under the recorder"
         elif more.total() > max(own, (second - common).total()) and not problem:
-            problem = f"rank {rank} prints {_shown(more)} under the recorder"
+            problem = f"rank {rank} prints {next(iter(more))[:80]!r} under the recorder"
     if num_left_out:
         lines = counted(num_left_out, "printed line")
         notes.append(f"not compared, since two launches without the recorder differ there, as times do: {lines}")
     return problem, num_compared
-
-
-def _shown(lines: Counter[str]) -> str:
-    return repr(next(iter(lines))[:80])
 
 
 def prove(launches: Launches, command: Sequence[str]) -> Proven:

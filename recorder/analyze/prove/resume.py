@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import dropwhile
 from typing import NamedTuple
 
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
-from .launches import MAX_LISTED, Launches, Observed, Proven, count_kinds, on_ranks, values_named
+from .launches import MAX_LISTED, Launches, Look, Observed, Proven, count_kinds, on_ranks, values_named
 
-_STATE = ("param", "buffer", "optim", "setting", "schedule", "scaler", "other", "variable", "rng")
+_STATE = ("param", "buffer", "optim", "update", "setting", "schedule", "scaler", "flag", "other", "variable", "rng")
 """The kinds of state, causes before effects."""
+_BESIDE = ("other", "variable", "rng")
+"""The kinds of state that a resumed process may have more of, such as what it has loaded."""
 _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
 """The kinds of values that show at which step the resumed run goes on."""
 _WORKERS = "other DataLoader.num_workers"
@@ -24,7 +27,7 @@ _Digests = Mapping[str, str]
 
 
 class Pair(NamedTuple):
-    """One step of one rank in both launches."""
+    """One update of one rank in both launches."""
 
     step: int
     rank: int
@@ -34,9 +37,8 @@ class Pair(NamedTuple):
     """The digests in the launch that was resumed."""
 
 
-class _Finding(NamedTuple):
-    step: int
-    text: str
+OLD = "from before this run started"
+LEFTOVER = f"the launch went on from a checkpoint that is {OLD}; steps count from there"
 
 
 def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proof:
@@ -45,50 +47,60 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
     Steps are those of the killed launch, which was killed at the end of its step ``num_steps - 1``.
     """
     notes: list[str] = []
-    steps: list[list[Pair]] = []
+    updates: list[list[Pair]] = []
     compared: Counter[str] = Counter()
 
     def tell(verdict: str, text: str, first_step: int | None = None) -> Proof:
+        num_steps_compared = len({pair.step for update in updates for pair in update})
         return Proof(
-            subject="resume", verdict=verdict, text=f"{verdict}{text}", steps=len(steps), ranks=len(killed.ranks),
-            first_step=first_step, notes=tuple(notes), compared=dict(compared),
+            subject="resume", verdict=verdict, text=f"{verdict}{text}", steps=num_steps_compared,
+            ranks=len(killed.ranks), first_step=first_step, notes=tuple(notes), compared=dict(compared),
         )  # fmt: skip
 
     if problem := _incomparable(killed, resumed, num_steps):
         return tell(UNKNOWN, f": {problem}")
     start = start_of(killed, resumed)
     if start is None:
-        text = f"no checkpoint was saved before step {num_steps - 1} began, or none was loaded"
-        return tell(CHANGED, f": the resumed run starts anew: {text}")
-    notes.append(f"the resumed run goes on with step {start}, from a checkpoint of {counted(start, 'step')}")
-    if resumed.exit_code:
-        notes.append(f"the resumed launch ended with exit code {resumed.exit_code}")
-    steps = [
+        text = f"no checkpoint was saved before step {num_steps - 1} began"
+        if is_leftover(killed) and is_leftover(resumed):
+            return tell(UNKNOWN, f": {text}; both launches went on from one that is {OLD}: remove it")
+        return tell(CHANGED, f": the resumed run starts anew: {text}, or none was loaded")
+    notes += [LEFTOVER] if is_leftover(killed) else []
+    step = killed.steps[start]
+    notes.append(f"the resumed run goes on with step {step}, from a checkpoint of {counted(step, 'step')}")
+    updates = [
         [
-            Pair(start + i, rank, seen.looks[start + i].digests, resumed.ranks[rank].looks[i].digests)
+            Pair(killed.steps[start + i], rank, seen.looks[start + i].digests, resumed.ranks[rank].looks[i].digests)
             for rank, seen in killed.ranks.items()
         ]
-        for i in range(min(resumed.num_steps, killed.num_steps - start))
+        for i in range(min(len(resumed.steps), len(killed.steps) - start))
     ]
-    compared += count_kinds(key for step in steps for pair in step for key in pair.then)
-    course = BothLaunches(killed, steps)
-    findings = list(course.state_findings(0))
-    findings += [one for one in course.batch_findings() if not findings or one.step == start]  # later ones may follow
-    notes += course.notes
-    for i in range(len(steps)):
-        if findings:
-            break
-        findings = list(course.state_findings(i))
-        if not findings and (text := course.gradients(i)):
-            why = "the program does not repeat itself, as prove without --resume shows, or has state that is not seen"
-            text = f" from step {start + i} on: {text}, although the state and the batches are equal: {why}"
-            return tell(UNKNOWN, text, start + i)
-    if findings:
-        first = min(finding.step for finding in findings)
-        text = "; ".join(finding.text for finding in findings)
-        return tell(CHANGED, f" from step {first} on: {text}", first)
-    text = f"{counted(len(steps), 'step')} of {counted(len(killed.ranks), 'rank')}, {compared.total():,} values"
-    return tell(UNCHANGED, f": the resumed run goes on as the interrupted one did: {text}, bit by bit")
+    compared += count_kinds(key for update in updates for pair in update for key in pair.then)
+    course = BothLaunches(killed, updates, notes)
+    batches = list(course.batch_findings())
+    for i, update in enumerate(updates):
+        step = update[0].step
+        texts = [*course.state_findings(i), *(text for at, text in batches if at == step)]
+        gradients = "" if texts else course.gradients(i)
+        if gradients and not course.suspects:
+            text = f" from step {step} on: {gradients}, although the state and the batches are equal: the program"
+            why = "does not repeat itself, as prove without --resume shows, or has state that is not seen"
+            return tell(UNKNOWN, f"{text} {why}", step)
+        if texts or gradients:
+            text = "; ".join([*texts, *course.suspects, *filter(None, [gradients])])
+            return tell(CHANGED, f" from step {step} on: {text}", step)
+        for suspect in course.suspects:
+            course.note(f"{suspect}, and no gradient differs")
+    if resumed.exit_code and len(resumed.steps) < len(killed.steps) - start:
+        text = f"the resumed launch ended with exit code {resumed.exit_code} after {counted(resumed.num_steps, 'step')}"
+        return tell(UNKNOWN, f": {text}, which are those of the interrupted run")
+    makers = [look.digests.get("update of the step", "")[2:] for look in next(iter(killed.ranks.values())).looks]
+    if rare := {*makers} - {*makers[start:]}:
+        text = f"the steps that both launches made have no update by {listed(sorted(rare), MAX_LISTED)}"
+        return tell(UNKNOWN, f": {text}; ask for more with --steps")
+    text = f"{counted(step - killed.steps[start] + 1, 'step')} of {counted(len(killed.ranks), 'rank')}"
+    text = f"{text}, {compared.total():,} values, bit by bit"
+    return tell(UNCHANGED, f": the resumed run goes on as the interrupted one did: {text}")
 
 
 def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
@@ -102,84 +114,103 @@ def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
     if killed.ranks.keys() != resumed.ranks.keys():
         ranks = f"{named('rank', sorted(killed.ranks))} trained, then {named('rank', sorted(resumed.ranks))}"
         return f"{ranks}; resume it on as many ranks"
+    if len({len(seen.looks) for seen in killed.ranks.values()}) > 1:
+        return "the ranks have not made the same number of updates by all their optimizers"
     return ""
 
 
+def is_leftover(launch: Observed) -> bool:
+    """Return whether a launch has loaded a checkpoint: its optimizers have made steps as it begins."""
+    first = [item for seen in launch.ranks.values() for item in seen.looks[0].digests.items()]
+    return any(key.startswith("optim ") and digest[0] != "=" and " zero " not in digest for key, digest in first)
+
+
 def start_of(killed: Observed, resumed: Observed) -> int | None:
-    """Return the step of the killed launch with which the resumed launch goes on; None if it starts anew."""
+    """Return the update of the killed launch with which the resumed launch goes on; None if it starts anew."""
     votes = votes_of(killed, resumed)
     if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
         return None
-    return max(votes, key=lambda step: (len(votes[step]), "param" in votes[step], step))
+    return max(votes, key=lambda update: (len(votes[update]), "param" in votes[update], update))
 
 
 def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
-    """Return at which steps of the killed launch most values of a kind were what the resumed launch begins with.
+    """Return at which updates of the killed launch most values of a kind were what the resumed launch begins with.
 
-    A kind that was most equal at step 0 has no vote: it was not restored, or never changes.
+    A kind that was most equal at update 0 has no vote: it was not restored, or never changes.
     """
     votes: dict[int, list[str]] = {}
     for kind in _ALIGNING:
-        num_equal = [0] * killed.num_steps
+        num_equal = [0] * len(killed.steps)
         for rank, seen in resumed.ranks.items():
             first = of_kind(seen.looks[0].digests, kind)
-            for step, look in enumerate(killed.ranks[rank].looks[: killed.num_steps]):
-                num_equal[step] += sum(look.digests.get(key) == digest for key, digest in first.items())
+            for update, look in enumerate(killed.ranks[rank].looks[: len(killed.steps)]):
+                num_equal[update] += sum(look.digests.get(key) == digest for key, digest in first.items())
         most = max(num_equal)
         if num_equal[0] < most:
-            for step in range(killed.num_steps):
-                if num_equal[step] == most:
-                    votes.setdefault(step, []).append(kind)
+            for update, num in enumerate(num_equal):
+                if num == most:
+                    votes.setdefault(update, []).append(kind)
     return votes
 
 
 class BothLaunches:
-    """The steps that both launches have made."""
+    """The updates that both launches have made."""
 
-    def __init__(self, killed: Observed, steps: Sequence[Sequence[Pair]]) -> None:
+    def __init__(self, killed: Observed, updates: Sequence[Sequence[Pair]], notes: list[str]) -> None:
+        """`notes` takes differences that change nothing, such as random states that no step draws from."""
         self._killed = killed
-        self._steps = steps
-        self.notes: list[str] = []
-        """Notes on random states that differ, and that no step draws from."""
+        self._updates = updates
+        self._notes = notes
+        self.suspects: list[str] = []
+        """Differences as the last update that was compared began, which are a loss if gradients differ as well."""
 
-    def state_findings(self, i: int) -> Iterator[_Finding]:
-        """Yield a finding for each way in which a kind of state differs at the beginning of a step."""
-        num_findings = 0
+    def state_findings(self, i: int) -> list[str]:
+        """Return in words each way in which a kind of state differs as an update begins."""
+        texts: list[str] = []
+        self.suspects = []
         for kind in _STATE:
-            groups: dict[tuple[str, bool], list[tuple[str, int]]] = {}
-            """Keys and ranks, by the words that say how the values differ, and by whether no step changes them."""
-            for pair in self._steps[i]:
-                for key, then in of_kind(pair.then, kind).items():
-                    now = pair.now.get(key, "")
-                    if now != then and (now or kind != "variable"):  # a later line may make the variable
-                        is_idle = (kind == "rng" or not now) and self._is_idle(key, pair.rank)
-                        groups.setdefault((self._how(key, pair.rank, then, now), is_idle), []).append((key, pair.rank))
-            for (how, is_idle), places in groups.items():
+            groups: dict[tuple[str, bool, bool], list[tuple[str, int]]] = {}
+            """Keys and ranks, by how the values differ, by whether no step changes them, and whether they matter."""
+            for pair in self._updates[i]:
+                then, now = of_kind(pair.then, kind), of_kind(pair.now, kind)
+                for key in then if kind in _BESIDE else {**then, **now}:
+                    if now.get(key) == then.get(key) or (key not in now and kind == "variable"):
+                        continue  # a later line may make the variable
+                    is_idle = (kind == "rng" or key not in now) and self._is_idle(key, pair.rank)
+                    is_suspect = kind == "flag" or key not in then
+                    how = self._how(key, pair)
+                    groups.setdefault((how, is_idle, is_suspect or "DataLoader" in how), []).append((key, pair.rank))
+            for (how, is_idle, is_suspect), places in groups.items():
                 text = self._sentence(i, kind, how, places)
                 if is_idle:
-                    self._note(f"{text}, and no step {'draws from' if kind == 'rng' else 'changes'} it")
-                    continue
-                num_findings += 1
-                if kind == "rng" and num_findings == 1 and not any(map(_has_other_batches, self._steps[i])):
-                    drops = {"rng cpu", "rng cuda"} & {key for key, _ in places}
-                    what = "dropout, a new iterator of a DataLoader, whatever else" if drops else "whatever"
-                    text = f"{text}, nothing else: {what} draws from it"
-                yield _Finding(self._steps[i][0].step, text)
+                    self.note(f"{text}, and no step {'draws from' if kind == 'rng' else 'changes'} it")
+                elif is_suspect:
+                    self.suspects.append(text)
+                else:
+                    texts.append(text)
+        is_alone = len(texts) == 1 and not self.suspects
+        if is_alone and texts[0].startswith("random") and not any(map(_has_other_batches, self._updates[i])):
+            drops = "of the CPU" in texts[0] or "of the GPU" in texts[0]
+            what = "dropout, a new iterator of a DataLoader, whatever else" if drops else "whatever"
+            texts = [f"{texts[0]}, nothing else: {what} draws from it"]
+        return texts
 
     def _is_idle(self, key: str, rank: int) -> bool:
-        """Return whether no step of the killed launch has moved a value."""
         return len({look.digests.get(key) for look in self._killed.ranks[rank].looks}) == 1
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+    def note(self, text: str) -> None:
+        """Add a note, unless it is there."""
+        if text not in self._notes:
+            self._notes.append(text)
 
-    def _how(self, key: str, rank: int, then: str, now: str) -> str:
-        """Return in words how a value differs from what it was."""
-        if not now:
-            return "is missing"
+    def _how(self, key: str, pair: Pair) -> str:
+        then, now = pair.then.get(key, ""), pair.now.get(key, "")
+        if not now or not then:
+            return "is new" if now else "is missing"
         if key.startswith("rng "):
-            return "differs"
+            ahead, behind = (_distance(*pair[2:]), _distance(pair.now, pair.then)) if key == "rng cpu" else (0, 0)
+            where = f"{counted(ahead or behind, 'number')} {'ahead' if ahead else 'behind'}"
+            return f"is {where}: each new iterator of a DataLoader draws one" if ahead or behind else "differs"
         (type_then, *word_then), (type_now, *word_now) = then.split(" ")[:2], now.split(" ")[:2]
         if type_then == type_now == "=":
             return f"is {word_now[0]} and not {word_then[0]}"
@@ -187,7 +218,7 @@ class BothLaunches:
             return f"is {type_now} and not {type_then}"
         if word_now == ["zero"] != word_then:
             return "is zero"
-        looks = self._killed.ranks[rank].looks
+        looks = self._killed.ranks[pair.rank].looks
         if steps := [look.step for look in looks if look.digests.get(key) == now]:
             return f"is as at step {steps[-1]}"
         if word_now == ["bfloat16"] != word_then:
@@ -197,7 +228,7 @@ class BothLaunches:
     def _sentence(self, i: int, kind: str, how: str, places: Sequence[tuple[str, int]]) -> str:
         keys = dict.fromkeys(key for key, _ in places)
         ranks = {rank for _, rank in places}
-        on = on_ranks(ranks if len(ranks) < len(self._steps[i]) else ())
+        on = on_ranks(ranks if len(ranks) < len(self._updates[i]) else ())
         if kind == "optim":
             owners = {key.rpartition(".")[0] for key in keys}
             members = dict.fromkeys(key.rpartition(".")[2] for key in keys)
@@ -207,54 +238,58 @@ class BothLaunches:
             how = how.replace("is ", "are ", 1).replace("has ", "have ", 1)
         return f"{values_named(keys)} {how}{on}"
 
-    def batch_findings(self) -> Iterator[_Finding]:
-        """Yield a finding for each way in which ranks read other batches, at the first step at which they do."""
-        ranks_of: dict[_Finding, list[int]] = {}
+    def batch_findings(self) -> Iterator[tuple[int, str]]:
+        """Yield each way in which ranks read other batches, after the first step at which they do."""
+        ranks_of: dict[tuple[int, str], list[int]] = {}
         for rank, seen in self._killed.ranks.items():
-            read_at: dict[str, tuple[int, int]] = {}
-            for look in seen.looks:
-                for number, digest in enumerate(of_kind(look.digests, "batch").values()):
-                    read_at.setdefault(digest, (look.step, number))
-            pairs = [pair for step in self._steps for pair in step if pair.rank == rank]
-            if (other := next(filter(_has_other_batches, pairs), None)) is not None:
-                ranks_of.setdefault(_Finding(other.step, _reading(other, read_at)), []).append(rank)
-        for finding, ranks in ranks_of.items():
-            text = f"the resumed run {finding.text} ({named('rank', ranks)}, step {finding.step})"
-            yield _Finding(finding.step, text)
+            pairs = [pair for update in self._updates for pair in update if pair.rank == rank]
+            later = [*dropwhile(lambda pair: not _has_other_batches(pair), pairs)]
+            if later:
+                ranks_of.setdefault((later[0].step, _reading(later, seen.looks)), []).append(rank)
+        for (step, text), ranks in ranks_of.items():
+            yield step, f"the resumed run {text} ({named('rank', ranks)}, step {step})"
 
     def gradients(self, i: int) -> str:
         """Return which gradients of a step differ, on which ranks; empty if none do."""
         places = [
             (key, pair.rank)
-            for pair in self._steps[i]
-            for key, digest in of_kind(pair.then, "grad").items()
-            if pair.now.get(key) != digest
+            for pair in self._updates[i]
+            for key in {**of_kind(pair.then, "grad"), **of_kind(pair.now, "grad")}
+            if pair.now.get(key) != pair.then.get(key)
         ]
         keys = dict.fromkeys(key for key, _ in places)
         on = on_ranks({rank for _, rank in places})
         return f"{values_named(keys)} {'differs' if len(keys) == 1 else 'differ'}{on}" if places else ""
 
 
-def _reading(pair: Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
-    """Return in words which batches a resumed step reads in place of its own.
-
-    `read_at` gives for each batch the step that read it in the killed launch, and the batch's number in the step.
-    """
-    then, now = (list(of_kind(digests, "batch").values()) for digests in (pair.then, pair.now))
+def _reading(pairs: Sequence[Pair], looks: Sequence[Look]) -> str:
+    """Return in words which batches a resumed run reads in place of its own; `looks` are those of the killed launch."""
+    then, now = (list(of_kind(digests, "batch").values()) for digests in (pairs[0].then, pairs[0].now))
     if now and len(now) < len(then) and then[-len(now) :] == now:
         return f"makes the step from {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
     wrong = next((number for number, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), None)
     if wrong is None:
         return f"makes the step from {counted(len(now), 'batch')} and not from {len(then)}"
-    if (at := read_at.get(now[wrong])) is None:
-        cause = ": the random states of its DataLoader's workers began anew" if _WORKERS in pair.now else ""
+    read = [(look.step, digest) for look in looks for digest in of_kind(look.digests, "batch").values()]
+    following = [digest for pair in pairs for digest in of_kind(pair.now, "batch").values()][wrong:]
+    places = [at for at, (_, digest) in enumerate(read) if digest == following[0]]
+    places = [at for at in places if all(a == b for (_, a), b in zip(read[at:], following, strict=False))] or places
+    steps = sorted({read[at][0] for at in places})
+    if not places:
+        cause = ": the random states of its DataLoader's workers began anew" if _WORKERS in pairs[0].now else ""
         return f"reads a batch that the interrupted run did not read in its steps{cause}"
-    step, number = at
-    if at == (0, 0):
+    if places[0] == 0:
         return "reads the batch of step 0 again: the sampler started anew"
-    if (step, number) < (pair.step, wrong):
-        return f"reads the batch of step {step} again"
-    return f"leaves out batches: it reads that of step {step} already"
+    if len(steps) > 1 or pairs[0].step in steps:
+        return f"reads its batches in another order, here one of {named('step', steps)}"
+    if steps[0] < pairs[0].step:
+        return f"reads the batch of step {steps[0]} again"
+    return f"leaves out batches: it reads that of step {steps[0]} already"
+
+
+def _distance(earlier: _Digests, later: _Digests) -> int:
+    """Return how many new iterators of DataLoaders lead from one random state of the CPU to another; 0 if none do."""
+    return next((int(key[6:]) for key, state in of_kind(earlier, "ahead").items() if state == later["rng cpu"]), 0)
 
 
 def of_kind(digests: _Digests, kind: str) -> dict[str, str]:

@@ -80,9 +80,12 @@ def compare_batches(one: Observed, other: Observed, start: int) -> Batches:
 
 def _samples(seen: Observed, i: int) -> list[str]:
     """Return the digests of the samples of a step: of the first micro-batch of each rank, then of the next one."""
-    batches = [of_kind(rank.looks[i].digests, "batch").values() for rank in seen.ranks.values()]
+    batches = [
+        [batch for look in rank.looks if look.step == i for batch in of_kind(look.digests, "batch").values()]
+        for rank in seen.ranks.values()
+    ]
     num = max(map(len, batches), default=0)
-    return [sample for k in range(num) for of_rank in batches for sample in " ".join([*of_rank][k : k + 1]).split()]
+    return [sample for k in range(num) for of_rank in batches for sample in " ".join(of_rank[k : k + 1]).split()]
 
 
 def judge_world(one: Observed, other: Observed, runs: Sequence[Run], start: int) -> Proof:
@@ -99,6 +102,8 @@ def judge_world(one: Observed, other: Observed, runs: Sequence[Run], start: int)
             first_step=first_step, notes=tuple(notes), compared=compared,
         )  # fmt: skip
 
+    if one.ranks and not other.ranks:
+        return tell(UNKNOWN, f": on other ranks, the program took no step, and ended with exit code {other.exit_code}")
     if one.num_steps != other.num_steps or not num_steps:
         codes = f"exit codes {one.exit_code} and {other.exit_code}"
         return tell(UNKNOWN, f": {ranks}, the program took {one.num_steps} and {other.num_steps} steps ({codes})")
@@ -126,7 +131,6 @@ def judge_world(one: Observed, other: Observed, runs: Sequence[Run], start: int)
 
 
 def _farthest(one: Run, other: Run) -> str:
-    """Return how far the parameters of two runs are apart, of their largest magnitude."""
     apart = diff(one, other, site="param").table.column("of_max").to_pylist()
     return number(max((distance for distance in apart if distance is not None), default=0.0))
 
@@ -147,7 +151,7 @@ def prove_world(
         proof = judge_resume(killed, resumed, num_steps=num_steps)
         if proof.verdict != UNCHANGED:
             return launches.proven(proof, killed, resumed)
-        start = start_of(killed, resumed) or 0
+        start = killed.steps[start_of(killed, resumed) or 0]
 
     def launch(what: str, command: Sequence[str], **settings: str) -> Observed:
         its_environ = {**launches.environ, **settings}

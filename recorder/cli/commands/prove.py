@@ -58,15 +58,14 @@ def command(
     parameters, gradients, buffers, optimizer state, random states and printed lines bit by bit on every rank. The
     program must begin each time from the same state: no checkpoint that a launch leaves may be loaded by the next.
 
-    With --resume it launches the program, kills it after the steps, and launches it again: does the program, which
-    loads its own checkpoint, go on as it did before? It names what was not restored, and batches that are read again
-    or left out, by step and rank. The first launch must find no checkpoint, and save one some steps before the last.
+    With --resume it kills the program after the steps, launches it again, and names what was not restored from the
+    program's own checkpoint, and batches that are read again or left out. The first launch must find no checkpoint,
+    and save one some steps before the last.
 
-    With --checkpoint it launches the program once, and compares the last checkpoint in that folder, value by value,
-    with what the run held at that step: missing, stale, of another type, too much.
+    With --checkpoint it compares the last checkpoint in that folder with what the run held: missing, stale, too much.
 
-    With --world N it launches the program on its ranks, once more with inputs moved by a last place, which measures
-    rounding, and on N ranks: is it one model, within that rounding, and are the samples of each step the same?
+    With --world N it compares the program on its ranks with N ranks: is it one model, within rounding that is
+    measured, and are the samples of each step the same?
 
     The certificate is kept with the run; ls, doctor and report show it.
 

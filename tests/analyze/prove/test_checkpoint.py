@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -220,8 +221,20 @@ def test_of_several_checkpoints_the_newest_counts_and_files_from_before_the_laun
         torch.save(saved, tmp_path / f"step-{step}.pt")
         os.utime(tmp_path / f"step-{step}.pt", ns=(step, step))
     assert "zero: exp_avg" in judged(training, tmp_path).text
-    with pytest.raises(LookupFailedError, match="no checkpoint there"):
+    old = f"no checkpoint there before it was ended (step-{SAVED}.pt is from before this run started)"
+    with pytest.raises(LookupFailedError, match=re.escape(old)):
         judged(training, tmp_path, time.time_ns())
+
+
+@pytest.mark.parametrize("num_begun", [SAVED, SAVED + 1])
+def test_a_checkpoint_that_is_stale_as_a_whole_is_a_note(training: Training, tmp_path: Path, num_begun: int) -> None:
+    as_one_file(training.saved[SAVED], tmp_path)
+    looks = (Look(i, {**look.digests, "began": str(i)}) for i, look in enumerate(training.looks, 1))
+    contents = read_contents(tmp_path, 0, 1)
+    contents.saved_ns = num_begun + 1
+    run = Observed(exit_code=0, ranks={0: RankSeen(pid=1, looks=tuple(looks), printed=())})
+    notes = judge_checkpoint(run, contents).notes
+    assert any("was written after step 4 had begun: it is stale" in note for note in notes) == (num_begun > SAVED)
 
 
 def test_a_file_that_cannot_be_read_accuses_nobody(training: Training, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -194,3 +195,10 @@ def test_misuse_is_one_line_and_launches_nothing(
     assert found.exit_code == 2
     assert problem in found.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_ranks_that_fail_the_first_ones_words_are_shown(tmp_path: Path) -> None:
+    words = "[rank2]: FileNotFoundError: random-2.pt\n[rank0]: RuntimeError: Connection closed by peer\n"
+    with Launches({**os.environ, "RECORDER_DIR": str(tmp_path)}, 4, print) as launches:
+        launches.launch("fails", ["sh", "-c", f"printf '{words}'; exit 1"])
+        assert launches.proven(Proof(verdict="cannot tell", text="")).said == words.splitlines()[0]

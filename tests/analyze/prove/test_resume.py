@@ -12,7 +12,7 @@ import pytest
 
 import recorder
 from recorder.analyze.prove.launches import Look, Observed, RankSeen
-from recorder.analyze.prove.resume import judge_resume
+from recorder.analyze.prove.resume import LEFTOVER, judge_resume
 from tests.rigs import jobs
 from tests.rigs.command_line import Cli, cli
 
@@ -27,8 +27,8 @@ OMISSIONS = {
     "steps": "optimizer state of 6 parameters is 0.0 and not 4.0: step",
     "optimizer": "optimizer state of 6 parameters is missing: step, exp_avg, exp_avg_sq",
     "second": "optimizer state of 2 parameters is missing: momentum_buffer",
-    "lr": "optimizer setting lr of group 0 is 0.01 and not 0.005",
-    "settings": "optimizer setting weight_decay of group 0 is 0.5 and not 0.01",
+    "lr": "optimizer setting lr of group 0 of AdamW(0.weight,...) is 0.01 and not 0.005",
+    "settings": "optimizer setting weight_decay of group 0 of AdamW(0.weight,...) is 0.5 and not 0.01",
     "schedule": "learning-rate schedule StepLR.last_epoch is 0 and not 4",
     "scaler": "gradient scaler GradScaler.scale is 16.0 and not 64.0",
     "count": "state beside the model AveragedModel.n_averaged is 0 and not 4",
@@ -94,6 +94,110 @@ def test_a_random_state_that_no_step_draws_from_is_a_note() -> None:
     )
     assert proof.verdict == "unchanged"
     assert "random state of Python differs, and no step draws from it" in proof.notes
+
+
+@pytest.mark.parametrize(
+    ("killed", "resumed", "verdict", "text"),
+    [
+        ({"flag training of m": "= True"}, {"flag training of m": "= False"}, "unchanged", "no gradient differs"),
+        ({"param v": "f - 0"}, {"param v": "f - 0", "param u": "f - 1"}, "unchanged", "parameter u is new, and no"),
+        (
+            {"flag requires_grad of v": "= False"},
+            {"flag requires_grad of v": "= True", "grad v": "f - 1"},
+            "changed",
+            "flag requires_grad of v is True and not False; gradient v differs on rank 0",
+        ),
+        ({}, {"grad v": "f - 1"}, "cannot tell", "gradient v differs on rank 0, although"),
+    ],
+)
+def test_what_need_not_be_a_loss_is_one_if_gradients_differ(
+    killed: dict[str, str], resumed: dict[str, str], verdict: str, text: str
+) -> None:
+    proof = judge_resume(seen(*course(0, 6, **killed)), seen(*course(3, 6, **resumed)), num_steps=6)
+    assert proof.verdict == verdict
+    assert text in "; ".join([proof.text, *proof.notes])
+
+
+def drawn(first: int, last: int, *, at: int, **more: str) -> list[dict[str, str]]:
+    """Steps in each of which one number is drawn from the random state of the CPU, beginning at a number."""
+    states = ({"rng cpu": f"s{at + i}", "ahead 1": f"s{at + i + 1}"} for i in range(last - first))
+    return [{**step, **state, **more} for step, state in zip(course(first, last), states, strict=True)]
+
+
+def test_a_number_that_a_new_iterator_drew_is_a_note_unless_gradients_differ() -> None:
+    killed, text = (
+        seen(*drawn(0, 6, at=0)),
+        "random state of the CPU is 1 number ahead: each new iterator of a DataLoader",
+    )
+    proof = judge_resume(killed, seen(*drawn(3, 6, at=4)), num_steps=6)
+    assert proof.verdict == "unchanged"
+    assert any(note.startswith(text) and note.endswith("and no gradient differs") for note in proof.notes)
+    proof = judge_resume(killed, seen(*drawn(3, 6, at=4, **{"grad w": "x"})), num_steps=6)
+    assert proof.text.startswith(f"changed from step 3 on: {text} draws one; gradient w differs")
+    assert "CPU differs, nothing else" in judge_resume(killed, seen(*drawn(3, 6, at=9)), num_steps=6).text
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [("120", "reads its batches in another order, here one of steps 1, 4"), ("012", "unchanged"), ("20", "steps 2, 5")],
+)
+def test_of_repeated_data_no_wrong_batch_is_named(read: str, text: str) -> None:
+    killed = seen(*({**step, "batch 0": f"b{i % 3}"} for i, step in enumerate(course(0, 6))))
+    resumed = seen(*({**step, "batch 0": f"b{i}"} for i, step in zip(read, course(3, 6), strict=False)))
+    assert text in judge_resume(killed, resumed, num_steps=6).text
+
+
+def test_an_optimizer_that_makes_no_update_after_the_checkpoint_is_not_certified() -> None:
+    names = ["A", "B", "A", "A", "A", "A"]
+    killed = [{**step, "update of the step": f"= {name}"} for name, step in zip(names, course(0, 6), strict=True)]
+    proof = judge_resume(seen(*killed), seen(*killed[3:]), num_steps=6)
+    assert (proof.verdict, "have no update by B; ask for more with --steps" in proof.text) == ("cannot tell", True)
+    proof = judge_resume(seen(*killed), seen(*killed[1:]), num_steps=6)
+    assert proof.verdict == "unchanged"
+
+
+def test_a_resumed_launch_that_fails_on_the_way_is_not_certified() -> None:
+    proof = judge_resume(seen(*course(0, 6)), seen(*course(3, 4), code=1), num_steps=6)
+    assert (proof.verdict, "ended with exit code 1 after 1 step" in proof.text) == ("cannot tell", True)
+
+
+def test_a_checkpoint_from_before_the_first_launch_is_named() -> None:
+    moments = {"optim w.exp_avg": "float32 - x"}
+    killed = seen(*course(0, 6, **moments))
+    proof = judge_resume(killed, killed, num_steps=6)
+    assert proof.verdict == "cannot tell"
+    assert "both launches went on from one that is from before this run started: remove it" in proof.text
+    proof = judge_resume(killed, seen(*course(3, 6, **moments)), num_steps=6)
+    assert (proof.verdict, proof.notes[0]) == ("unchanged", LEFTOVER)
+
+
+def prove_alternating(folder: Path, fault: str, *options: str, code: int) -> Any:
+    command = ["--", sys.executable, str(PROGRAM.with_name("alternating.py")), fault]
+    done = jobs.python(folder, "-m", "recorder", "prove", "--json", *options, *command).wait(300)
+    assert done.returncode == code, done.output
+    return json.loads(done.output[done.output.index("{") :])
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "text"),
+    [
+        ("lr", 1, "optimizer setting lr of group 0 of SGD(model_1.0.weight,...) is 0.05 and not 0.1"),
+        ("sampler", 1, "the resumed run reads the batch of step 0 again: the sampler started anew (rank 0, step 4)"),
+        pytest.param("gradients", 2, "gradients model_1.0.weight", marks=pytest.mark.slow),
+        pytest.param("frozen", 1, "flags requires_grad of model_1.0.weight, requires_grad of", marks=pytest.mark.slow),
+        pytest.param("mode", 1, "flags training of Sequential, training of 0", marks=pytest.mark.slow),
+        pytest.param("sound", 0, "goes on as the interrupted one did: 4 steps of 1 rank", marks=pytest.mark.slow),
+    ],
+)
+def test_each_of_two_optimizers_in_evaluation_mode_is_looked_at(
+    tmp_path: Path, fault: str, code: int, text: str
+) -> None:
+    assert text in prove_alternating(tmp_path, fault, "--resume", "--steps", "7", code=code)["text"]
+
+
+def test_the_schedules_of_a_sequential_schedule_are_found_in_a_checkpoint(tmp_path: Path) -> None:
+    found = prove_alternating(tmp_path, "sound", "--checkpoint", ".", "--steps", "6", code=0)
+    assert found["compared"]["learning-rate schedules"] > 3
 
 
 def prove_resume(folder: Path, *words: str, code: int, ranks: int = 2) -> Any:

@@ -80,6 +80,7 @@ def test_a_command_without_a_number_of_ranks_is_refused_with_the_option_that_hel
     [
         (read(["a b c d"]), "on 1 and on 1 rank, the program took 2 and 1 steps (exit codes 0 and 0)"),
         (ONE, "both launches had 1 rank"),
+        (read(), "on other ranks, the program took no step, and ended with exit code 0"),
         (read(["a b", "e f"], ["c d", "g h"]), "not every launch has left one run"),
     ],
 )
