@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,13 @@ def main() -> None:
     )
     first, second = torch.optim.Adam(critic.parameters()), torch.optim.SGD(generator.parameters(), 0.1, momentum=0.9)
     schedule = SequentialLR(second, [LinearLR(second, 0.1, 1.0, 2), ExponentialLR(second, 0.9)], [2])
-    stateful = {"critic": critic, "generator": generator, "first": first, "second": second, "schedule": schedule}
+    stateful: dict[str, Any] = {
+        "critic": critic,
+        "generator": generator,
+        "first": first,
+        "second": second,
+        "schedule": schedule,
+    }
     step = num_read = 0
     scale = 1.0
     if path.exists():

@@ -256,6 +256,6 @@ def test_a_sound_resume_is_certified_and_the_certificate_kept_with_both_runs(tmp
     proof = resumed.proof
     assert proof is not None
     assert (proof.subject, proof.text, set(proof.versions)) == ("resume", found["text"], {"Python", "torch", "numpy"})
-    assert proof.compared["batches"] == 12  # of two ranks, three steps and two micro-batches
+    assert proof.compared["batches"] == 18  # of two ranks and three steps: two micro-batches, and one of the critic
     assert proof.commands == (found["commands"][0],)
-    assert "12 batches" in cli("doctor", resumed.path).out
+    assert "18 batches" in cli("doctor", resumed.path).out
