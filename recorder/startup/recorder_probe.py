@@ -159,9 +159,8 @@ class ProgramProbe:
                 seen[f"grad {self._names[id(parameter)]}"] = _described(parameter.grad)
 
     def _find_models(self, groups: list[list[Any]]) -> None:
-        """Name the parameters of the groups of optimizers, after the outermost modules that have them."""
         # `isinstance` is not used: it reads a proxy's `__class__`, which may load the object behind the proxy.
-        outer = _outermost([one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)])
+        outer = _outermost([one for one in _objects() if issubclass(type(one), torch.nn.Module)])
         held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]
         for group, index, parameter in ((g, i, one) for g, some in enumerate(groups) for i, one in enumerate(some)):
             if id(parameter) in self._names:
@@ -175,6 +174,11 @@ class ProgramProbe:
                     self._names.setdefault(identity, _prefix(model_number) + _canonical(model, name))
             else:
                 self._names[id(parameter)] = f"(parameter {index} of group {group})"
+
+
+def _objects() -> list[Any]:
+    """Return the objects that the garbage collector knows, in the order in which each launch makes them."""
+    return [one for generation in (2, 1, 0) for one in gc.get_objects(generation)]
 
 
 def _outermost(instances: list[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ restored all that it will restore. The module imports nothing of the package, an
 puts global hooks on forward passes, in all launches that are compared.
 """
 
-import gc
 import os
 import random
 import re
@@ -123,7 +122,7 @@ class ResumeProbe(base.ProgramProbe):
         seen = self._seen
         seen["began"] = str(time.time_ns())
         found: dict[type, list[Any]] = {}
-        for one in gc.get_objects():
+        for one in base._objects():
             if type(one) not in self._kind_of:
                 self._kind_of[type(one)] = _kind(type(one))
             if kind := self._kind_of[type(one)]:
@@ -148,7 +147,11 @@ class ResumeProbe(base.ProgramProbe):
             tensors = [pair for key, value in _attributes(stateful).items() for pair in self._tensors(key, value)]
             _see_other(seen, self._other(stateful), tensors)
         base._see_random_states(seen)
-        _see_draws(seen)
+        generator = torch.Generator()  # shows the next states if new iterators of DataLoaders draw, one number each
+        generator.set_state(torch.get_rng_state())
+        for number in range(1, 5):  # more iterators are not expected to begin between two updates
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+            seen[f"ahead {number}"] = base._digest(generator.get_state())
         self._see_variables(seen)
 
     def _see_variables(self, seen: dict[str, str]) -> None:
@@ -217,15 +220,6 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     inner = value.values() if hasattr(value, "values") else value if isinstance(value, (list, tuple)) else ()
     return [tensor for one in inner for tensor in _tensors_in(one)]
-
-
-def _see_draws(seen: dict[str, str]) -> None:
-    """See the next states of the CPU's generator if new iterators of DataLoaders draw from it, one number each."""
-    generator = torch.Generator()
-    generator.set_state(torch.get_rng_state())
-    for number in range(1, 5):  # more iterators are not expected to begin between two updates
-        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-        seen[f"ahead {number}"] = base._digest(generator.get_state())
 
 
 def _samples(batch: list[torch.Tensor]) -> str:

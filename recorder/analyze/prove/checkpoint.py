@@ -303,14 +303,17 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     held = {rank: RankSeen(pid=0, looks=(Look(0, match.now),), printed=()) for rank, match in matches.items()}
     if not contents.leaves:
         return tell(UNKNOWN, "the checkpoint holds no values")
-    start = max(votes_of(run, Observed(exit_code=0, ranks=held)), default=None)  # no value is from the future
+    votes = votes_of(run, Observed(exit_code=0, ranks=held))
+    start = max(
+        votes, key=lambda update: (run.steps[update], len(votes[update])), default=None
+    )  # none is of the future
     if start is None:
         text = f"no value in the checkpoint is as one of the {run.num_steps} steps that were seen has left it"
         return tell(UNKNOWN, f"{text}; was it saved later, as at the program's end?")
     step = run.steps[start]
     notes += [LEFTOVER] if is_leftover(run) else []
     looks_of_ranks = zip(*(seen.looks for seen in run.ranks.values()), strict=False)
-    began_ns = [max(int(look.digests.get("began", 0)) for look in looks) for looks in looks_of_ranks]
+    began_ns = [max(int(look.digests.get("began", contents.saved_ns)) for look in looks) for looks in looks_of_ranks]
     if sum(time_ns < contents.saved_ns for time_ns in began_ns) > start:
         why = "it is stale, unless it is saved in the background or in the middle of the step"
         notes.append(f"the checkpoint was written after step {step} had begun: {why}")

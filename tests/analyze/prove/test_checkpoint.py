@@ -229,7 +229,7 @@ def test_of_several_checkpoints_the_newest_counts_and_files_from_before_the_laun
 @pytest.mark.parametrize("num_begun", [SAVED, SAVED + 1])
 def test_a_checkpoint_that_is_stale_as_a_whole_is_a_note(training: Training, tmp_path: Path, num_begun: int) -> None:
     as_one_file(training.saved[SAVED], tmp_path)
-    looks = (Look(i, {**look.digests, "began": str(i)}) for i, look in enumerate(training.looks, 1))
+    looks = (Look(look.step, {**look.digests, "began": str(i)}) for i, look in enumerate(training.looks, 1))
     contents = read_contents(tmp_path, 0, 1)
     contents.saved_ns = num_begun + 1
     run = Observed(exit_code=0, ranks={0: RankSeen(pid=1, looks=tuple(looks), printed=())})

@@ -145,7 +145,9 @@ def test_a_sound_program_is_unchanged(tmp_path: Path) -> None:
     environment = ["RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"]
     found = run_prove(tmp_path, "--steps", "2", *environment, "--", str(HERE / "suspect.py"), "sound", code=0)
     # gloo of torch 2.9 prints a line of its own
-    assert re.fullmatch(r"unchanged: 2 steps of 1 rank, 5\d values and [12] printed lines?, bit by bit", found["text"])
+    assert re.fullmatch(
+        r"unchanged: 2 steps of 1 rank, [78]\d values and [12] printed lines?, bit by bit", found["text"]
+    )
 
 
 @pytest.mark.slow
