@@ -304,9 +304,8 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     if not contents.leaves:
         return tell(UNKNOWN, "the checkpoint holds no values")
     votes = votes_of(run, Observed(exit_code=0, ranks=held))
-    start = max(
-        votes, key=lambda update: (run.steps[update], len(votes[update])), default=None
-    )  # none is of the future
+    firsts = {kind: update for update in sorted(votes, reverse=True) for kind in votes[update]}
+    start = max(firsts.values(), default=None)  # no value is from the future
     if start is None:
         text = f"no value in the checkpoint is as one of the {run.num_steps} steps that were seen has left it"
         return tell(UNKNOWN, f"{text}; was it saved later, as at the program's end?")
