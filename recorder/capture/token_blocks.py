@@ -43,6 +43,8 @@ _GIVEN = {
 """The arguments that say whose the tokens are, and what they are called in the rows."""
 _OF_ATTENTION = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 """What vLLM gives its attention: where each sample begins, its length, its blocks, and the place of each token."""
+_LOGITS = "logits_processor"
+"""The module of an engine that makes the logits."""
 _NO_IDS = ("labels", "attention_mask", "mask", "cache_position", "position", "cu_seq", "past_key_value", "kv_cache")
 """Beginnings of the names of other arguments that may be whole numbers."""
 
@@ -84,6 +86,8 @@ class _CallOfModel(threading.local):
     ids: torch.Tensor | None = None
     """Samples and their tokens; one sample of all tokens where they are flat."""
     num_kept = 0
+    has_late_logits = False
+    """Whether an engine makes the logits behind the call."""
     seen: dict[Origin, int]
     """How often each value was seen in this call before."""
 
@@ -108,6 +112,8 @@ class TokenBlocks:
     def call_begins(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note what a module is given, if these are tokens and no call around this one was given tokens."""
         call = self._call
+        if origin.module_path == _LOGITS:
+            return  # an engine gives it the tokens once more
         around = f"{call.module_path}." if call.module_path else ""
         if call.number is not None and origin.module_path != call.module_path and origin.module_path.startswith(around):
             return
@@ -126,6 +132,9 @@ class TokenBlocks:
         parts = {"tokens": tokens, **dict(_given(arguments, ids.shape))}
         if context is not None:
             parts |= self._given_by_vllm(context.attn_metadata)
+        of_sglang = dict(_given_by_sglang(arguments))
+        parts |= of_sglang
+        call.has_late_logits = context is not None or bool(of_sglang)
         call.num_kept = parts["kept"].numel() if "kept" in parts else 0
         facts = {"step": moment.step, "mode": moment.mode, "past": _past(arguments, ids.shape[1])}
         if SAID_TOKENS.positions is not None:
@@ -177,12 +186,12 @@ class TokenBlocks:
     def call_ends(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Add the log-probabilities of a call's own tokens, if the module is the one that was given them."""
         call, ids = self._call, self._call.ids
-        if origin.module_path == "logits_processor" and (waiting := self._pending.get(origin.root)) is not None:
+        if origin.module_path == _LOGITS and (waiting := self._pending.get(origin.root)) is not None:
             made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # not of drafts
             self._pending[origin.root] = waiting[0], next(made, None)
         if call.number is None or ids is None or call.module_path != origin.module_path:
             return
-        if _vllm_context() is not None:  # which has the logits made behind the call
+        if call.has_late_logits:
             self._pending[origin.root], call.number, call.ids = (call.number, None), None, None
             return
         values = {name: value for name, value in leaves if value.is_floating_point()}
@@ -273,6 +282,20 @@ def is_whole(chunk: Chunk) -> bool:
 def _vllm_context() -> Any:
     """Return what vLLM gives its attention beside the arguments of the model; None where vLLM does not run."""
     return getattr(sys.modules.get("vllm.forward_context"), "_forward_context", None)
+
+
+def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whose the tokens are that SGLang gives its model, by its batch and the place of each token in its cache."""
+    of = {name.removeprefix("forward_batch."): one for name, one in arguments.items()}
+    slots, lengths, requests = (of.get(name) for name in ("out_cache_loc", "seq_lens", "req_pool_indices"))
+    places = of.get("req_to_token_pool.req_to_token")
+    if slots is None or lengths is None or requests is None or places is None:
+        return
+    own = of.get("extend_seq_lens", torch.ones_like(lengths)).to(lengths.dtype)  # none where each request decodes
+    ends = own.cumsum(0)
+    yield from (("slots", slots), ("lengths", torch.cat([ends.new_zeros(1), ends])), ("kept", ends - 1))
+    behind = places[requests.long(), (lengths - own - 1).clamp(min=0).long()]
+    yield "goes_on_behind", torch.where(lengths > own, behind, -1)
 
 
 def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:

@@ -40,8 +40,10 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def model_around(module: nn.Module) -> nn.Module:
+def model_around(module: nn.Module, *, of_any: bool = False) -> nn.Module:
     """Return the outermost live module that contains `module` and is completely trained, or `module` itself.
+
+    With `of_any`, and where no optimizer trains anything, it need not be trained.
 
     A module thus has the same path on every rank, whether the program calls the module or a model around it first. A
     model is not completely trained if optimizers have only some of its trainable parameters: it may be another rank's
@@ -59,11 +61,11 @@ def model_around(module: nn.Module) -> nn.Module:
         elif not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
                 holders.setdefault(id(child), []).append(item)
-    if not trained:
+    if not trained and not of_any:
         return module
     around, outermost = {id(module): module}, []
     for inner in (waiting := [module]):
-        above = [holder for holder in holders.get(id(inner), ()) if _is_trained_whole(holder, trained)]
+        above = [holder for holder in holders.get(id(inner), ()) if not trained or _is_trained_whole(holder, trained)]
         if not above:
             outermost.append(inner)
         for holder in above:

@@ -148,7 +148,7 @@ class Recorder:
         capture = self.capture
         if capture is not None and (root := capture.root_of(module)) is not None:
             return root
-        model = model_around(module)
+        model = model_around(module, of_any=self.settings.roots == "any")
         if capture is None:
             self._stop_for_rules(model)
         elif (root := capture.root_of(model)) is not None and self.recording is not None:  # the root has a new module
