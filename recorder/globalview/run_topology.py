@@ -227,19 +227,23 @@ class Topology:
         return self._apart[key]
 
     def is_between(self, stage: Stage, module_path: str, site: str) -> bool:
-        """Whether a module's value is neither the input in the first nor the output in the last stage that has it."""
-        numbers = self._stages_with.get(module_path, {stage.number}) if module_path else {0, stage.num_stages - 1}
+        """Whether a module's value is neither the input in the first nor the output in the last stage that it spans."""
+        numbers = self._stages_spanned.get(module_path, {stage.number}) if module_path else {0, stage.num_stages - 1}
         wanted = {"input": min(numbers), "output": max(numbers)}
         return stage.number != wanted.get(values_of(site), stage.number)
 
     @cached_property
-    def _stages_with(self) -> dict[str, set[int]]:
-        numbers: dict[str, set[int]] = {}
+    def _stages_spanned(self) -> dict[str, set[int]]:
+        """The stages of each module that has a part of its children in each; others of one path are other modules."""
+        children: dict[str, dict[int, set[str]]] = {}
         for number, writer in enumerate(self._writers):
             for root in writer.manifest.roots:
                 for module in root.modules if (number, root.name) in self.stages else ():
-                    numbers.setdefault(module.path, set()).add(self.stages[number, root.name].number)
-        return numbers
+                    stage = self.stages[number, root.name].number
+                    parent, _, name = module.path.rpartition(".")
+                    children.setdefault(module.path, {}).setdefault(stage, set())
+                    children.setdefault(parent, {}).setdefault(stage, set()).add(name)
+        return {path: set(of) for path, of in children.items() if len(set(map(frozenset, of.values()))) > 1}
 
     def is_linear(self, root: str, module_path: str) -> bool:
         """Return True if the class name of a module ends in ``Linear``."""

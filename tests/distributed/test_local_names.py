@@ -40,7 +40,11 @@ def test_the_stages_of_a_schedule_are_told_apart(runs: dict[str, recorder.Run]) 
     run = runs["schedule"]
     with pytest.raises(LookupFailedError, match=r"another tensor in each stage of the pipeline; choose stage=0\|1"):
         run.array("0", site="param", name="weight", step=0)
+    with pytest.raises(LookupFailedError, match=r"another tensor in each stage of the pipeline; choose stage=0\|1"):
+        run.array("0", site="output", step=0, micro_step=0)
     for stage in range(2):
+        of_stage = run.array("0", site="output", step=0, micro_step=0, stage=stage)
+        assert (of_stage == run.array("0", site="output", step=0, micro_step=0, rank=stage)).all()
         whole = run.array("0", site="param", name="weight", step=0, stage=stage)
         assert (whole == run.array("0", site="param", name="weight", step=0, rank=stage)).all()
         assert run.array("1", step=0, rank=stage, micro_step=0).shape == (3, 4)

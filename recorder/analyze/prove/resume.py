@@ -38,7 +38,8 @@ class Pair(NamedTuple):
 
 
 OLD = "from before this run started"
-LEFTOVER = f"the launch went on from a checkpoint that is {OLD}; steps count from there"
+_OTHER_OPTIMIZER = "optimizer of the step is "
+LEFTOVER = f"the first launch already began from a checkpoint that is {OLD}; its steps are counted from there"
 
 
 def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proof:
@@ -64,7 +65,8 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
         text = f"no checkpoint was saved before step {num_steps - 1} began"
         if is_leftover(killed) and is_leftover(resumed):
             return tell(UNKNOWN, f": {text}; both launches went on from one that is {OLD}: remove it")
-        return tell(CHANGED, f": the resumed run starts anew: {text}, or none was loaded")
+        why = "the resumed run starts anew, or both launches from an older checkpoint"
+        return tell(CHANGED, f": {why}: {text}, or none was loaded")
     notes += [LEFTOVER] if is_leftover(killed) else []
     step = killed.steps[start]
     notes.append(f"the resumed run goes on with step {step}, from a checkpoint of {counted(step, 'step')}")
@@ -81,6 +83,7 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
     for i, update in enumerate(updates):
         step = update[0].step
         texts = [*course.state_findings(i), *(text for at, text in batches if at == step)]
+        texts = [text for text in texts if text.startswith(_OTHER_OPTIMIZER)] or texts  # the rest follows from it
         gradients = "" if texts else course.gradients(i)
         if gradients and not course.suspects:
             text = f" from step {step} on: {gradients}, although the state and the batches are equal: the program"

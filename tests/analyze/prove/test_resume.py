@@ -83,6 +83,13 @@ def test_the_resumed_run_is_compared_from_where_its_parameters_are_those_of_the_
     assert text in proof.text
 
 
+def test_where_another_optimizer_steps_what_follows_from_it_is_not_told() -> None:
+    update, rate = "update of the step", "optim setting lr of group 0 of A"
+    killed = seen(*course(0, 6, **{update: "= A", rate: "= 0.1"}))
+    proof = judge_resume(killed, seen(*course(3, 6, **{update: "= B"})), num_steps=6)
+    assert proof.text == "changed from step 3 on: optimizer of the step is B and not A"
+
+
 def test_a_program_that_ends_before_it_is_killed_shows_nothing() -> None:
     proof = judge_resume(seen(*course(0, 4)), seen(*course(2, 4)), num_steps=6)
     assert (proof.verdict, "ask for fewer with --steps" in proof.text) == ("cannot tell", True)
