@@ -63,11 +63,14 @@ class Aligned:
         if not self.values:
             return "no value of a module is on both sides"
         if (unsure := self.search.unsure) is not None:
+            if self.search.noise:
+                text = f"cannot tell: {unsure.text} differs by up to {unsure.largest:.2g}, where rounding explains"
+                return f"{text} {unsure.bound:.2g}, and --noise allows it; a fault would look the same"
             text = f"cannot tell without --noise: {counted(len(self.values), 'value')} of the modules differ by up to"
             return f"{text} {unsure.largest:.2g} ({unsure.text}), as rounding does; a fault as small would not show"
-        within = [value for value in self.values if not value.num_beyond]
-        worst = max(within or self.values, key=lambda value: value.largest / (value.bound or 1))
-        text = f"{counted(len(self.values), 'value')} of the modules agree within noise; the farthest is {worst.text}"
+        num_within = sum(not value.num_beyond for value in self.values)
+        worst = max(self.values, key=lambda value: value.largest / (value.bound or 1))
+        text = f"{counted(num_within, 'value')} of the modules agree within noise; the farthest is {worst.text}"
         return f"{text}, by up to {worst.largest:.2g} (bound {worst.bound:.2g})"
 
     @property
@@ -118,12 +121,16 @@ def align(
         of_weights, states = compare_weights(*parameters, joined.steps)
     search = Search(ours, theirs, sides[2:], joined, states)
     parting = search.find()
+    if search.noise and parting is None:
+        plain = Search(ours, theirs, [], joined, states)
+        found, unsure = plain.find(), plain.unsure
+        search.unsure = found.value if found else unsure if unsure and unsure.num_beyond else None
     return Aligned(
         num_tokens=joined.num_tokens, num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
         logprobs=_logprobs(joined), values=search.values, experts=search.experts,
-        bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else ASSUMED,
-        parting=parting, search=search, weights=states, weights_step=of_weights,
+        bounds=f"10 times what {', '.join(name for name, _ in search.noise)} differ in" if search.noise else ASSUMED,
+        parting=parting, search=search, weights=search.weights, weights_step=of_weights,
         notes=[*search.notes, *_unpaired(ours, theirs, len({value.module_path for value in search.values}))],
     )  # fmt: skip
 

@@ -11,9 +11,9 @@ from ...run.reply import Reply, StateLine, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, number
 from .align import CLIP, Aligned
-from .search import Parting, ValueApart
+from .search import ValueApart
 from .sequences import TokenAt
-from .weights import EQUAL, UNKNOWN, WRONG, told_weight
+from .weights import EQUAL, MERGED, UNKNOWN, WRONG, told_weight
 
 _FEW = 8
 
@@ -44,7 +44,9 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
     is_told = bool(found.values) and found.search.unsure is None
     yield StateLine("fault" if is_wrong else "ok" if is_told else "note", found.told)
     if found.parting is not None:
-        yield _where(found.parting)
+        (bad, prompts), (bad_decoded, decoded) = found.parting.at_once, found.parting.one_by_one
+        where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"
+        yield f"where: {where}; first {_at(found.parting.first)}; worst {_at(found.parting.worst)}"
     yield f"compared: {what}; bounds are {found.bounds}"
     for one in found.tokens[:most]:
         yield StateLine("fault" if one.is_finding else "note", one.text)
@@ -78,12 +80,6 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         yield table_of(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
 
 
-def _where(parting: Parting) -> str:
-    (bad, prompts), (bad_decoded, decoded) = parting.at_once, parting.one_by_one
-    where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"
-    return f"where: {where}; first {_at(parting.first)}; worst {_at(parting.worst)}"
-
-
 def _at(token: TokenAt) -> str:
     of = f" (token {token.token})" if token.token >= 0 else ""
     return f"{token.sample}, position {token.position}{of}"
@@ -91,19 +87,20 @@ def _at(token: TokenAt) -> str:
 
 def _weights_line(found: Aligned) -> StateLine:
     states = Counter(state.state for state in found.weights)
-    if not found.weights or states[UNKNOWN] == len(found.weights):
-        why = (
-            "not at the same steps of both sides" if not found.weights else "of steps or types that cannot be compared"
-        )
+    num = len(found.weights) - states[UNKNOWN]
+    if not num:
+        why = "of steps or types that cannot be compared" if found.weights else "not at the same steps of both sides"
         return StateLine("note", f"weights were not compared: they are {why} (record site=param keep=fingerprint)")
     wrong = [state for state in found.weights if state.state in WRONG]
     if not wrong:
-        rest = f", {states[UNKNOWN]} are not comparable" if states[UNKNOWN] else ""
-        return StateLine("ok", f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's{rest}")
+        rest = f", {states[UNKNOWN]} are not comparable (not updated, or not recorded)" if states[UNKNOWN] else ""
+        rest += f", {states[MERGED]} of the trainer alone are merged, as values agree" if states[MERGED] else ""
+        state = "note" if states[MERGED] else "ok"
+        return StateLine(state, f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's{rest}")
     version = Counter(state.step for state in found.weights if state.step is not None).most_common(1)
-    of = f"step {version[0][0]}" if version else "no recorded step"
-    text = f"{len(wrong)} of {len(found.weights)} parameters are not those of step {found.weights_step}"
-    return StateLine("fault", f"weights: {text}; most of the engine's are of {of}; first: {told_weight(wrong[0])}")
+    most = f"; most of the engine's are of step {version[0][0]}" if version else ""
+    text = f"{len(wrong)} of {counted(num, 'comparable parameter')} are not those of step {found.weights_step}{most}"
+    return StateLine("fault", f"weights: {text}; first: {told_weight(wrong[0])}")
 
 
 def _weight_parts(found: Aligned, most: int | None) -> Iterator[str | StateLine | Table]:

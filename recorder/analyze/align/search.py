@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .calls import Array, Floats, Integers
 from .sequences import JoinedTokens, TokenAt, ValuePair, wide
 from .tokens import Side, ValueName
-from .weights import EQUAL, WRONG, WeightState, told_weight
+from .weights import EQUAL, MERGED, TRAINER_ONLY, UNKNOWN, WRONG, WeightState, told_weight
 
 Flags = npt.NDArray[np.bool_]
 BOUNDS = {"float64": 2e-10, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}
@@ -129,9 +129,9 @@ class Search:
     def __init__(
         self, trainer: Side, engine: Side, noise: Sequence[Side], joined: JoinedTokens, weights: Sequence[WeightState]
     ) -> None:
-        self._trainer, self._engine, self._noise = trainer, engine, noise
+        self._trainer, self._engine = trainer, engine
         self.joined = joined
-        self._weights = weights
+        self.weights = list(weights)
         self.texts = {**engine.texts, **trainer.texts}
         self.values: list[ValueApart] = []
         self.experts: dict[str, ExpertsApart] = {}
@@ -141,7 +141,8 @@ class Search:
         """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
         self.unsure: ValueApart | None = None
         """The farthest value of those whose difference may be rounding or a fault, as no run of noise tells."""
-        self._is_measured = False
+        self.noise = [(side.run.name, own) for side in noise if (own := self._measured(side))]
+        """The runs that measure noise, with the largest difference from the engine by value."""
         self._before = 0.0
         """The largest difference of a token, in the values so far that do not part."""
         self._is_rerouted = np.zeros(len(joined.tokens), bool)
@@ -169,8 +170,6 @@ class Search:
                 )
             )  # fmt: skip
         unsure = [value for value in self.values if not value.num_beyond and value.largest > _TELLING]
-        if unsure and not self._is_measured:
-            self.unsure = max(unsure, key=lambda value: value.largest)
         is_other = [value.dtype_trainer != value.dtype_engine for value in self.values]
         self._first_other = is_other.index(True) if True in is_other else -1
         if self._first_other == 0:
@@ -180,40 +179,78 @@ class Search:
         begin = {self._first_other} - {0, -1}
         beyond = [number for number, one in enumerate(compared) if one.is_beyond.any() or number in begin]
         first = next((number for number in beyond if number in begin or self._is_followed(number)), None)
-        if cancelled := [self.values[number] for number in beyond if first is None or number < first]:
-            text = f"{cancelled[0].text} differs by up to {cancelled[0].largest:.2g}, and what follows does not"
-            self.notes.append(f"{text}, as where whole samples are at other positions (values: {len(cancelled)})")
+        cancelled = [number for number in beyond if first is None or number < first]
+        shifted = [self.values[number] for number in cancelled if self._is_of_positions(compared[number].name)]
+        others = [self.values[number] for number in cancelled if self.values[number] not in shifted]
+        for own, why in (shifted, ", as where whole samples are at other positions"), (others, ""):
+            if own:
+                text = f"{own[0].text} differs by up to {own[0].largest:.2g}, and what follows does not"
+                self.notes.append(f"{text}{why} (values: {len(own)})")
+        if (unsure or others) and not self.noise:
+            self.unsure = max(unsure + others, key=lambda value: value.largest)
+        self.weights = [self._judged(state, first) for state in self.weights]
         return None if first is None else self._parting(first, compared[first])
 
     def _bound(self, name: ValueName, pair: ValuePair) -> float:
         types = pair.dtype_trainer, pair.dtype_engine
         self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in types))
-        measured = []
-        for side in self._noise:
-            other = side.pick(name)
-            if other is not None and other[0].shape[1] == pair.engine.shape[1]:
-                _, here, there = np.intersect1d(pair.slots, other[1], return_indices=True)
-                if here.size and other[2] == pair.dtype_trainer:  # two runs in one type say nothing of another
-                    measured.append(float(apart_by_token(pair.engine[here], wide(other[0][there])).max()))
-        self._is_measured |= bool(measured)
-        if measured:
+        if measured := [own[name] for _, own in self.noise if name in own]:
             return max(_TIMES_NOISE * max(measured), _FLOOR * self._coarsest)
         return max(self._coarsest, _TIMES_BEFORE * self._before)
 
-    def _is_followed(self, number: int) -> bool:
-        """Whether the modules that run next part, too; else nothing uses what parts, or it cancels.
+    def _measured(self, side: Side) -> dict[ValueName, float]:
+        """Return by value how far a repeat is from the engine at most; nothing, and a note, if that is no noise."""
+        found, types, why = dict[ValueName, float](), set[str](), ""
+        for name in self._trainer.values:
+            pair, other = self.joined.pair(name), side.pick(side.like(name))
+            if pair is None or pair.dtype_trainer not in BOUNDS or other is None or other[3] != pair.engine.shape[1]:
+                continue
+            _, here, there = np.intersect1d(pair.slots, other[1], return_indices=True)
+            types |= {other[2]} if here.size else set()
+            if here.size and other[2] == pair.dtype_trainer:  # two runs in one type say nothing of another
+                found[name] = float(apart_by_token(pair.engine[here], wide(other[0][there])).max())
+                if len(found) == 1 and found[name] > max(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]):
+                    why = f"its {name.module_path!r} computes something else, so it is another model"
+        if not found:
+            why = f"it computes in {', '.join(types)} alone" if types else "it shares no tokens, or no modules"
+        elif not any(found.values()):
+            why = "it equals the engine to the last bit; run the engine in other batches"
+        if why:
+            self.notes.append(f"--noise {side.run.name} is set aside: {why}")
+        return {} if why else found
 
-        Rotary positions cancel where whole samples are shifted; the next module shows it.
-        """
+    def _is_followed(self, number: int) -> bool:
+        """Whether the modules that run next part, too; else nothing uses what parts, or it cancels, as a shift does."""
         one, following = self.compared[number], self.compared[number + 1 :]
         later = [other for other in following if other.name.site == "output" and other.name[0] != one.name[0]]
-        is_innermost = not self._trainer.ran_inside(one.name[0])
-        names = [name for name in self._trainer.values if name[:2] == (one.name[0], "input") and is_innermost]
-        pairs = filter(None, map(self.joined.pair, names))
-        is_of_positions = any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
+        is_of_positions = self._is_of_positions(one.name)
         if one.name.site == "output" and is_of_positions and not self._is_shifted[one.slots[one.is_beyond]].all():
             return True
         return not later or any(other.is_beyond.any() for other in later[: 1 if is_of_positions else _MAX_AGREEING])
+
+    def _is_of_positions(self, of: ValueName) -> bool:
+        """Whether a module computes of positions or tokens alone."""
+        is_innermost = not self._trainer.ran_inside(of[0])
+        names = [name for name in self._trainer.values if name[:2] == (of[0], "input") and is_innermost]
+        pairs = filter(None, map(self.joined.pair, names))
+        return any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
+
+    def _judged(self, state: WeightState, number: int | None) -> WeightState:
+        """Call what the trainer alone has merged if, before what parts, its module agrees, or what uses its block."""
+        if state.state != TRAINER_ONLY or not self.values:
+            return state
+        theirs, path = {name.module_path for name in self._engine.values}, state.module_path
+        while path and path not in theirs:
+            path = path.rpartition(".")[0]
+        block, order = f"{path.rpartition('.')[0]}.", {name: i for i, name in enumerate(self._trainer.values)}
+        at = max((i for name, i in order.items() if f"{name.module_path}.".startswith(f"{path}.")), default=-1)
+        until = len(order) if number is None else order[self.compared[number].name]
+        is_merged = number is None or any(
+            at <= order[one.name] < until and one.name.site == "output" and not one.is_beyond.any()
+            and (one.name.module_path == path or not one.name.module_path.startswith(block))
+            for one in self.compared
+        )  # fmt: skip
+        return state._replace(state=MERGED if is_merged else UNKNOWN if at > until else TRAINER_ONLY)
 
     def _parting(self, number: int, one: ComparedTokens) -> Parting:
         positions = self.joined.positions[one.slots]
@@ -236,12 +273,11 @@ class Search:
         )  # fmt: skip
 
     def _reason(self, number: int, name: ValueName, beyond: Integers) -> tuple[str, str]:
-        """Try the reasons in turn: weights, inputs, dtype; what is left is the module itself."""
         value, path = self.values[number], name.module_path
         if name.site == "input":
             path = path.rpartition(".")[0]
         before_it = [one for one in self.compared[:number] if np.isin(beyond, one.slots).any()]
-        inside = [one for one in self._weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
+        inside = [one for one in self.weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
         if wrong := self._wrong_until(number):
             return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
         if (self.joined.begins > self.joined.bases)[beyond].all():
@@ -280,11 +316,10 @@ class Search:
         outputs = [one for one in self.values[:number] if one.site == "output"]
         agree = {one.module_path for one in outputs if one.largest < _FLOOR * one.bound}
         late = set(order[order.index(path) + 1 :]) | agree
-        wrong = [one for one in self._weights if one.state in WRONG and one.module_path not in late - {path}]
+        wrong = [one for one in self.weights if one.state in WRONG and one.module_path not in late - {path}]
         return sorted(wrong, key=lambda one: not f"{one.module_path}.".startswith(f"{path}."))
 
     def _whole_inputs(self, path: str, beyond: Integers) -> Iterator[tuple[str, Integers, Array, Array]]:
-        """Yield positions and other whole numbers that a module was given at tokens: their slots, and both sides."""
         given = self.joined.given[beyond]
         known = (given >= 0).all(axis=1) & ~self._is_shifted[beyond]
         yield "the model was given the position", beyond[known], given[known, :1], given[known, 1:]
@@ -305,7 +340,6 @@ class Search:
         return np.isin(joined.begins, numbers[(np.bincount(numbers)[numbers] == 1) & (shifts != 0)])
 
     def _compare_experts(self, name: ValueName) -> None:
-        """Count the tokens for which a router has chosen other experts; the last value of a block counts."""
         pair = self.joined.pair(name)
         block = name.module_path.rpartition(".")[0]
         if pair is None or not 1 < pair.trainer.shape[1] <= _MAX_EXPERTS:

@@ -22,7 +22,7 @@ from ...system.text import counted
 from ..diff.renames import NO_RENAMES, Renames
 
 EQUAL, STALE, DIFFERS, UNKNOWN = "equal", "stale", "differs", "not comparable"
-TRAINER_ONLY, ENGINE_ONLY = "in the trainer alone", "in the engine alone"
+TRAINER_ONLY, ENGINE_ONLY, MERGED = "in the trainer alone", "in the engine alone", "merged"
 WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY)
 _MODULUS = 1 << 64
 _ROUNDED = 2**-8
@@ -68,6 +68,7 @@ class ModelParameters:
     """The rows of a run's parameters, in the order of the model."""
 
     def __init__(self, run: Run, root: str, renames: Renames = NO_RENAMES) -> None:
+        self.modules = {path: info for (own, path), info in run.modules.items() if own == root}
         self._global = run.view().rows()
         table = renames.apply(self._global.table).append_column("at", pa.array(np.arange(len(self._global))))
         rows = Selection(site="param").narrow(table).select(ParameterRow._fields).to_pylist()
@@ -116,7 +117,12 @@ def compare_weights(
         elif name in fused or not _is_tied(one, name, ours):
             states.append(fused.get(name) or WeightState(name, alone))
     rest = [name for name in theirs.keys() - {*ours, *parts, *packed} if not _is_tied(theirs[name], name, theirs)]
-    return now, states + [WeightState(name, ENGINE_ONLY) for name in sorted(rest)]
+    for name in sorted(rest):  # the trainer records only what its optimizers update; an adapter moves the parameters
+        path, _, own = name.rpartition(".")
+        info = trainer.modules.get(path)
+        is_there = info is not None and own not in info.tied and (own in info.params or not info.params)
+        states.append(WeightState(name, UNKNOWN if is_there else ENGINE_ONLY))
+    return now, states
 
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
@@ -175,7 +181,6 @@ def _fused(ours: Mapping[str, _Parameter], theirs: Mapping[str, _Parameter], now
 
 
 def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) -> Sequence[str]:
-    """Return neighbours, in the order of the model, whose first dims add up to `size`; none if no neighbours do."""
     for first in range(len(names)):
         for last in range(first + 2, len(names) + 1):
             if sum(ours[name].newest.shape[0] for name in names[first:last]) == size:
@@ -186,10 +191,7 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    """Find the step of each slice so that the fingerprints add up to that of the fused parameter.
-
-    All slices of the step `now` are tried first, then one older slice, then the slices of one older step together.
-    """
+    # All slices of the step `now` are tried first, then one older slice, then the slices of one older step together.
     offsets = np.cumsum([0, *(ours[name].newest.shape[0] for name in names)]).tolist()
     row = whole.newest
     places = [
@@ -220,7 +222,7 @@ def told_weight(state: WeightState) -> str:
         how = f"stale by {counted(behind, 'update')}" if behind > 0 else "later than what is compared"
         return f"{name} is the trainer's of step {state.step}: {how}"
     return {
-        DIFFERS: f"{name} is the trainer's of no recorded step",
+        DIFFERS: f"{name} equals the trainer's at no recorded step",
         TRAINER_ONLY: f"{name} is in the trainer alone (an adapter that was not merged?)",
         ENGINE_ONLY: f"{name} is in the engine alone (a tie that was lost?)",
     }.get(state.state, f"{name}: {state.state}")

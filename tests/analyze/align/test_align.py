@@ -294,10 +294,15 @@ def test_a_repeat_of_the_engine_in_another_batch_measures_the_noise(tmp_path: Pa
 
 
 def _train(
-    folder: Path, model: Any, num_steps: int, on_step: Callable[[int], object] = lambda step: None, rules: str = RULES
+    folder: Path,
+    model: Any,
+    num_steps: int,
+    on_step: Callable[[int], object] = lambda step: None,
+    rules: str = RULES,
+    texts: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    ids, mask = prompts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ids, mask = texts or prompts()
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.05)
     with recorder.attach(model, enabled=True, dir=str(folder), rules=rules):
         for step in range(num_steps):
             on_step(step)
@@ -449,6 +454,60 @@ def test_an_adapter_that_was_not_merged_is_named(tmp_path: Path) -> None:
     assert "v_proj.lora_A is in the trainer alone (an adapter that was not merged?)" in found.text
 
 
+class Adapted(nn.Module):
+    """A projection with an adapter beside it, as PEFT makes it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = inner.requires_grad_(False)
+        self.lora_A = nn.Linear(inner.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, inner.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.base_layer(x) + self.lora_B(self.lora_A(x)))
+
+
+@pytest.mark.parametrize("left_out", [None, 2])
+def test_an_adapter_that_was_merged_is_no_fault_and_one_that_was_not_is_named(
+    left_out: int | None, tmp_path: Path, cli: Cli
+) -> None:
+    (ids, mask), engine, trainer = prompts(), llama(num_hidden_layers=4), llama(num_hidden_layers=4)
+    trainer.requires_grad_(False)
+    for number in range(4):
+        attention = trainer.model.layers[number].self_attn
+        attention.v_proj = adapted = Adapted(attention.v_proj)
+        with torch.no_grad():
+            if number != left_out:
+                own = engine.model.layers[number].self_attn.v_proj.weight
+                own.add_(adapted.lora_B.weight @ adapted.lora_A.weight)
+    leaves = "module='' site=input keep=tokens; leaf=yes site=output keep=tokens; site=param keep=fingerprint"
+    sequences = write(tmp_path / "engine", engine, ids, mask, rules=leaves)
+    _train(tmp_path / "trainer", trainer, 1, rules=leaves, texts=(sequences, whole_mask(mask)))
+    found, printed = aligned(tmp_path), cli("align", tmp_path / "trainer", tmp_path / "engine")
+    assert printed.exit_code == int(not found.is_fine)
+    if left_out is None:
+        assert (
+            found.is_fine
+            and "note    weights: 0 of " in printed.out
+            and "8 of the trainer alone are merged" in printed.out
+        )
+    else:
+        assert found.parting is not None and "layers.2.self_attn.v_proj.lora_A.weight is in" in found.told, found.told
+        assert "layers.0" not in found.told and "first: model.layers.2." in printed.out
+        assert "2 of 6 comparable parameters" in printed.out and "most of the engine's" not in printed.out
+
+
+def test_a_parameter_that_the_trainer_does_not_update_is_not_comparable(tmp_path: Path, cli: Cli) -> None:
+    write(tmp_path / "engine", llama(), *prompts())
+    trainer = llama()
+    trainer.model.embed_tokens.requires_grad_(False)
+    _train(tmp_path / "trainer", trainer, 1)
+    states = {one.name: one.state for one in aligned(tmp_path).weights}
+    assert states.pop("model.embed_tokens.weight") == "not comparable" and set(states.values()) == {"equal"}
+    printed = cli("align", tmp_path / "trainer", tmp_path / "engine", "--weights")
+    assert printed.exit_code == 0 and "1 are not comparable (not updated, or not recorded)" in printed.out
+
+
 def test_the_command_answers_in_a_sentence_and_in_json(tmp_path: Path, cli: Cli) -> None:
     ids, mask = prompts()
     engine = llama()
@@ -459,7 +518,7 @@ def test_the_command_answers_in_a_sentence_and_in_json(tmp_path: Path, cli: Cli)
     printed = cli("align", tmp_path / "trainer", tmp_path / "engine")
     assert printed.exit_code == 1
     assert "trainer and engine part at 'model.layers.1.self_attn.q_proj' output (Linear), by up to 0.048" in printed.out
-    assert "q_proj.weight is the trainer's of no recorded step" in printed.out
+    assert "q_proj.weight equals the trainer's at no recorded step" in printed.out
     printed = cli("align", tmp_path / "trainer", tmp_path / "engine", "--json")
     members = printed.json
     assert members["parting"]["value"]["module_path"] == "model.layers.1.self_attn.q_proj"

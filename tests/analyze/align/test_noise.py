@@ -56,7 +56,7 @@ def _five_percent(model: Any) -> None:
 FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     "another rotary base": (_other_base, "trainer and engine part at 'model.rotary_emb' output 0"),
     "padding that one layer sees": (_unmasked, "trainer and engine part at 'model.layers.2.self_attn.o_proj' output"),
-    "a weight that is 5% larger": (_five_percent, "weights differ: model.layers.4.mlp.down_proj.weight is the trainer"),
+    "a weight that is 5% larger": (_five_percent, "weights differ: model.layers.4.mlp.down_proj.weight equals the"),
 }
 
 
@@ -88,10 +88,8 @@ def test_an_expert_that_is_stale_is_the_headline(tmp_path: Path) -> None:
     sequences = write(tmp_path / "engine", engine, ids, mask, **PRESET)
     score(tmp_path / "trainer", mixtral(), sequences, whole_mask(mask), PRESET)
     found = aligned(tmp_path)
-    told = (
-        "weights differ: model.layers.0.mlp.experts.down_proj is the trainer's of no recorded step; trainer and engine "
-    )
-    assert found.told.startswith(f"{told}part from ")
+    told = "weights differ: model.layers.0.mlp.experts.down_proj equals the trainer's at no recorded step; trainer and "
+    assert found.told.startswith(f"{told}engine part from ")
 
 
 @pytest.mark.parametrize("is_parted", [False, True])
@@ -130,3 +128,81 @@ def test_a_trainer_of_few_modules_is_said_with_what_to_record(tmp_path: Path) ->
     notes = aligned(tmp_path).notes
     assert any("RECORDER_RULES='leaf=yes site=output keep=tokens'" in note for note in notes), notes
     assert any(note.startswith("1 of ") for note in notes), notes
+
+
+def _stale(model: Any) -> None:
+    weight = model.model.layers[4].self_attn.v_proj.weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        other = weight.float() / weight.float().norm() + noise / noise.norm() / 4
+        weight.copy_(other / other.norm() * weight.float().norm())  # as large as before
+
+
+def test_noise_turns_no_fault_into_ok(tmp_path: Path, cli: Cli) -> None:
+    sequences = _pair(tmp_path, torch.float32, _stale)
+    assert not aligned(tmp_path).is_fine
+    repeat = llama(num_hidden_layers=8).bfloat16()
+    _stale(repeat)
+    score(tmp_path / "noise", repeat.float(), sequences, whole_mask(prompts()[1]), PRESET)
+    printed = cli("align", tmp_path / "trainer", tmp_path / "engine", "--noise", tmp_path / "noise")
+    assert printed.exit_code == 0 and "note    cannot tell: 'model.layers.4.self_attn.v_proj' output" in printed.out
+
+
+def _same(folder: Path, sequences: torch.Tensor) -> None:
+    write(folder, llama(num_hidden_layers=8).bfloat16(), *prompts(), **PRESET)
+
+
+def _other_tokens(folder: Path, sequences: torch.Tensor) -> None:
+    ids, mask = prompts()
+    write(folder, llama(num_hidden_layers=8).bfloat16(), ids.flip(1), mask.flip(1) * 0 + 1, **PRESET)
+
+
+def _other_model(folder: Path, sequences: torch.Tensor) -> None:
+    model = llama(num_hidden_layers=8).bfloat16()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_()
+    score(folder, model, sequences, whole_mask(prompts()[1]), PRESET)
+
+
+def _other_type(folder: Path, sequences: torch.Tensor) -> None:
+    score(folder, llama(num_hidden_layers=8), sequences, whole_mask(prompts()[1]), PRESET)
+
+
+SET_ASIDE = {
+    "the same run": (_same, "equals the engine to the last bit"),
+    "other tokens": (_other_tokens, "shares no tokens"),
+    "another model": (_other_model, "another model"),
+    "another type": (_other_type, "computes in float32 alone"),
+}
+
+
+@pytest.mark.parametrize("name", SET_ASIDE)
+def test_a_run_that_measures_no_noise_is_set_aside(name: str, tmp_path: Path) -> None:
+    record, words = SET_ASIDE[name]
+    record(tmp_path / "noise", _pair(tmp_path, torch.bfloat16))
+    found = aligned(tmp_path, noise=[recorder.open_run(tmp_path / "noise")])
+    assert found.is_fine and found.told.startswith("cannot tell without --noise"), found.told
+    assert any("is set aside: " in note and words in note for note in found.notes), found.notes
+    assert found.bounds.startswith("assumed")
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_what_nothing_follows_is_said_with_positions_where_it_is_of_positions(is_linear: bool, tmp_path: Path) -> None:
+    (ids, mask), engine = prompts(), llama(num_hidden_layers=4)
+    if is_linear:  # the same shift of all keys of a query, which the softmax cancels
+        engine.model.rotary_emb.inv_freq.zero_()
+        projection = engine.model.layers[0].self_attn.k_proj
+        projection.forward = lambda x, own=projection.forward: own(x) + 1.0
+    sequences = write(tmp_path / "engine", engine, ids, mask, **PRESET)
+    trainer = llama(num_hidden_layers=4)
+    if is_linear:
+        trainer.model.rotary_emb.inv_freq.zero_()
+    score(tmp_path / "trainer", trainer, sequences, whole_mask(mask), PRESET, position_ids=None)
+    found = aligned(tmp_path)
+    notes = [note for note in found.notes if "differs by up to" in note]
+    assert found.is_fine and notes, found.told
+    for note in notes:
+        assert ("whole samples are at other positions" in note) == ("rotary_emb" in note)
+    assert any("k_proj" in note for note in notes) == is_linear
+    largest = max(value.largest for value in found.values)
+    assert f"by up to {largest:.2g}" in found.told
