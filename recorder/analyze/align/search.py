@@ -142,7 +142,6 @@ class Search:
         self.unsure: ValueApart | None = None
         """The farthest value of those whose difference may be rounding or a fault, as no run of noise tells."""
         self.noise = [(side.run.name, own) for side in noise if (own := self._measured(side))]
-        """The runs that measure noise, with the largest difference from the engine by value."""
         self._before = 0.0
         """The largest difference of a token, in the values so far that do not part."""
         self._is_rerouted = np.zeros(len(joined.tokens), bool)
@@ -203,9 +202,10 @@ class Search:
         found, types, why = dict[ValueName, float](), set[str](), ""
         for name in self._trainer.values:
             pair, other = self.joined.pair(name), side.pick(side.like(name))
-            if pair is None or pair.dtype_trainer not in BOUNDS or other is None or other[3] != pair.engine.shape[1]:
+            if pair is None or pair.dtype_trainer not in BOUNDS or other is None:
                 continue
             _, here, there = np.intersect1d(pair.slots, other[1], return_indices=True)
+            here = here if other[0].shape[1] == pair.engine.shape[1] else here[:0]
             types |= {other[2]} if here.size else set()
             if here.size and other[2] == pair.dtype_trainer:  # two runs in one type say nothing of another
                 found[name] = float(apart_by_token(pair.engine[here], wide(other[0][there])).max())
