@@ -570,7 +570,7 @@ def test_modules_with_other_names_in_the_engine_are_paired_by_a_file(tmp_path: P
     names.write_text("up = fc1\ndown = fc2\n")
     found = cli("align", tmp_path / "trainer", tmp_path / "engine", "--rename", names)
     assert "trainer and engine part at 'up' output (Linear)" in found.out
-    assert "up.weight is the trainer's of no recorded" in found.out
+    assert "up.weight equals the trainer's at no recorded" in found.out
 
 
 def test_positions_that_are_none_are_left_out(tmp_path: Path) -> None:
