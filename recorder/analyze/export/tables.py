@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from pathlib import Path
@@ -224,6 +225,21 @@ class RunTables:
         places = [io.parse_location(task.file.file_path) for task in tasks]
         filesystem = io.fs_by_scheme(*places[0][:2])
         return ds.dataset([path for *_, path in places], schema, format="parquet", filesystem=filesystem)
+
+
+@contextmanager
+def opened_tables(where: str, *, is_new: bool = False) -> Iterator[RunTables]:
+    """Open `RunTables`; raise LookupFailedError if the catalog's database is locked or does not answer meanwhile."""
+    is_configured(where)  # raises UnsupportedError without pyiceberg, which brings SQLAlchemy
+    from sqlalchemy.exc import OperationalError
+
+    try:
+        yield RunTables(where, is_new=is_new)
+    except OperationalError as error:
+        raise LookupFailedError(
+            f"{where}: the catalog's database does not answer ({error.orig}); where it is locked, another program holds"
+            " it, such as a `recorder catalog` at work: try again once that has ended"
+        ) from None
 
 
 class Answered(NamedTuple):

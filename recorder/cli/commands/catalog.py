@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...analyze.export.tables import CONFIGURED, RunTables, is_configured
+from ...analyze.export.tables import CONFIGURED, is_configured, opened_tables
 from ...errors import LookupFailedError, RecorderError
 from ...run.finding import find_folder, find_run
 from ...run.reply import Aside, Reply
-from ...run.run import Run
 from ...system.text import counted
 from ..options import CatalogPlace, RunsPath
 from ..paths import opened_runs
@@ -28,30 +27,26 @@ def command(path: RunsPath = None, catalog: CatalogPlace = None) -> Reply:
         where = str((find_folder(path) or find_run(path)[0].parent) / "_catalog")
         if "://" in where:
             raise LookupFailedError(f"--catalog: name a folder of this machine, or a catalog of pyiceberg, for {path}")
-    tables = RunTables(where, is_new=True)
     registered: dict[str, int] = {}
     problems: list[str] = []
     num_known = 0
-
-    def register(run: Run) -> None:
-        nonlocal num_known
-        if tables.has(run):
-            num_known += 1
-            return
-        registered[str(run.path)] = tables.register(run)
-        problems.extend(run.problems)
 
     def lines() -> Iterator[str | Aside]:
         yield from (Aside(f"finding: {problem}") for problem in problems)
         rows = counted(sum(registered.values()), "row")
         yield f"{where}: {counted(len(registered), 'run')} registered, {rows}; {num_known} were there as they are"
 
-    for run in opened_runs(path, problems):
-        try:
-            register(run)
-        except RecorderError as error:
-            problems.append(str(error))
-    tables.tidy()
+    with opened_tables(where, is_new=True) as tables:
+        for run in opened_runs(path, problems):
+            try:
+                if tables.has(run):
+                    num_known += 1
+                    continue
+                registered[str(run.path)] = tables.register(run)
+                problems.extend(run.problems)
+            except RecorderError as error:
+                problems.append(str(error))
+        tables.tidy()
     return Reply(
         members=lambda: {"catalog": where, "registered": registered, "unchanged": num_known, "problems": problems},
         parts=lines,

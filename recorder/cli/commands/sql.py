@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
-from ...analyze.export.tables import RunTables, ask
+from ...analyze.export.tables import ask, opened_tables
 from ...run.reply import Aside, Reply, table_of
 from ..options import CatalogPlace, RunsPath
 from ..paths import opened_runs
@@ -28,7 +29,8 @@ def command(
     are those that `recorder catalog` has registered.
     """
     problems: list[str] = []
-    answer = ask(question, RunTables(catalog) if catalog else opened_runs(path, problems))
+    with opened_tables(catalog) if catalog else nullcontext(opened_runs(path, problems)) as tables:
+        answer = ask(question, tables)
     rows = [["" if value is None else str(value) for value in row] for row in answer.rows]
     is_number = [all(isinstance(row[at], (int, float)) for row in answer.rows) for at in range(len(answer.columns))]
     numbers = [name for name, is_one in zip(answer.columns, is_number, strict=True) if is_one]

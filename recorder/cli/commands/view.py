@@ -13,7 +13,7 @@ import typer
 from ...errors import LookupFailedError, not_installed
 from ...run.finding import find_folder, find_run
 from ...system.processes import is_loopback, tls_context
-from ..options import RunPath
+from ..options import run_argument
 from ..output import say
 
 EPILOG = "Examples: recorder view recordings    recorder view @-1 --port 8123"
@@ -24,7 +24,9 @@ _NEEDS = ("starlette", "uvicorn")
 
 
 def command(
-    path: RunPath = None,
+    path: Annotated[
+        str | None, run_argument("RUN", "A run, or a folder or a store of runs. Default: the folder of runs here.")
+    ] = None,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help=f"Where to listen; without: {_PORT}, or the next one that is free."),

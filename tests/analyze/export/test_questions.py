@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from datetime import UTC, datetime
@@ -89,6 +90,8 @@ def test_a_question_is_answered(of: Any, runs: list[Run], question: str) -> None
             assert {row[0] for row in rows} == {sound, bad} and all(
                 ".weight" in row[2] or ".bias" in row[2] for row in rows
             )
+            assert [math.isnan(row[1]) for row in rows if row[0] == bad] == [True]
+            assert [row[3] for row in rows if row[0] == bad] == [8]
         case ["At", "which", *_]:
             assert rows == []
         case ["How", "many", *_]:

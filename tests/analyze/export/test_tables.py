@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -83,6 +85,18 @@ def test_a_catalog_is_made_once_and_follows_a_run_that_grows(tmp_path: Path, cli
     assert (again["registered"], again["unchanged"]) == ({str(tmp_path / "runs" / "b"): 84}, 1)
     assert ask(COUNT, RunTables(str(where))).rows == [("a", 56), ("b", 84)]
     assert cli("sql", COUNT, tmp_path / "runs", "--json").json["rows"] == [["a", 56], ["b", 84]]
+
+
+def test_a_catalog_that_another_program_holds_is_said(tmp_path: Path, cli: Cli) -> None:
+    make_small_run(tmp_path / "runs" / "a")
+    assert cli("catalog", tmp_path / "runs").exit_code == 0
+    where = tmp_path / "runs" / "_catalog"
+    with contextlib.closing(sqlite3.connect(where / "catalog.db", isolation_level=None)) as holder:
+        holder.execute("begin exclusive")
+        for words in (("catalog", tmp_path / "runs"), ("sql", COUNT, "--catalog", where)):
+            told = cli(*words)
+            assert told.exit_code == 2 and told.err.count("\n") == 1
+            assert f"{where}: the catalog's database does not answer (database is locked)" in told.err
 
 
 def test_other_programs_read_it_and_its_files_lie_by_run_and_day(
