@@ -40,6 +40,8 @@ _FIND_S = 5.0
 _STATE_S = 5.0
 _SUMMARY_S = 30.0
 """The least seconds between two puts of the fleet's index, because each node's document costs a request."""
+_ASK_S = 60.0
+"""The seconds without an answer of the store after which a daemon that has nothing to do makes one request."""
 _LATE_S = 60.0
 """The seconds without a pass after which a daemon is not healthy."""
 _ERRAND_END_S = 0.5
@@ -103,8 +105,9 @@ class Daemon:
         return {"foreign": sum(one.num_foreign for one in counted), "refused": sum(one.num_refused for one in counted)}
 
     def check_store(self) -> None:
-        """Make one request to the store, so that a wrong setting raises StoreError before any upload."""
+        """Make one request to the store: a wrong setting raises StoreError before any upload, a dead store while idle."""
         self.shared.destination.check()
+        self.health.succeeded()
 
     def run(self) -> int:
         with self._locked(), self._signals():
@@ -181,6 +184,10 @@ class Daemon:
 
     def _is_all_there(self) -> bool:
         return self._has_found and not self._under_way and not self._errands and all(map(self._is_done, self.runs))
+
+    def _is_idle(self) -> bool:
+        """Tell whether the daemon may ask the store: while a put fails, a GET that succeeds would hide that."""
+        return not self._under_way and (not self.health.problem or all(map(self._is_done, self.runs)))
 
     def _is_done(self, run: RunShipper) -> bool:
         if run.there.conflict:
@@ -273,6 +280,8 @@ class Daemon:
             if is_open and not self._is_summary_due:
                 self._is_summary_due = True
                 self._submit("small", self._summarise, None, partial(setattr, self, "_is_summary_due", False))
+        if is_open and time.time() >= self.health.answered_s + _ASK_S and self._is_idle():
+            self._submit("small", self.check_store, None)
         if now_s >= self._next_state_s:
             self._next_state_s = now_s + _STATE_S
             self._write_state()
@@ -294,7 +303,7 @@ class Daemon:
                 if not self._stop.is_set() or (lane == "errand" and not self._over.is_set()):
                     job()
             except Exception as error:
-                self.shared.failed(error, run.key if run is not None else "the fleet's index")
+                self.shared.failed(error, run.key if run is not None else "the destination")
             finally:
                 end()
                 self._wake.set()

@@ -108,9 +108,7 @@ class Bucket:
         self._client.renew()
 
     def check(self) -> None:
-        """Check once that puts are safe there; raise StoreError if the store refuses or ignores put conditions."""
-        if self._is_checked:
-            return
+        """Check that puts are safe there, by one GET if they were before; raise StoreError if the store fails."""
         held = self.get(_PROBE)
         if held is None or held[0] != _JUDGES:
             self._try_conditions()
@@ -137,7 +135,8 @@ class Bucket:
         TakenError is raised if another object has the name, DamagedError if the store has stored other bytes (then try
         again), and StoreError if the store cannot be reached, or refuses.
         """
-        self.check()
+        if not self._is_checked:
+            self.check()
         crc, e_tag = _digests(file)
         attributes = {_CRC_KEY: f"{crc:08x}"}
         path = self._prefix + key
@@ -182,7 +181,8 @@ class Bucket:
         TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
         `put_new`.
         """
-        self.check()
+        if not self._is_checked:
+            self.check()
         return self._put_if(key, content, e_tag)
 
     def _put_if(self, key: str, content: bytes, e_tag: str | None) -> str:

@@ -134,6 +134,7 @@ class DaemonCollector:
         backlog = [stamp for run in runs for stamp in run.backlog]
         oldest_s = min((stamp.changed_ns / 1e9 for stamp in backlog), default=now)
         live = [one.small_since_s for run in runs for one in run.all_writers if one.state == "alive"]
+        live += [run.found_s for run in runs if not (run.has_looked or run.there.conflict or run.unreadable)]
         gauges: tuple[tuple[str, str, float], ...] = (
             ("store_up", "1 while the store does what it is asked, else 0", not self.health.problem),
             ("store_answered_timestamp_seconds", "When the store has last done what it was asked; 0: never",

@@ -69,6 +69,14 @@ def test_the_command_removes_nothing_without_a_yes(tmp_path: Path, cli: Cli, mon
     assert not (there / "run-a").exists()
 
 
+def test_a_prune_where_nothing_is_says_so(tmp_path: Path, cli: Cli) -> None:
+    told = cli("daemon", "prune", "--to", tmp_path / "nothere", "--older-than", "30d")
+    assert told.exit_code == 2 and f"{tmp_path / 'nothere'}: no such directory" in told.err
+    (tmp_path / "empty").mkdir()
+    told = cli("daemon", "prune", "--to", tmp_path / "empty", "--older-than", "30d")
+    assert (told.exit_code, told.out) == (0, f"file://{tmp_path / 'empty'}: holds no runs; nothing to remove\n")
+
+
 def test_a_run_is_named_as_in_every_other_command_and_one_alone(tmp_path: Path, cli: Cli) -> None:
     for name in ("team/run-a1", "team/run-b1", "team/run-b2", "run-c"):
         small_run(tmp_path, name)

@@ -21,6 +21,7 @@ from recorder.records import KEEP_STATS
 from tests.daemon.support import at_work, settings
 from tests.daemon.test_shipping import small_run
 from tests.rigs.programs import needs
+from tests.rigs.proxy import FaultyProxy
 from tests.rigs.server import StoreServer
 from tests.rigs.serving import make_certificate
 from tests.rigs.waiting import wait_until
@@ -129,6 +130,36 @@ def test_a_store_that_hangs_moves_a_counter_while_it_hangs(tmp_path: Path, store
         wait_until(lambda: daemon.shared.destination.requests.totals()[1] > 0.2)
         assert daemon.health.answered_s == 0.0
         store.before = lambda method, path: None
+
+
+def test_a_daemon_with_nothing_to_ship_knows_whether_the_store_answers(
+    tmp_path: Path, to: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_run(tmp_path)
+    with at_work(tmp_path, to) as daemon:
+        wait_until(lambda: any(run.is_settled for run in daemon.runs))
+        proxy.fault = lambda method, path: "500"
+        monkeypatch.setattr("recorder.daemon.daemon._ASK_S", 0.0)
+        wait_until(lambda: daemon.health.problem)
+        proxy.fault = lambda method, path: None
+        wait_until(lambda: not daemon.health.problem)
+
+
+def test_the_age_of_statistics_grows_while_nothing_of_a_run_can_be_shipped(
+    tmp_path: Path, to: str, proxy: FaultyProxy
+) -> None:
+    proxy.fault = lambda method, path: "500"
+    small_run(tmp_path)
+    with at_work(tmp_path, to, listen="127.0.0.1:0") as daemon:
+        wait_until(lambda: daemon.runs)
+
+        def age_s() -> float:
+            with urllib.request.urlopen(f"{daemon.url}/metrics", timeout=20) as answer:
+                found = re.search(r"^recorder_daemon_statistics_age_seconds (\S+)", answer.read().decode(), re.M)
+            assert found is not None
+            return float(found[1])
+
+        wait_until(lambda: age_s() > 0.1)
 
 
 def test_the_port_speaks_tls_and_asks_for_a_password_if_that_is_wanted(

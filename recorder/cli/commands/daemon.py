@@ -155,11 +155,14 @@ def _status_lines(one: dict[str, Any]) -> Iterator[str]:
 
 
 def _destination(action: str, settings: DaemonSettings) -> Destination:
-    from ...daemon.destination import parse_destination
+    from ...daemon.destination import FolderDestination, parse_destination
 
     if not settings.to:
         raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
-    return parse_destination(settings.to)
+    destination = parse_destination(settings.to)
+    if isinstance(destination, FolderDestination) and not destination.path.is_dir():
+        raise LookupFailedError(f"{action}: {destination.path}: no such directory; --to names where the runs are")
+    return destination
 
 
 def _keys(destination: Destination, runs: list[str]) -> list[str]:
@@ -212,4 +215,5 @@ def _prune_reply(
         if not is_wanted and any(plan.goes for plan in plans):
             yield "nothing was removed: --yes does it"
 
-    return Reply(members=lambda: {"runs": entries}, parts=parts, exit_code=exit_code)
+    nothing = [f"{destination.url}: holds no runs; nothing to remove"]
+    return Reply(members=lambda: {"runs": entries}, parts=parts if entries else lambda: nothing, exit_code=exit_code)

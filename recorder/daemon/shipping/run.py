@@ -36,6 +36,7 @@ class RunShipper:
         self.is_settled = False
         self.settled_since_s = 0.0
         """The monotonic time at which the destination first had everything."""
+        self.found_s = time.time()
         self.next_check_s = self.next_carry_s = 0.0
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
@@ -44,7 +45,7 @@ class RunShipper:
         """The live findings that `live_news` has returned, by rule, module and rank."""
         self._counts = Entries()
         self._next_look_s = self._next_settled_look_s = self._next_shown_s = 0.0
-        self._has_reconciled = self._has_looked = self._was_removed = False
+        self._has_reconciled = self.has_looked = self._was_removed = False
         self._changes: dict[str, int] = {}
 
     @property
@@ -76,7 +77,7 @@ class RunShipper:
             self._changes = {".": folder.changed_ns()}
             for rank in {rank for rank, _ in writers}:
                 self._changes[rank] = folder.changed_ns(rank)
-        self._has_looked = True
+        self.has_looked = True
         self._counts = counts
         for names in writers:
             if names not in self.writers:
@@ -191,13 +192,13 @@ class RunShipper:
     @property
     def is_put(self) -> bool:
         """True if the destination has all that this node had at the last look, even from recording writers."""
-        are_put = self._has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
+        are_put = self.has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
         return (are_put and self._is_shown) or bool(self.unreadable)
 
     @property
     def is_known(self) -> bool:
         """True if every writer was scanned, so that a summary is meaningful."""
-        return self._has_looked and all(writer.has_looked for writer in self.all_writers)
+        return self.has_looked and all(writer.has_looked for writer in self.all_writers)
 
     @property
     def may_go(self) -> bool:

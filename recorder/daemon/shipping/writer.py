@@ -162,7 +162,7 @@ class WriterShipper:
             job()
             self.unreadable = ""
         except Exception as error:
-            self.is_settled, self.shown = False, self.shown or {}
+            self.is_settled, self.is_put, self.shown = False, False, self.shown or {}
             is_denied = isinstance(error, PermissionError)
             if is_denied:
                 self.unreadable, self.is_put, self.has_looked = str(error), True, True
