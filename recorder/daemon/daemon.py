@@ -105,7 +105,7 @@ class Daemon:
         return {"foreign": sum(one.num_foreign for one in counted), "refused": sum(one.num_refused for one in counted)}
 
     def check_store(self) -> None:
-        """Make one request to the store: a wrong setting raises StoreError before any upload, a dead store while idle."""
+        """Make one request to the store; raise StoreError if a setting is wrong, or the store does not answer."""
         self.shared.destination.check()
         self.health.succeeded()
 
