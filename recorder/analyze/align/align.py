@@ -68,9 +68,9 @@ class Aligned:
                 return f"{text} {unsure.bound:.2g}, and --noise allows it; a fault would look the same"
             text = f"cannot tell without --noise: {counted(len(self.values), 'value')} of the modules differ by up to"
             return f"{text} {unsure.largest:.2g} ({unsure.text}), as rounding does; a fault as small would not show"
-        num_within = sum(not value.num_beyond for value in self.values)
-        worst = max(self.values, key=lambda value: value.largest / (value.bound or 1))
-        text = f"{counted(num_within, 'value')} of the modules agree within noise; the farthest is {worst.text}"
+        within = [value for value in self.values if not value.num_beyond]
+        worst = max(within or self.values, key=lambda value: value.largest / (value.bound or 1))
+        text = f"{counted(len(within), 'value')} of the modules agree within noise; the farthest is {worst.text}"
         return f"{text}, by up to {worst.largest:.2g} (bound {worst.bound:.2g})"
 
     @property
