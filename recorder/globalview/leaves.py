@@ -7,10 +7,10 @@ for which it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from enum import Enum
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -83,6 +83,8 @@ class Sample(NamedTuple):
     """A function that finds the dims of a value that may be the batch; None if the batch is unknown."""
     cut: Callable[[int, ChunkKeys], int | NoPlan | None]
     """A function that finds the dim along which ranks that share a batch cut a value; None if a chunk is missing."""
+    apart: Callable[[], Set[tuple[str, int, str]]]
+    """A function that finds root, stage and path of the modules with other parameters on each rank."""
 
 
 class Leaves:
@@ -130,6 +132,12 @@ class Leaves:
                 return bool(firsts) and 0 not in firsts
             path = path.rpartition(".")[0]
         return False
+
+    def works_apart(self, leaf: Leaf) -> bool:
+        """Return True if the ranks have other parameters in a leaf's module, or in a module around it."""
+        sample, _, _ = self._load()
+        paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
+        return sample is not None and any((leaf.root, leaf.stage, path) in sample.apart() for path in paths)
 
     def _moments_of_kin(self, leaf: Leaf) -> list[BatchDims]:
         if self._kin is None:
@@ -327,7 +335,6 @@ class LeafAcrossSteps(ChunkValues):
         return self.leaves.is_sequence_first(self.leaf)
 
     def among(self, numbers: Sequence[int]) -> Self:
-        """Return the same object for only some of the chunks."""
         some = copy(self)
         some.numbers = numbers
         return some

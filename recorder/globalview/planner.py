@@ -188,7 +188,6 @@ class Planner:
     def _fit_into_pipeline(
         self, plan: Plan | NoPlan, value: ValueRows, stage: Stage, *, is_micro_batch: bool
     ) -> Plan | NoPlan:
-        """Leave values with their ranks if one stage passes them to the next, or if they lack a micro-batch."""
         key = value.key
         if self._reader.topology.is_between(stage, key.module_path, key.site):
             return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
@@ -210,14 +209,14 @@ class Planner:
         return plan._replace(note=(*plan.note, ("micro_batches", num_micro_batches)))
 
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
-        """Return True if plain chunks belong to a parameter that each rank has for itself, or depend on such a one."""
         root, module_path, site, name, _, _ = value.key
         if value.chunks[0].global_shape is not None or site in NUMBERS:
             return False
         own = self._reader.topology.own_parameters
         if site in STATES:
             return len(value.expected) > 1 and own.has(root, module_path, name)
-        return own.works_apart(root, module_path)
+        is_assumed = value.group.source == "assumed" and not value.group.model_groups and not value.group.conflict
+        return own.works_apart(root, module_path) or (is_assumed and self._reader.leaves.works_apart(value.leaf))
 
     def _report_missing_ranks(self, value: ValueRows, missing: tuple[int, ...]) -> None:
         root, _, site, _, mode, _ = value.key
@@ -234,7 +233,6 @@ class Planner:
     def _report_differing_copies(
         self, plan: Plan | NoPlan, value: ValueRows, override: Override | None, differing: _Differing
     ) -> Plan | NoPlan:
-        """Report which replicas differ. Their chunks stay with their ranks; only replicas of buffers may differ."""
         copies, originals = (tuple(value.ranks[i] for i in numbers) for numbers in differing)
         text = f"rank {listed(copies)} differs from rank {listed(originals)}"
         if value.group.source == "assumed" and not value.group.model_groups:
@@ -268,10 +266,7 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Leave each rank its own values of parameters that are not shared, and values computed with them.
-
-    A parameter that has the same values on all ranks may still become one tensor.
-    """
+    """Leave each rank its own parameters, unless all ranks have the same values, and what was computed with them."""
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
         return plan, differing
@@ -365,7 +360,7 @@ def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
     if question.num_expected > 1 or len(chunks) > 1:
         bounds = (chunk.rank_bound for chunk in chunks if chunk.rank_bound in RANK_BOUND and chunk.global_shape is None)
         rank_bound = next(bounds, None)
-        if rank_bound is not None and (rank_bound == "no_layout" or site not in STATES):
+        if rank_bound is not None and (rank_bound != "inner_of" or site not in STATES):
             return NoPlan("per_rank", RANK_BOUND[rank_bound])
         if site not in KNOWN_SITES and is_plain:
             return NoPlan("per_rank", _OF_A_CALL if site == CALL else _UNKNOWN_SITE)

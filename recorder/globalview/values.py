@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,27 @@ class GlobalValues:
     def sample(self, positions: Positions | None = None) -> Sample | None:
         """Sample the values of these rows except states and scalars, whose layout needs none; None if none are left."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
-        return None if values is None else Sampler(self._reader).sample(values)
+        apart = cache(partial(self._find_apart, positions))
+        return None if values is None else Sampler(self._reader).sample(values, apart)
+
+    def _find_apart(self, positions: Positions | None) -> set[tuple[str, int, str]]:
+        """Return root, stage and path of the modules whose first parameters, constants apart, differ between ranks."""
+        chosen = np.flatnonzero(self.counts) if positions is None else positions
+        sites, steps = self._rows.keys("site", chosen), self._rows.numbers("step")[chosen]
+        chosen, steps = (some[sites.codes == sites.code("param")] for some in (chosen, steps))
+        values = self._group(chosen[steps == steps.min(initial=np.iinfo(np.int64).max)])
+        apart, shared, around, owners = (set[tuple[str, int, str]]() for _ in range(4))
+        for number in range(0 if values is None else len(values.rows.starts)):
+            leaf, grouped = self._reader.leaf(values.rows, number), values.rows
+            paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
+            *above, own = ((leaf.root, leaf.stage, path) for path in paths)
+            around.update(above)
+            if grouped.equal[number] == 0 and self._reader.read(grouped, number).chunks[0].global_shape is None:
+                owners.add(own)
+                apart.update((*above, own))
+            elif not grouped.is_blank[number]:
+                shared.update((*above, own))
+        return (apart - shared) | (owners - around)
 
     def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedValues | None:
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
@@ -265,7 +286,7 @@ class Sampler:
     def __init__(self, reader: ValueReader) -> None:
         self._reader = reader
 
-    def sample(self, values: GroupedValues) -> Sample:
+    def sample(self, values: GroupedValues, apart: Callable[[], set[tuple[str, int, str]]]) -> Sample:
         rows, grouped, sequence = self._reader.rows, values.rows, values.order
         firsts = grouped.chosen[grouped.starts]
         stages, roots = np.full(len(firsts), NONE), grouped.labels["root"]
@@ -288,6 +309,7 @@ class Sampler:
             partial(self.observe, grouped),
             partial(self.batch_dims, grouped),
             partial(self.sharded_dim, grouped),
+            apart,
         )
 
     def observe(self, grouped: GroupedRows, number: int, some: ChunkKeys | None) -> Observation:

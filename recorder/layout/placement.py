@@ -305,6 +305,7 @@ def _json(text: str | None) -> Any:
 
 
 RANK_BOUND = {
+    "no_group": "it is marked as cut, but its group is not known (tp_group on the module, or --layout)",
     "no_layout": "it is a chunk of a tensor in which its position is not known",
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
 }

@@ -135,6 +135,10 @@ class ReplicaFinder:
         if len(self._ranks) > 1 and self._recorded.isdisjoint(FINDINGS):
             return "no parameter, gradient or optimizer state was recorded"
         if len(self._ranks) > 1:
+            roots = [(root.name, number) for number, one in enumerate(self._run.writers) for root in one.manifest.roots]
+            conflicts = (self._run.topology.group(root, "", number).conflict for root, number in roots)
+            if conflict := next(filter(None, conflicts), ""):
+                return f"whose replicas they are is not known: {conflict}"
             return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
         if len(self._ranks) == 1 and not self._run.is_merged:
             (rank,), world_size = self._ranks, self._run.world_size or 1

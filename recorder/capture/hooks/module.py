@@ -25,6 +25,7 @@ from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..dtensors import is_dtensor
 from ..local_values import requires_gradient
 from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, tensor_ranks
+from ..topology import is_distributed
 from . import callbacks
 from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
 from .calls import record_call
@@ -383,7 +384,15 @@ class HookedModule:
             return
         for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
             if id(tensor) not in without:
-                self.record(site, name, tensor, moment, phase, repeat, chunk=self.marked_chunk(tensor, tensor))
+                chunk, note = self.marked_chunk(tensor, tensor), self.note_of_mark(tensor, tensor)
+                self.record(site, name, tensor, moment, phase, repeat, chunk=chunk, note=note)
+
+    def note_of_mark(self, parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
+        """Return the note of a part of an own parameter, or of its gradient or state, over ranks that nothing names."""
+        module = self._owner() if is_marked(parameter) and is_distributed() else None
+        is_known = module is None or self.is_expert or getattr(module, "is_expert", False) or tensor_ranks(module)
+        is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
+        return None if is_known else '{"no_group":true,"no_layout":"marked"}'
 
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
         """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None without."""

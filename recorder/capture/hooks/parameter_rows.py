@@ -58,6 +58,7 @@ class ModuleParameter:
         if not self._module.keeps(site):  # skips most calls: at most steps no rule keeps the site
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
+        note = note or self._module.note_of_mark(self.reference(), tensor)
         self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:

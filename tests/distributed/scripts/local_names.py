@@ -2,6 +2,7 @@
 
 Each word of the command line is a training, recorded into a folder of its name: `plain` and `others` hand tensors on
 without any framework, and `schedule` is torch's, which knows the number of each stage.
+`apart` is no pipeline: one linear of each rank differs; `cut` marks that linear as a part, without a group.
 """
 
 from __future__ import annotations
@@ -34,7 +35,29 @@ def pass_on(stage: nn.Module, x: torch.Tensor) -> None:
         dist.send(given.grad, 0)
 
 
+def train_apart(name: str) -> None:
+    """Train two linears whose first has other weights on each rank, as an expert or an unexplained part of a model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()))
+    torch.manual_seed(dist.get_rank())
+    inner = model[1][0]
+    nn.init.normal_(inner.weight)
+    nn.init.zeros_(inner.bias)
+    if name == "cut":
+        inner.weight.tensor_model_parallel, inner.weight.partition_dim = True, 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with recorder.attach(model, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(BATCH, DIM)).square().mean().backward()
+            for parameter in model[0].parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+
+
 def train(name: str) -> None:
+    if name in ("apart", "cut"):
+        return train_apart(name)
     rank = dist.get_rank()
     torch.manual_seed(rank)
     middle = nn.ReLU() if "others" in name and rank else nn.Tanh()
