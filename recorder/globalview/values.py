@@ -160,8 +160,10 @@ class GlobalValues:
         chosen, steps = (some[sites.codes == sites.code("param")] for some in (chosen, steps))
         values = self._group(chosen[steps == steps.min(initial=np.iinfo(np.int64).max)])
         apart, shared, around, owners = (set[tuple[str, int, str]]() for _ in range(4))
-        for number in range(0 if values is None else len(values.rows.starts)):
-            leaf, grouped = self._reader.leaf(values.rows, number), values.rows
+        if values is None:
+            return apart
+        for number in range(len((grouped := values.rows).starts)):
+            leaf = self._reader.leaf(grouped, number)
             paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
             *above, own = ((leaf.root, leaf.stage, path) for path in paths)
             around.update(above)

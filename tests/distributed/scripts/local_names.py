@@ -38,9 +38,9 @@ def pass_on(stage: nn.Module, x: torch.Tensor) -> None:
 def train_apart(name: str) -> None:
     """Train two linears whose first has other weights on each rank, as an expert or an unexplained part of a model."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()))
+    inner = nn.Linear(DIM, DIM)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(inner, nn.Tanh()))
     torch.manual_seed(dist.get_rank())
-    inner = model[1][0]
     nn.init.normal_(inner.weight)
     nn.init.zeros_(inner.bias)
     if name == "cut":
