@@ -44,7 +44,7 @@ def train_apart(name: str) -> None:
     nn.init.normal_(inner.weight)
     nn.init.zeros_(inner.bias)
     if name == "cut":
-        inner.weight.tensor_model_parallel, inner.weight.partition_dim = True, 0
+        vars(inner.weight).update(tensor_model_parallel=True, partition_dim=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with recorder.attach(model, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
         for _ in range(STEPS):
