@@ -82,7 +82,7 @@ prepare_with() { # its name, an extra, what pip installs there first...
 # what deploy/ has for them.
 prepare_debian() {
   local log one missing=() install=(apt-get install -y --no-install-recommends)
-  for one in chromium:chromium node:nodejs openssl:openssl promtool:prometheus systemd-analyze:systemd; do
+  for one in chromium:chromium node:nodejs openssl:openssl promtool:prometheus prometheus:prometheus systemd-analyze:systemd; do
     command -v "${one%:*}" >/dev/null || missing+=("${one#*:}")
   done
   [ ${#missing[@]} -gt 0 ] || return 0

@@ -118,7 +118,7 @@ def test_every_site_equals_plain_hooks(tmp_path: Path) -> None:
 def test_a_slow_writer_changes_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from recorder.capture.staging import measure
 
-    plain_measure = measure.measure
+    plain_measure = measure.measure_small
     calls: list[int] = []
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_slow_writer_changes_no_value(tmp_path: Path, monkeypatch: pytest.Monk
         calls.append(1)
         return plain_measure(*args, **kwargs)
 
-    monkeypatch.setattr(measure, "measure", slow)
+    monkeypatch.setattr(measure, "measure_small", slow)
     with flagged(tmp_path) as recording:
         model = Normed()
         witness = Witness(model)
