@@ -152,7 +152,7 @@ def test_the_fleet_is_listed_and_a_run_has_its_ranks_without_a_listing_of_the_ru
         ask("run/team%2Frun-a/ranks")
         with store.counting() as counts:
             status, text = ask("run/team%2Frun-a/ranks")
-        ranks = json.loads(text)
+        ranks = json.loads(text)["ranks"]
         assert (counts["LIST"], status) == (1, 200), "no listing of thousands of objects"
         assert [(one["rank"], one["step"], one["dropped"], one["free_bytes"]) for one in ranks] == [
             (0, 5, {}, None), (1, 5, {"pool_full": 2}, 7), (2, 7, {}, None)
