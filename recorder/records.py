@@ -40,6 +40,10 @@ KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
 
 SMALL_BYTES = 1 << 12
 """A tensor of at most this size is copied in the hook, and the writer measures many such records with one call."""
+MOST_TOGETHER = 256
+"""The most small values that are measured with one call; they take about a millisecond."""
+NUMBERS_TOGETHER = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
+"""What may be kept of small values that are measured together, besides their payloads."""
 PART_BYTES = 32 << 20
 """The size in bytes above which a payload becomes several rows, so that memory stays bounded."""
 

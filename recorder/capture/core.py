@@ -25,13 +25,14 @@ from ..observe.clock import Clock
 from ..observe.module_hooks import has_compiled_anything
 from ..observe.selection import RuleSelection
 from ..records import (
-    KEEP_FINGERPRINT,
     KEEP_NUMBERS,
     KEEP_PROBE,
     KEEP_RING,
     KEEP_STATS,
     KEEP_TOKENS,
     KEEP_VALUES,
+    MOST_TOGETHER,
+    NUMBERS_TOGETHER,
     PART_BYTES,
     SMALL_BYTES,
     Chunk,
@@ -69,10 +70,7 @@ _MAX_DROPPED_PARTS = 1 << 20
 """The most rows that one dropped tensor counts for: each row takes a number, and an expanded tensor has no bound."""
 _MAX_ERRORS = 20
 """The number of errors of the recorder at one site of one module after which the site is disarmed."""
-
-
-_MOST_TOGETHER, _FEWEST_TOGETHER = 256, 4
-"""The most small values that are measured with one call, and the fewest for which this pays."""
+_TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
 
 
 class StagedChannel(Protocol):
@@ -347,45 +345,60 @@ class Capture:
 
         Each tensor is plain, with the dtype and the shape of its value, and contiguous if it is in host memory.
         """
-        probe, is_taken = self.probe, tensors[0].is_cpu and not self.channel.refused
-        known = zip(group.values, group.keeps, tensors, repeats, strict=True)
-        for is_small, run in itertools.groupby(known, lambda one: _may_join(one[0], one[1])):
-            ones = list(run)
-            for start in range(0, len(ones), _MOST_TOGETHER):
-                some = ones[start : start + _MOST_TOGETHER]
-                pays = is_taken and is_small and len(some) >= _FEWEST_TOGETHER
-                if probe is not None and pays and self._put_together(probe, some, moment):
-                    continue
-                for value, keep, tensor, repeat in some:
-                    if keep:
-                        origin, scope, chunk, note = value.origin, value.scope, value.chunk, value.note
-                        self.observe(origin, moment, value.phase, 0, repeat, keep, tensor, scope, chunk, note)
+        stager, put = self.stager_of(tensors[0]), self.channel.put
+        is_simple = tensors[0].is_cpu and not self.channel.refused
+        together: list[tuple[int, ProbedValue, int, torch.Tensor, int]] = []
+        for value, keep, tensor, repeat in zip(group.values, group.keeps, tensors, repeats, strict=True):
+            if not keep:
+                continue
+            nbytes = value.numel * value.dtype.itemsize
+            is_small = is_simple and nbytes <= SMALL_BYTES and not keep & KEEP_RING
+            may_join = keep in NUMBERS_TOGETHER and value.chunk is None and value.dtype in _TOGETHER_DTYPES
+            if is_small and may_join:
+                together.append((next(self._sequence), value, keep, tensor, repeat))
+                continue
+            block = self.pool.take(nbytes) if is_small else None
+            if block is None:
+                origin, scope, chunk, note = value.origin, value.scope, value.chunk, value.note
+                self.observe(origin, moment, value.phase, 0, repeat, keep, tensor, scope, chunk, note)
+                continue
+            try:
+                stager.copy(tensor, block)
+            except BaseException:
+                block.release()
+                raise
+            fields = (
+                next(self._sequence), 1, value.origin, moment, value.phase, 0, repeat, value.scope,
+                DTYPES[value.dtype], _as_tuple(value.shape), value.chunk, keep, block, None, value.note,
+                time.time_ns(), None,
+            )  # fmt: skip
+            put(tuple.__new__(Staged, fields))
+        for start in range(0, len(together), MOST_TOGETHER):
+            self._put_together(together[start : start + MOST_TOGETHER], moment)
 
-    def _put_together(
-        self, probe: Probe, known: Sequence[tuple[ProbedValue, int, torch.Tensor, int]], moment: Moment
-    ) -> bool:
-        """Measure small values where they lie, and put their statistics on the channel; False if there is no room."""
+    def _put_together(self, known: Sequence[tuple[int, ProbedValue, int, torch.Tensor, int]], moment: Moment) -> None:
+        """Measure small values, which have their numbers, where they lie, and put their statistics on the channel."""
         num = len(known)
-        block = self.pool.take(num * GRAIN_BYTES)
+        numbers, values, keeps, tensors, repeats = zip(*known, strict=True)
+        block = self.pool.take(num * GRAIN_BYTES) or self._take_later(num * GRAIN_BYTES, moment.step)
         if block is None:
-            return False
-        values, keeps, tensors, repeats = zip(*known, strict=True)
+            self.channel.count_drop(self._say_no_room(values[0].origin, keeps[0], num * GRAIN_BYTES), num)
+            return
         _, dtypes, numels, shapes, origins, phases, scopes, chunks, notes = zip(*values, strict=True)
         shapes, names = tuple(map(_as_tuple, shapes)), [DTYPES[dtype] for dtype in dtypes]
         try:
-            measured = probe.measure_together(tensors, numels, names, shapes, keeps)
+            measured = (self.probe or self._begin_probe()).measure_together(tensors, numels, names, shapes, keeps)
         except BaseException:
             block.release()
+            self.channel.count_drop("hook_error", num)
             raise
         of_all = (1, moment, 0, block, None, time.time_ns(), None)
         parts, moments, calls, blocks, readies, times, plans = ((one,) * num for one in of_all)
-        numbers = [next(self._sequence) for _ in range(num)]
         rows = zip(
             numbers, parts, origins, moments, phases, calls, repeats, scopes, names, shapes, chunks,
             keeps, blocks, readies, notes, times, plans, strict=True,
         )  # fmt: skip
         self.channel.put(MeasuredTogether(list(map(tuple.__new__, itertools.repeat(Staged), rows)), measured, block))
-        return True
 
     def _begin_probe(self) -> Probe:
         self.probe = Probe(self.observe, DeviceProbe(self), self.on_probed, use_native=self.settings.native)
@@ -414,12 +427,16 @@ class Capture:
         return block
 
     def _had_no_room(self, origin: Origin, keep: int, nbytes: int, parts: int) -> None:
+        self._drop(self._say_no_room(origin, keep, nbytes), min(parts, _MAX_DROPPED_PARTS))
+
+    def _say_no_room(self, origin: Origin, keep: int, nbytes: int) -> str:
+        """Note that memory is lacking, and return the reason of the drop."""
         pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
         if keep & KEEP_RING and self.ring is not None:
             pool, reason = self.ring.pool, "ring_full"
-        self._drop(reason, min(parts, _MAX_DROPPED_PARTS))
         where = f"{origin.module_path or origin.root}:{origin.site} {origin.name}".rstrip()
         self.events.add(reason, _NO_ROOM[reason].format(where=where, nbytes=nbytes, pool=pool), key=reason)
+        return reason
 
     def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
         """Wait for a block of the full pool as long as the settings allow; None where no block became free."""
@@ -653,13 +670,3 @@ _NO_ROOM = {
     "counted until steps have passed; a larger RECORDER_POOL_BYTES or RECORDER_RING_SHARE, a smaller before=, or fewer "
     "values (call=0:4 leaves most of an evaluation out) help",
 }
-
-
-def _may_join(value: ProbedValue, keep: int) -> bool:
-    """Whether the loops can measure a small value together with others, as its values are not kept."""
-    return (
-        keep in (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
-        and value.chunk is None
-        and value.numel * value.dtype.itemsize <= SMALL_BYTES
-        and DTYPES[value.dtype] in TOGETHER_KINDS
-    )

@@ -17,6 +17,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, Moment
 from ..system.processes import live_instances
 from .closures import wrap_closure
@@ -398,7 +399,7 @@ class OptimizerHooks:
         rule_set_of = self._capture.selection.rule_set_of
         for (whose, note, masks), group in groups.items():
             if group is not None and (whose, note, len(masks)) == (key.whose, key.note, len(key.masks)):
-                keeps = [key.masks[rule_set_of[value.origin]] for value in group.values]
+                keeps = [key.masks[rule_set_of.get(value.origin, NOTHING)] for value in group.values]
                 if all(keep & KEEP_PROBE for keep in keeps):
                     return group._replace(keeps=[keep & ~(KEEP_PROBE | KEEP_TOKENS) for keep in keeps])
         return None

@@ -24,6 +24,8 @@ from ..records import (
     KEEP_RING,
     KEEP_STATS,
     KEEP_TENSOR,
+    MOST_TOGETHER,
+    NUMBERS_TOGETHER,
     SMALL_BYTES,
     LostError,
     Measure,
@@ -58,10 +60,7 @@ _SEAL_SHARE = 0.25
 """The share of `close`'s deadline that is reserved for the last batch and the seals."""
 _LAST_SHARE = 0.125
 """The share of `close`'s deadline that is reserved for the last ledger, after hanging syncs were given up."""
-_MOST_TOGETHER = 256
-"""The most small records that are measured together; they take about a millisecond."""
-_OF_NUMBERS = KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT
-_SMALL_KEEPS = (*_OF_NUMBERS, KEEP_TENSOR, *(KEEP_TENSOR | keep for keep in _OF_NUMBERS))
+_SMALL_KEEPS = (*NUMBERS_TOGETHER, KEEP_TENSOR, *(KEEP_TENSOR | keep for keep in NUMBERS_TOGETHER))
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
 
@@ -404,7 +403,7 @@ class Writer:
         if item is None and self._refusal is None:
             time.sleep(_LONG_NAP_S)  # training puts more of them meanwhile, and they cost less together
             item = self._next_item()
-        while _is_small(item) and len(records) < _MOST_TOGETHER:
+        while _is_small(item) and len(records) < MOST_TOGETHER:
             records.append(item)
             item = self._next_item()
         self._put_back = item

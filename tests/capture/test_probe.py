@@ -19,6 +19,7 @@ from torch import nn
 import recorder
 from recorder.analyze.first.first import first
 from recorder.capture.probe import BLOCK_STEPS
+from recorder.capture.staging.pool import Pool
 from recorder.columns import COLUMNS, Role
 from recorder.config import DEFAULT_RULES
 from recorder.rules import parse_rules
@@ -313,6 +314,18 @@ def test_small_values_measured_together_have_the_numbers_of_values_that_were_cop
     columns = [*(name for name in columns if name != "attempt"), "shape", "dtype", "fingerprint"]
     assert len(together) == 3 * 2 * 282
     pd.testing.assert_frame_equal(together[columns], alone[columns])
+
+
+def test_small_values_without_room_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Pool.take
+    monkeypatch.setattr(Pool, "take", lambda pool, nbytes: None if nbytes == 8 << 10 else take(pool, nbytes))
+    monkeypatch.setattr(Pool, "take_or_wait", lambda *_, **__: None)
+    with flagged(tmp_path, "site=param,grad keep=probe,stats") as recording:
+        _train(nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), 5)
+    ledger = recording.manifest["ledger"]
+    num_known = 3 * 8  # the probe begins inside the first step, and learns the values at the second
+    assert ledger["dropped"] == {"pool_full": num_known} and ledger["observed"] == ledger["written"] + num_known
+    assert [len(rows) for _, rows in recording.rows(site="param").groupby("step")] == [4, 4]
 
 
 def _train_watched(model: nn.Module, inputs: list[Any]) -> None:

@@ -384,7 +384,9 @@ class HookedModule:
             return
         for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
             if id(tensor) not in without:
-                chunk, note = self.marked_chunk(tensor, tensor), self.note_of_mark(tensor, tensor)
+                chunk, note = None, None
+                if is_marked(tensor):
+                    chunk, note = self.marked_chunk(tensor, tensor), self.note_of_mark(tensor, tensor)
                 self.record(site, name, tensor, moment, phase, repeat, chunk=chunk, note=note)
 
     def note_of_mark(self, parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:

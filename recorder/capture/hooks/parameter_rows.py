@@ -20,6 +20,7 @@ from ...records import Chunk, Moment
 from ...system.processes import loaded
 from ..dtensors import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
 from ..groups import FSDP1, fsdp1_ranks
+from ..marks import is_marked
 from .module import HookedModule
 
 _NAME = "_flat_param"
@@ -29,10 +30,11 @@ _NAME = "_flat_param"
 class ModuleParameter:
     """The rows of a parameter as its module has registered it: a plain tensor, or a DTensor."""
 
-    __slots__ = ("_module", "_name", "reference")
+    __slots__ = ("_is_marked", "_module", "_name", "reference")
 
     def __init__(self, parameter: torch.Tensor, hooked: HookedModule, name: str) -> None:
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
+        self._is_marked = is_marked(parameter)
         self._module = hooked
         self._name = name
 
@@ -58,7 +60,8 @@ class ModuleParameter:
         if not self._module.keeps(site):  # skips most calls: at most steps no rule keeps the site
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
-        note = note or self._module.note_of_mark(self.reference(), tensor)
+        if self._is_marked:
+            note = note or self._module.note_of_mark(self.reference(), tensor)
         self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
@@ -67,7 +70,8 @@ class ModuleParameter:
         parameter = self.reference()
         if parameter is None:
             return None
-        return localized_chunk(parameter, tensor) or self._module.marked_chunk(parameter, tensor)
+        chunk = localized_chunk(parameter, tensor)
+        return self._module.marked_chunk(parameter, tensor) if chunk is None and self._is_marked else chunk
 
 
 class OriginalSlice(NamedTuple):
