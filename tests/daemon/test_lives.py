@@ -50,13 +50,15 @@ from tests.rigs.waiting import wait_until
         (["dance"], "dance: expected one of ship, status, prune, keep, unkeep"),
         (["prune", "--to", "there"], "prune: say what goes"),
         (["prune", "--older-than", "1d"], "prune: needs --to"),
-        (["keep", "run-b", "--to", "there"], "run-b: no such run"),
+        (["keep", "run-a", "--to", "there"], "there: no such directory; --to names where the runs are"),
+        (["keep", "run-b", "--to", "empty"], "run-b: no such run"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_moves_nothing(
     tmp_path: Path, store: StoreServer, cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
     small_run(tmp_path)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "wrong.toml").write_text("colour = 'red'\n")
     (tmp_path / "nul.toml").write_text('watch = ["a\\u0000b"]\n')
     (tmp_path / "broken.toml").write_text("to = \n")

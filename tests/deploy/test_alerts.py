@@ -62,6 +62,7 @@ class Node:
             newest_writers=writers,
             backlog=[],
             is_settled=False,
+            has_looked=True,
             findings={},
         )
         self.hanging = contextlib.ExitStack()

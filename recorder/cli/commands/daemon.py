@@ -188,10 +188,10 @@ def _prune_reply(
 ) -> Reply:
     from ...daemon.fleet import plan_prune, prune
 
+    if not (runs or older_than or max_bytes):
+        raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
     destination = _destination("prune", settings)
     names = _keys(destination, runs)
-    if not (names or older_than or max_bytes):
-        raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
     plans = plan_prune(
         destination,
         older_than_s=duration_s("--older-than", older_than) if older_than else None,
