@@ -73,7 +73,7 @@ def make_training(path: Path, *, factor: float = 1.0) -> Path:
                 make_row(seq, loss, step=step, rank=rank, module_path="", site="scalar", name="loss", encoding=None)
             )
             seq += 1
-        filters = rng.standard_normal((4, 3, 5, 5)).astype(np.float32)
+        filters = np.random.default_rng(2).standard_normal((4, 3, 5, 5)).astype(np.float32)  # the ranks are replicas
         tensors.append(
             make_row(seq, filters, rank=rank, module_path="stem", site="param", name="weight", phase="optimizer")
         )
