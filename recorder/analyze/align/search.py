@@ -179,7 +179,7 @@ class Search:
         beyond = [number for number, one in enumerate(compared) if one.is_beyond.any() or number in begin]
         first = next((number for number in beyond if number in begin or self._is_followed(number)), None)
         cancelled = [number for number in beyond if first is None or number < first]
-        shifted = [self.values[number] for number in cancelled if self._is_of_positions(compared[number].name)]
+        shifted = [self.values[number] for number in cancelled if self._is_of_positions(number)]
         others = [self.values[number] for number in cancelled if self.values[number] not in shifted]
         for own, why in (shifted, ", as where whole samples are at other positions"), (others, ""):
             if own:
@@ -223,15 +223,20 @@ class Search:
         """Whether the modules that run next part, too; else nothing uses what parts, or it cancels, as a shift does."""
         one, following = self.compared[number], self.compared[number + 1 :]
         later = [other for other in following if other.name.site == "output" and other.name[0] != one.name[0]]
-        is_of_positions = self._is_of_positions(one.name)
-        if one.name.site == "output" and is_of_positions and not self._is_shifted[one.slots[one.is_beyond]].all():
-            return True
+        is_of_positions = self._is_of_positions(number)
+        if is_of_positions and (one.name.site == "input" or not self._is_shifted[one.slots[one.is_beyond]].all()):
+            return one.name.site == "output"  # an input is the output that has been judged
         return not later or any(other.is_beyond.any() for other in later[: 1 if is_of_positions else _MAX_AGREEING])
 
-    def _is_of_positions(self, of: ValueName) -> bool:
-        """Whether a module computes of positions or tokens alone."""
-        is_innermost = not self._trainer.ran_inside(of[0])
-        names = [name for name in self._trainer.values if name[:2] == (of[0], "input") and is_innermost]
+    def _is_of_positions(self, number: int) -> bool:
+        """Whether a value is the output of a module that computes of positions or tokens alone, or is handed it."""
+        one = self.compared[number]
+        if one.name.site == "input":
+            outputs = [at for at, of in enumerate(self.compared[:number]) if of.name.site == "output"]
+            same = [at for at in outputs if np.array_equal(self.compared[at].apart, one.apart)]
+            return any(map(self._is_of_positions, same))
+        is_innermost = not self._trainer.ran_inside(one.name[0])
+        names = [name for name in self._trainer.values if name[:2] == (one.name[0], "input") and is_innermost]
         pairs = filter(None, map(self.joined.pair, names))
         return any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
 

@@ -203,5 +203,19 @@ def test_what_nothing_follows_is_said_with_positions_where_it_is_of_positions(is
     for note in notes:
         assert ("whole samples are at other positions" in note) == ("rotary_emb" in note)
     assert any("k_proj" in note for note in notes) == is_linear
-    largest = max(value.largest for value in found.values)
+    largest = max(value.largest for value in found.values if is_linear or not value.num_beyond)
     assert f"by up to {largest:.2g}" in found.told
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_positions_that_are_handed_on_are_judged_where_they_are_made(factor: float, tmp_path: Path) -> None:
+    (ids, mask), engine = prompts(), llama()
+    with torch.no_grad():
+        engine.model.layers[1].mlp.up_proj.weight.mul_(factor)
+    sequences = write(tmp_path / "engine", engine, ids, mask)
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask), position_ids=None)
+    found = aligned(tmp_path)
+    handed = [value for value in found.values if value.name.startswith("position_embeddings")]
+    assert any(value.num_beyond for value in handed)
+    told = "of the modules agree within noise" if factor == 1 else "part at 'model.layers.1.mlp.up_proj' output"
+    assert found.is_fine == (factor == 1) and told in found.told, found.told
