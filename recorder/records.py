@@ -202,9 +202,10 @@ class Measured(NamedTuple):
 class MeasuredTogether(NamedTuple):
     """Records of small values whose statistics were computed where the values lie, so that no values were copied."""
 
-    records: Sequence[Staged]
-    measured: Sequence[Measured]
-    """The statistics of each record."""
+    num_rows: int
+    make: Callable[[], tuple[list[Staged], list[Measured]]]
+    """Returns the records and the statistics of each. Called once, on the writer thread: so many objects that waited
+    in the queue would have the garbage collector search all objects of the process."""
     block: Block
     """The memory of the pool that bounds how many such records wait. The records' own blocks are this one, too."""
 

@@ -398,7 +398,11 @@ class Capture:
             numbers, parts, origins, moments, phases, calls, repeats, scopes, names, shapes, chunks,
             keeps, blocks, readies, notes, times, plans, strict=True,
         )  # fmt: skip
-        self.channel.put(MeasuredTogether(list(map(tuple.__new__, itertools.repeat(Staged), rows)), measured, block))
+
+        def make() -> tuple[list[Staged], list[Measured]]:
+            return list(map(tuple.__new__, itertools.repeat(Staged), rows)), measured()
+
+        self.channel.put(MeasuredTogether(num, make, block))
 
     def _begin_probe(self) -> Probe:
         self.probe = Probe(self.observe, DeviceProbe(self), self.on_probed, use_native=self.settings.native)

@@ -71,6 +71,8 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
         _refuse_kinds(tensor)
         if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
             return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
+    if is_usual and not tensor.storage_offset() and tensor.data_ptr():
+        return tensor, chunk  # asking its storage would make an object that lives as long as the storage
     # FSDP frees storages; reading a freed storage on a GPU would break the CUDA context of the process.
     if (tensor.is_cpu or tensor.is_cuda) and not tensor.untyped_storage().nbytes() and tensor.numel():
         raise UnsupportedKind("storage_freed")

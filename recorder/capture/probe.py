@@ -264,8 +264,11 @@ class Probe:
     def measure_together(
         self, tensors: Sequence[torch.Tensor], numels: Sequence[int], dtypes: Sequence[str],
         shapes: Sequence[tuple[int, ...]], keeps: Sequence[int],
-    ) -> list[Measured]:  # fmt: skip
-        """Return the statistics of small tensors that `saw_group` has just measured, with fingerprints by `keeps`."""
+    ) -> Callable[[], list[Measured]]:  # fmt: skip
+        """Measure small tensors that `saw_group` has just measured, with fingerprints by `keeps`.
+
+        The result returns their statistics, on any thread.
+        """
         assert self._kernels is not None, "groups on the host are measured by the compiled loops"
         weights = [
             self._weights(ITEM_BYTES[dtype], shape) if keep & KEEP_FINGERPRINT else None

@@ -316,31 +316,36 @@ class Kernels:
 
     def measure_small(
         self, at: Sequence[int], items: Sequence[int], dtypes: Sequence[str], weights: Sequence[Weights | None]
-    ) -> list[Measured]:
-        """Return statistics of many tensors in one call, with the fingerprint at the origin for tensors with weights.
+    ) -> Callable[[], list[Measured]]:
+        """Measure many tensors in one call, with the fingerprint at the origin for tensors with weights.
 
-        The interpreter's lock is held meanwhile, so the tensors should have about `HELD_BYTES` together. Only the
-        arguments are made with a Python statement for each tensor. `at` are the addresses, and `items` the numbers of
-        elements. Each dtype is one of `TOGETHER_KINDS`.
+        The result returns the statistics of each, at a time when the tensors may be gone. The interpreter's lock is
+        held meanwhile, so the tensors should have about `HELD_BYTES` together. Only the arguments are made with a
+        Python statement for each tensor. `at` are the addresses, and `items` the numbers of elements. Each dtype is one
+        of `TOGETHER_KINDS`.
         """
         measuring = np.zeros(len(at), _MEASURING_ITEMS)
         measuring["at"], measuring["items"], measuring["kind"] = at, items, [KINDS[dtype] for dtype in dtypes]
-        fingerprints: Iterable[int | None] = repeat(None)
         out = np.empty((len(at), _STATISTICS.size // 8), np.float64)
         has_weights = any(weights)
         if has_weights:
             measuring["weights"] = [0 if one is None else one.address for one in weights]
         self._measure_held(address(measuring), len(at), self._of_thread.scratch, address(out))
-        if has_weights:
-            known = out.view(np.uint64)[:, _FINGERPRINT].tolist()
-            fingerprints = [None if one is None else value for one, value in zip(weights, known, strict=True)]
-        numbers = out[:, : _COUNTS.start].T.tolist()
-        counts = out.view(np.int64)[:, _COUNTS].T.tolist()
-        rows = zip(*numbers, *counts, fingerprints, repeat(None), repeat(None), repeat(None))
-        made = list(map(tuple.__new__, repeat(Measured), rows))
-        for number in np.flatnonzero(out.view(np.int64)[:, -1] == 0).tolist():
-            made[number] = Measured(*(None,) * 10, *made[number][10:])
-        return made
+
+        def make() -> list[Measured]:
+            fingerprints: Iterable[int | None] = repeat(None)
+            if has_weights:
+                known = out.view(np.uint64)[:, _FINGERPRINT].tolist()
+                fingerprints = [None if one is None else value for one, value in zip(weights, known, strict=True)]
+            numbers = out[:, : _COUNTS.start].T.tolist()
+            counts = out.view(np.int64)[:, _COUNTS].T.tolist()
+            rows = zip(*numbers, *counts, fingerprints, repeat(None), repeat(None), repeat(None))
+            made = list(map(tuple.__new__, repeat(Measured), rows))
+            for number in np.flatnonzero(out.view(np.int64)[:, -1] == 0).tolist():
+                made[number] = Measured(*(None,) * 10, *made[number][10:])
+            return made
+
+        return make
 
     def split(self, data: _Bytes, item_bytes: int, planes: range, out: _Bytes) -> None:
         """Copy byte planes (0 is the most significant) of little-endian elements to the front of `out`, end to end."""

@@ -25,24 +25,25 @@ class Slice:
     methods, `key` names one module or one tap.
     """
 
-    __slots__ = ("_calls", "_graphless", "has_gradient", "moment", "used")
+    __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "used")
 
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
         self.has_gradient = False
         self.used: set[int] = set()
         """The ids of parameters that the slice has used, whose local gradients have not arrived yet."""
-        self._calls: dict[str, defaultdict[Hashable, count[int]]] = {
-            "forward": defaultdict(count),
-            "recompute": defaultdict(count),
-        }
-        """The counters of calls, by phase and key. Two threads never get the same number."""
+        self._first_calls: dict[str, dict[Hashable, object]] = {"forward": {}, "recompute": {}}
+        """By phase, the keys that were called; the garbage collector need not search the values."""
+        self._more_calls: defaultdict[tuple[str, Hashable], count[int]] = defaultdict(lambda: count(1))
+        """The counters of further calls, by phase and key. Two threads never get the same number."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
         """The forward calls that made no graph, by key, with the number of recomputes that made the graph later."""
 
     def enter(self, phase: str, key: Hashable) -> int:
         """Count a call that begins, and return its index."""
-        return next(self._calls[phase][key])
+        mine = object()
+        is_first = self._first_calls[phase].setdefault(key, mine) is mine
+        return 0 if is_first else next(self._more_calls[phase, key])
 
     def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:
         """Return the call and repeat indexes for the gradients of a call's new graph; None if it makes no new graph.

@@ -478,8 +478,13 @@ class Writer:
             self._drop(item.staged if isinstance(item, Due) else item)
         elif isinstance(item, MeasuredTogether):
             try:
-                self._take_together(item.records, item.measured)
+                num_left = item.num_rows
+                made = item.make()
+                num_left = 0
+                self._take_together(*made)
             finally:
+                if num_left:
+                    self._ledger.drop(WRITER_ERROR, num_left)
                 item.block.release()
         elif isinstance(item, Due):
             assert self._ring is not None, "records are due from a ring"
@@ -657,7 +662,7 @@ class Writer:
             self._drop(staged)
 
     def _drop(self, item: Staged | MeasuredTogether) -> None:
-        num_rows = item.num_parts if isinstance(item, Staged) else len(item.records)
+        num_rows = item.num_parts if isinstance(item, Staged) else item.num_rows
         self._ledger.drop(self._refusal or CLOSED, num_rows)
         item.block.release()
 

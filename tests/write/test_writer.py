@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -812,7 +812,8 @@ def _put_measured(rig: Rig, num_rows: int) -> FakeBlock:
     for _ in range(num_rows):
         records.append(fake_staged(seq=rig.num_observed, keep=KEEP_STATS)._replace(block=block))
         rig.num_observed += 1
-    rig.writer.put(MeasuredTogether(records, [Measured(mean=float(one.seq)) for one in records], block))
+    measured = [Measured(mean=float(one.seq)) for one in records]
+    rig.writer.put(MeasuredTogether(num_rows, lambda: (records, measured), block))
     return block
 
 
@@ -824,6 +825,21 @@ def test_records_measured_in_the_hook_are_written_as_they_are(tmp_path: Path) ->
     assert rig.close().is_complete
     assert block.num_releases == 1
     assert [row["mean"] for row in rig.rows()][1:] == list(range(1, MAX_ROWS + 4))
+
+
+def test_records_measured_in_the_hook_that_cannot_be_made_are_counted(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.put(keep=KEEP_STATS)
+    block = FakeBlock(np.zeros(0, np.uint8))
+    rig.num_observed += 3
+
+    def fails() -> NoReturn:
+        raise ValueError("no statistics")
+
+    rig.writer.put(MeasuredTogether(3, fails, block))
+    rig.start()
+    assert rig.close().ledger["dropped"] == {"writer_error": 3}
+    assert block.num_releases == 1 and len(rig.rows()) == 1
 
 
 def test_records_measured_in_the_hook_are_counted_where_nothing_takes_them(tmp_path: Path) -> None:

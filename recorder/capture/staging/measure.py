@@ -160,7 +160,7 @@ def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) 
             [block.num_bytes // ITEM_BYTES[s.dtype] for block, s in zip(blocks, joined, strict=True)],
             [s.dtype for s in joined],
             [_weights(s) if s.keep & KEEP_FINGERPRINT else None for s in joined],
-        )
+        )()
     if len(joined) == len(records):
         return measured
     of_kernels = iter(measured)
