@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
@@ -66,10 +67,8 @@ def last_step(optimizers: list[Optimizer]) -> int | None:
     for device in {step.device for step in recorded if _is_on_gpu(step)}:
         if not torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):
-                on_device = [
-                    step.detach().reshape(()) for step in recorded if _is_on_gpu(step) and step.device == device
-                ]
-                steps.append(int(torch.stack(on_device).max()))
+                there = [step.detach().reshape(()) for step in recorded if _is_on_gpu(step) and step.device == device]
+                steps.append(int(torch.stack(there).max()))
     return max(steps, default=None)
 
 
@@ -108,9 +107,8 @@ class OptimizerHooks:
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._probed: dict[int, tuple[weakref.ref[Optimizer], dict[_GroupKey, ProbedGroup | None]]] = {}
-        """By the id of an optimizer, which may have no hash: the values that the probe measures together. Their key is
-        the parameters in their order, which of them have gradients, and the masks; None stands for values that the
-        probe must measure one by one."""
+        """By the id of an optimizer, which may have no hash: the values that the probe measures together; None stands
+        for values that it must measure one by one."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """The parameters that came after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
@@ -291,7 +289,9 @@ class OptimizerHooks:
             self._last_gradient = LastGradient.of(_parameters(optimizer), in_ddp=in_ddp)
             trained = {id(parameter) for live in self._live() for parameter in _parameters(live)}
             for root in capture.roots:
-                root.inventory.look_at_update(trained, capture.clock.step)
+                # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
+                if root.thread in (None, threading.get_ident()):
+                    root.inventory.look_at_update(trained, capture.clock.step)
 
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""

@@ -184,7 +184,7 @@ class TapRows:
         parsed = Where.from_text(where)
         path = parsed.path if watch is None else watch.node_path
         watch = watch or root.module_at(path)
-        root.add_tapped(parsed, path)
+        root.inventory.add_seen_at_tap(parsed, path)
         rule_sets = watch.rule_sets if watch is not None else {}
         if not rule_sets.get(parsed.site):  # a container here, but callable in the model that was instrumented
             rule_sets = selection.rule_sets(path, parsed.cls, parsed.leaf)

@@ -6,6 +6,7 @@ Nothing here may raise into training, keep a model alive, or read a tensor's val
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -91,6 +92,8 @@ class Root:
         self._entered: Callable[[], nn.Module | None] = lambda: None
         """The module that the current or last call of the root has entered."""
         self.num_calls = 0
+        self.thread: int | None = None
+        """The thread that made the last call; None before the first call, and where a compiled model has no hooks."""
         self.attachments: list[Callable[[], Any]] = []
         """Weak references to the handles of this root that the program holds and has not closed."""
         self.is_kept = False
@@ -381,14 +384,11 @@ class Root:
         self.say_if_nothing_moved()
         self.inventory.step_is_over(has_compiled=has_compiled)
 
-    def add_tapped(self, where: Where, path: str) -> None:
-        """Record in the inventory that a tap in a graph records values of a module."""
-        self.inventory.add_seen_at_tap(where, path)
-
     def begins(self, module: nn.Module) -> None:
         """Begin a call of the root, which enters at one of the root's modules."""
         if torch._C._current_graph_task_id() != -1:
             return
+        self.thread = threading.get_ident()
         root_calls = self.capture.root_calls
         if root_calls.depth == 1 and root_calls.outermost is self and self.is_entered_at(module):
             root_calls.depth = 0  # the last call was interrupted, as by Ctrl-C in a notebook
