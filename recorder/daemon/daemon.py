@@ -331,6 +331,8 @@ class Daemon:
         for key in self._runs.keys() - runs:
             run = self._runs.pop(key)
             run.close()
+            if run.is_recording:
+                logger.warning("%s: its folder is gone while it was recorded; what was shipped stays there", run.key)
             self.shared.said.pop(run.key, None)
             self._carriers.pop(run, None)
         self._counts = counts

@@ -9,9 +9,12 @@ import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import recorder
 from recorder.config import PRESETS, Settings, load_settings
 from tests.rigs.command_line import Cli, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, flip, ledger, make_row, make_run
@@ -38,6 +41,20 @@ class TestLs:
         assert lines[0].startswith("run-a: 2 of 2 ranks, steps 0..11, 96 rows, ")
         assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
         assert all("pool_full=3" in line and "closed" in line for line in lines[2:])
+
+    def test_rows_of_the_probe_are_counted_alike_in_a_run_and_its_writers(self, cli: Cli, tmp_path: Path) -> None:
+        model = torch.nn.Linear(2, 2)
+        more: dict[str, Any] = {"rules": "site=output keep=probe; site=output steps=::2 keep=stats"}
+        with recorder.attach(model, enabled=True, dir=str(tmp_path), **more):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(4):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        (run,) = tmp_path.iterdir()
+        found = cli("ls", run, "--json").json
+        assert (found["rows"], found["probe_rows"]) == (found["writers"][0]["rows"], 1) == (3, 1)
+        assert "steps 0..2 (2), 3 rows (1 of the probe), " in cli("ls", run).out
+        assert "2 shards, 3 rows, " in cli("verify", run).out
 
     def test_a_merged_run_has_a_line_for_each_rank_and_one_for_all(self, cli: Cli, recorded: Path) -> None:
         merged = recorded.parent / "merged"

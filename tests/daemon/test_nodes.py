@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import pytest
 
 import recorder
 from recorder.format.rundir import STATUS, encode_status, parse_json
@@ -17,7 +21,7 @@ from recorder.run.status import RunWatch
 from recorder.storage.locations import location_of
 from recorder.system.processes import own_process
 from tests.daemon.support import at_work, objects, ship
-from tests.daemon.test_shipping import prefix_of
+from tests.daemon.test_shipping import prefix_of, small_run
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.server import BUCKET, StoreServer
 from tests.rigs.serving import serving
@@ -87,6 +91,21 @@ def test_ranks_of_a_node_are_one_object_until_they_end(tmp_path: Path, store: St
             show(writer, 14, state="closed")
         wait_until(lambda: sum(name.endswith(STATUS) for name in objects(store, prefix_of(to))) == 3)
         wait_until(lambda: [rank.state for rank in RunWatch(run).look()] == ["closed"] * 3)
+
+
+def test_a_run_whose_folder_goes_while_it_is_recorded_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
+    a_node(tmp_path)
+    small_run(tmp_path, "run-b")
+    with at_work(tmp_path, str(tmp_path / "there")) as daemon:
+        wait_until(lambda: sorted(run.is_put for run in daemon.runs) == [True, True])
+        for name in ("run-a", "run-b"):
+            shutil.rmtree(tmp_path / "recordings" / name)
+        wait_until(lambda: not daemon.runs)
+    said = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
+    assert said == ["run-a: its folder is gone while it was recorded; what was shipped stays there"]
 
 
 def test_a_rank_that_was_killed_is_so_for_those_who_cannot_ask_its_host(

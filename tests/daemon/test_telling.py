@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import recorder
 from recorder.checks.live import LIVE_RULES
 from recorder.daemon import errands, telling
 from recorder.daemon.metrics import _LIVE_RULES
+from recorder.daemon.shipping.run import RunShipper
 from recorder.format.rundir import STATUS, STATUS_BYTES, Members, encode_status, parse_json
 from recorder.run.status import LiveFinding
 from tests.daemon.support import at_work
@@ -157,11 +159,25 @@ def test_check_says_rank_and_module_of_what_is_new(cli: Cli, recorded: Path, mon
     told = cli("check", recorded, "--json")
     monkeypatch.setattr(errands, "_run", lambda words, is_stopping: (told.exit_code, told.out, told.err))
     shared = SimpleNamespace(is_stopping=lambda: False, counters=SimpleNamespace(add=lambda *words: None))
-    run: Any = SimpleNamespace(path=str(recorded), key="run-a", shared=shared, findings={})
-    first = errands.check(run)[0]
+    run: Any = SimpleNamespace(path=str(recorded), key="run-a", shared=shared, findings={}, all_writers=[])
+    first, *others = errands.check(run)
     assert first.pop("text").startswith("step 9, 'layers.0' ")
     assert first == {"rule": "nonfinite", "severity": "error", "step": 9, "ranks": [1], "module_path": "layers.0"}
     assert errands.check(run) == [], "what was told is no news"
+    live = LiveFinding(rule="nonfinite", severity="error", module="layers.0", step=9, number=1, text="step 9, ...")
+    run.findings, run.all_writers = {}, [SimpleNamespace(rank=1, findings=(live,))]
+    assert errands.check(run) == others, "nor is what a rule said in training"
+
+
+def test_what_two_ranks_find_at_one_step_is_said_once() -> None:
+    one = LiveFinding(rule="nonfinite", severity="error", module="a", step=9, number=1, text="step 9, ...")
+    writers = [SimpleNamespace(rank=rank, findings=found) for rank, found in enumerate([(one,), (one,), (), ()])]
+    run: Any = SimpleNamespace(all_writers=writers, _seen_findings=set())
+    assert [news["ranks"] for news in RunShipper.live_news(run)] == [[0, 1]]
+    writers[2].findings = (one,)  # its status came a second later
+    assert RunShipper.live_news(run) == []
+    writers[3].findings = (replace(one, step=30),)
+    assert [(news["step"], news["ranks"]) for news in RunShipper.live_news(run)] == [(30, [3])]
 
 
 @pytest.mark.parametrize("kind", ["fine", "slow", "redirect", "endless", "refuses", "down"])

@@ -73,6 +73,7 @@ def _summary(run: Run) -> dict[str, Any]:
     for writer in run.writers:
         dropped.update(writer.balance.dropped)
     num_open_rows, num_open_files = notes.unsealed(run)
+    num_rows = sum(writer.num_rows for writer in run.writers)
     return {
         "run": run.path.name,
         "name": run.name,
@@ -82,7 +83,8 @@ def _summary(run: Run) -> dict[str, Any]:
         "world_size": run.world_size,
         "ranks": run.ranks,
         "steps": run.steps,
-        "rows": run.num_rows,
+        "rows": num_rows,
+        "probe_rows": num_rows - run.num_rows,
         "bytes": run.size_bytes,
         "dropped": dict(dropped),
         "suspect_rows": sum(writer.balance.suspect for writer in run.writers),
@@ -107,15 +109,17 @@ def _writers_reply(run: Run) -> Reply:
     writers = [_describe(run, writer) for writer in run.writers]
     return Reply(
         members=lambda: summary | {"writers": writers},
-        parts=lambda: _writers_parts(run, summary["bytes"], _folded(writers) if run.is_merged else writers),
+        parts=lambda: _writers_parts(run, summary, _folded(writers) if run.is_merged else writers),
         exit_code=int(bool(run.problems)),
     )
 
 
-def _writers_parts(run: Run, num_bytes: int, writers: list[dict[str, Any]]) -> Iterator[str | Table]:
+def _writers_parts(run: Run, summary: dict[str, Any], writers: list[dict[str, Any]]) -> Iterator[str | Table]:
     some = f"{len(run.ranks)} of {counted(run.world_size, 'rank')}" if run.world_size else ""
     ranks = some or counted(len(run.ranks), "rank")
-    totals = [ranks, f"steps {span(run.steps) or 'none'}", counted(run.num_rows, "row"), size(num_bytes)]
+    of_probe = f" ({summary['probe_rows']:,} of the probe)" if summary["probe_rows"] else ""
+    num_rows = counted(summary["rows"], "row") + of_probe
+    totals = [ranks, f"steps {span(run.steps) or 'none'}", num_rows, size(summary["bytes"])]
     rows = [
         [
             "global" if writer["rank"] is None else str(writer["rank"]), writer["writer"],

@@ -41,8 +41,8 @@ class RunShipper:
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
         """The number of findings of `recorder check`, by rule and severity."""
-        self._seen_findings: set[tuple[str, str, int | None]] = set()
-        """The live findings that `live_news` has returned, by rule, module and rank."""
+        self._seen_findings: set[tuple[str, str, int]] = set()
+        """The live findings that `live_news` has returned, by rule, module and step."""
         self._counts = Entries()
         self._next_look_s = self._next_settled_look_s = self._next_shown_s = 0.0
         self._has_reconciled = self.has_looked = self._was_removed = False
@@ -248,14 +248,14 @@ class RunShipper:
 
     def live_news(self) -> list[dict[str, Any]]:
         """Return the findings of rules that run in training that no earlier call returned, each with all its ranks."""
-        news: dict[tuple[str, str], dict[str, Any]] = {}
+        news: dict[tuple[str, str, int], dict[str, Any]] = {}
         for writer in self.all_writers:
             for one in writer.findings:
-                if (key := (one.rule, one.module, writer.rank)) not in self._seen_findings:
-                    self._seen_findings.add(key)
+                if (key := (one.rule, one.module, one.step)) not in self._seen_findings:
                     first = {"rule": one.rule, "severity": one.severity, "step": one.step, "ranks": []}
-                    told = news.setdefault(key[:2], {**first, "module_path": one.module, "text": one.text})
+                    told = news.setdefault(key, {**first, "module_path": one.module, "text": one.text})
                     told["ranks"].append(writer.rank)
+        self._seen_findings |= news.keys()
         return list(news.values())
 
     def look_again(self) -> None:
