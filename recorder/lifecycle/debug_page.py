@@ -9,6 +9,7 @@ A rank answers on a thread of torch's, also while training hangs in a collective
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from typing import Any
@@ -32,6 +33,8 @@ class RecorderHandler(DebugHandler):  # type: ignore[misc, unused-ignore] # torc
     """The recorder's page. Make it on every rank, as each rank then answers; rank 0 gathers the answers."""
 
     def __init__(self) -> None:
+        # Torch drops its reference after the end of Python: if that were the last one, the process would abort.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_answer))
         _register_handler(_NAME, _answer)
 
     def routes(self) -> list[Route]:

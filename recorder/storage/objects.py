@@ -131,6 +131,7 @@ class ObjectStore:
         """The facts of runs' manifests, by the keys of the runs; None if there is no manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
         """Blocks by the keys of their objects; the most recently read object comes last."""
+        self._kept_bytes = 0
         self._shown: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
 
     @property
@@ -245,9 +246,9 @@ class ObjectStore:
     def _keep(self, key: str, blocks: list[_Block]) -> None:
         with self._lock:
             self._kept[key] = self._kept.pop(key, []) + blocks
-            num_bytes = sum(block.content.size for kept in self._kept.values() for block in kept)
-            while num_bytes > _MAX_KEPT_BYTES:
-                num_bytes -= sum(block.content.size for block in self._kept.popitem(last=False)[1])
+            self._kept_bytes += sum(block.content.size for block in blocks)
+            while self._kept_bytes > _MAX_KEPT_BYTES:
+                self._kept_bytes -= sum(block.content.size for block in self._kept.popitem(last=False)[1])
 
     def _get(self, path: ObjectPath, seen: FileFacts, byte_range: range) -> Any:
         def is_longer(meta: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,10 @@ def test_its_button_has_all_ranks_write_the_ring(folder: Path, finished: Finishe
 def test_the_periodic_dump_of_torch_has_it_too(folder: Path) -> None:
     texts = [path.read_text() for path in folder.glob("recorder_*.txt")]
     assert texts and all(text.startswith("rank 0: ") and "\nrank 1: " in text for text in texts)
+
+
+def test_a_process_with_the_page_ends_as_one_without() -> None:
+    pytest.importorskip("torch.distributed.debug._frontend", reason="this torch has no debug server")
+    script = "from recorder.lifecycle.debug_page import RecorderHandler; RecorderHandler()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import debug
 from torch.distributed.debug import start_debug_server, stop_debug_server
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,10 +62,6 @@ def main() -> None:
     dist.barrier()
     if rank == 0:
         stop_debug_server()
-    elif (
-        debug._WORKER_SERVER is not None
-    ):  # torch's function is for rank 0 alone, and a server that is still there aborts the process
-        debug._WORKER_SERVER.shutdown()
     del model  # DDP that outlives its process group can block the end of the process
     dist.destroy_process_group()
 
