@@ -25,7 +25,10 @@ from tests.rigs.clusters import PATIENCE_S, Slowed, kill_group
 from tests.rigs.merging import assert_is_merge, make_small_run
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+SETTINGS = {
+    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",  # its own 30 s are too few where others work, too
+}  # fmt: skip
 RAY = str(Path(sys.executable).with_name("ray"))
 RAY_NODE = ("--block", "--num-cpus=1", f"--object-store-memory={80 << 20}", "--disable-usage-stats")
 
