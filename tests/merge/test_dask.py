@@ -24,13 +24,12 @@ from recorder.run.run import open_run
 from recorder.system.executors import open_cluster, versions
 from tests.rigs.clusters import PATIENCE_S, Workers, started_cluster, wait_for
 from tests.rigs.command_line import Cli, cli
-from tests.rigs.merging import assert_is_merge, batch, make_small_run, units
+from tests.rigs.merging import assert_is_merge, batch, files_of_merge, make_small_run, units
 
 __all__ = ["cli"]
 
 UNIT_BYTES = 400
 """A step of a small run is a unit."""
-_OF_A_MERGE = ("created_ns", "closed_ns", "started_ns", "pid", "host", "process", "checksum", "crc32c")
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +63,12 @@ def make_astray(path: Path, far: float) -> Path:
         return make_small_run(path, steps=8)
 
 
-def content(folder: Path) -> dict[str, Any]:
-    """Every file of a directory; of manifests without what says when and where they were written."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix == ".json":
-            said = json.loads(path.read_text())
-            found[str(path.relative_to(folder))] = {k: v for k, v in said.items() if k not in _OF_A_MERGE}
-        elif path.is_file():
-            found[str(path.relative_to(folder))] = path.read_bytes()
-    return found
-
-
 def test_a_merge_is_the_same_to_the_last_byte(cli: Cli, cluster: Workers, run: Path, tmp_path: Path) -> None:
     assert cli("merge", run, "-o", tmp_path / "here", "--jobs", 1).exit_code == 0
     there = cli("merge", run, "-o", tmp_path / "there", "--scheduler", cluster.address)
     assert (there.exit_code, there.err) == (0, "")
     assert len(units(tmp_path / "there")) == 6
-    assert content(tmp_path / "here") == content(tmp_path / "there")
+    assert files_of_merge(tmp_path / "here") == files_of_merge(tmp_path / "there")
     assert_is_merge(tmp_path / "there", run)
 
 
@@ -248,7 +235,7 @@ def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path)
         finally:
             killer.join(PATIENCE_S)
         assert first.wait(PATIENCE_S) == -signal.SIGKILL
-    assert content(tmp_path / "here") == content(tmp_path / "there")
+    assert files_of_merge(tmp_path / "here") == files_of_merge(tmp_path / "there")
     assert_is_merge(tmp_path / "there", run)
 
 

@@ -13,10 +13,10 @@ from recorder.errors import install_line
 from recorder.merge.merge import merge_run
 from recorder.run.run import open_run
 from recorder.system.executors import open_cluster
-from tests.merge.test_dask import UNIT_BYTES, content, make_astray
+from tests.merge.test_dask import UNIT_BYTES, make_astray
 from tests.rigs.clusters import PATIENCE_S, Nodes, Slowed, kill_group, started_ray, wait_for
 from tests.rigs.command_line import Cli, cli
-from tests.rigs.merging import assert_is_merge, make_small_run, units
+from tests.rigs.merging import assert_is_merge, files_of_merge, make_small_run, units
 
 __all__ = ["cli"]
 
@@ -45,7 +45,7 @@ def test_a_merge_is_the_same_to_the_last_byte(cli: Cli, cluster: Nodes, run: Pat
     there = cli("merge", run, "-o", tmp_path / "there", "--scheduler", cluster.address)
     assert (there.exit_code, there.err) == (0, "")
     assert len(units(tmp_path / "there")) == 6
-    assert content(tmp_path / "here") == content(tmp_path / "there")
+    assert files_of_merge(tmp_path / "here") == files_of_merge(tmp_path / "there")
     assert_is_merge(tmp_path / "there", run)
 
 
@@ -101,5 +101,5 @@ def test_units_of_a_killed_node_are_made_by_another(run: Path, tmp_path: Path) -
         finally:
             killer.join(PATIENCE_S)
         assert cluster.nodes[1].returncode is not None
-    assert content(tmp_path / "here") == content(tmp_path / "there")
+    assert files_of_merge(tmp_path / "here") == files_of_merge(tmp_path / "there")
     assert_is_merge(tmp_path / "there", run)

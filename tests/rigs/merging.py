@@ -126,3 +126,19 @@ def _key(row: dict[str, Any]) -> str:
 def units(out: Path) -> list[str]:
     """Names of the published units."""
     return sorted(path.name for path in (out / "global").iterdir() if path.name.startswith("steps"))
+
+
+_OF_A_MERGE = ("created_ns", "closed_ns", "started_ns", "pid", "host", "process", "checksum", "crc32c")
+"""Members of manifests that say when and where a merge was written."""
+
+
+def files_of_merge(folder: Path) -> dict[str, Any]:
+    """Every file of a directory; of manifests without what says when and where they were written."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix == ".json":
+            said = json.loads(path.read_text())
+            found[str(path.relative_to(folder))] = {k: v for k, v in said.items() if k not in _OF_A_MERGE}
+        elif path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found

@@ -20,9 +20,8 @@ from recorder.merge.merge import merge_run
 from recorder.run.run import open_run
 from recorder.system.executors import open_cluster
 from tests.campaigns.cluster.nodes import LOGIN, Node, wait_for
-from tests.merge.test_dask import UNIT_BYTES, content
 from tests.rigs.clusters import PATIENCE_S, Slowed, kill_group
-from tests.rigs.merging import assert_is_merge, make_small_run
+from tests.rigs.merging import assert_is_merge, files_of_merge, make_small_run
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = {
@@ -90,7 +89,7 @@ def started(kind: str, nodes: list[Node], folder: Path) -> Iterator[tuple[str, C
 def test_a_merge_by_two_machines_outlives_one_of_them(
     kind: str, machines: dict[str, Node], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", UNIT_BYTES)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 400)  # a step of the run is a unit
     run, nodes = make_small_run(folder / "run", steps=12), [machines["train-0"], machines["train-1"]]
     merge_run(open_run(run), folder / "here")
     with started(kind, nodes, folder) as (address, has_begun):
@@ -117,5 +116,5 @@ def test_a_merge_by_two_machines_outlives_one_of_them(
             finally:
                 killer.join(PATIENCE_S)
     assert not (folder / "train-1" / "up").exists() and all(map(has_begun, nodes))
-    assert content(folder / "here") == content(folder / "there")
+    assert files_of_merge(folder / "here") == files_of_merge(folder / "there")
     assert_is_merge(folder / "there", run)
