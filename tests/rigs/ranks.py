@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -53,6 +54,7 @@ def main(num_ranks: int, script: str) -> int:
     os.environ.update({"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_RANK": "0"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
     os.environ.update({"TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": "0"})
+    gc.freeze()  # an attach looks through all objects: not through those that were imported by now
     left = {fork(functools.partial(run, script, rank)) for rank in range(num_ranks)}
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     code = 0
@@ -85,6 +87,7 @@ def start(words: list[str], folder: str, output: str, environment: dict[str, str
 
 def serve() -> None:
     """Start a job, and answer with its process id; or answer with the exit code of a job, None while it runs."""
+    gc.freeze()
     for line in sys.stdin:
         asked: Any = json.loads(line)
         if isinstance(asked, int):
