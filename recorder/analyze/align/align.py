@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from ...errors import LookupFailedError
 from ...run.run import Run
-from ...system.text import counted
-from ..diff.renames import NO_RENAMES, Renames
+from ...system.text import counted, listed
+from ..diff.renames import NO_RENAMES, Rename, Renames
 from .search import ExpertsApart, LogprobsApart, Parting, Search, ValueApart
 from .sequences import JoinedTokens, TokensApart, compare_tokens, match_samples
 from .tokens import ENGINE, TRAINER, Side
@@ -104,6 +105,7 @@ def align(
     if engine is None:
         ours, theirs = Side(trainer, step=step, part=TRAINER), Side(trainer, renames=renames, part=ENGINE)
     else:
+        renames = renames or _below_a_wrapper(trainer, engine)
         ours, theirs = Side(trainer, step=step), Side(engine, renames=renames)
     renames.check_used(theirs.run.module_paths)
     sides = [ours, theirs, *(Side(run, renames=renames) for run in noise)]
@@ -151,12 +153,26 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
     )  # fmt: skip
 
 
+def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
+    """Pair the modules of a model with those of one inside a wrapper, as PEFT has it; nothing where names are alike."""
+    ours, theirs = ({path for _, path in run.modules if path} for run in (trainer, engine))
+    for outer, inner in ((ours, theirs), (theirs, ours)):
+        last = f".{min(inner, default='')}"
+        tops = [path.removesuffix(last) for path in outer if path.endswith(last)]
+        tops = [top for top in tops if 2 * sum(f"{top}.{path}" in outer for path in inner) > len(inner)]
+        if len(tops) == 1 and 2 * len(outer & inner) < len(inner):
+            return Renames([Rename(tops[0], "", "") if outer is ours else Rename("", tops[0], "")])
+    return NO_RENAMES
+
+
 def _unpaired(trainer: Side, engine: Side, num_compared: int) -> Iterator[str]:
     if 5 * num_compared < (num := sum(root == trainer.root for root, _ in trainer.run.modules)):
         rule = "RECORDER_RULES='leaf=yes site=output keep=tokens'"
         yield f"{num_compared} of {num} modules were recorded for these tokens on both sides; record all with {rule}"
     paths = dict.fromkeys(name.module_path for name in trainer.values if name.site == "output")
     theirs = {name.module_path for name in engine.values}
-    if alone := [path for path in paths if path not in theirs]:
-        some = ", ".join(map(repr, alone[:3]))
-        yield f"{len(alone)} of {len(paths)} modules are in the trainer alone, such as {some}; --rename pairs them"
+    if alone := [path for path in paths if path and path not in theirs]:
+        leaves = theirs - {path.rpartition(".")[0] for path in theirs}
+        is_inside = all(not leaves.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format)) for path in alone)
+        how = ", inside modules that the engine has whole" if is_inside else "; --rename pairs them"
+        yield f"{len(alone)} of {len(paths)} modules are in the trainer alone: {listed(map(repr, alone), 3)}{how}"

@@ -99,7 +99,7 @@ def _weights_line(found: Aligned) -> StateLine:
         return StateLine(state, f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's{rest}")
     version = Counter(state.step for state in found.weights if state.step is not None).most_common(1)
     most = f"; most of the engine's are of step {version[0][0]}" if version else ""
-    text = f"{len(wrong)} of {counted(num, 'comparable parameter')} are not those of step {found.weights_step}{most}"
+    text = f"{len(wrong)} of {num} comparable parameters are not those of step {found.weights_step}{most}"
     return StateLine("fault", f"weights: {text}; first: {told_weight(wrong[0])}")
 
 

@@ -120,8 +120,8 @@ def compare_weights(
     for name in sorted(rest):  # the trainer records only what its optimizers update; an adapter moves the parameters
         path, _, own = name.rpartition(".")
         info = trainer.modules.get(path)
-        is_there = info is not None and own not in info.tied and (own in info.params or not info.params)
-        states.append(WeightState(name, UNKNOWN if is_there else ENGINE_ONLY))
+        is_other = info is not None and (own in info.tied or (bool(info.params) and own not in info.params))
+        states.append(WeightState(name, ENGINE_ONLY if is_other else UNKNOWN))
     return now, states
 
 

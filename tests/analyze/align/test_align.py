@@ -467,9 +467,21 @@ class Adapted(nn.Module):
         return torch.as_tensor(self.base_layer(x) + self.lora_B(self.lora_A(x)))
 
 
+class Wrapped(nn.Module):
+    """A model inside another one, of which it calls the forward alone, as PEFT does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        return self.base_model["model"].forward(*args, **more)
+
+
+@pytest.mark.parametrize("prefix", ["", "base_model.model."])
 @pytest.mark.parametrize("left_out", [None, 2])
 def test_an_adapter_that_was_merged_is_no_fault_and_one_that_was_not_is_named(
-    left_out: int | None, tmp_path: Path, cli: Cli
+    left_out: int | None, prefix: str, tmp_path: Path, cli: Cli
 ) -> None:
     (ids, mask), engine, trainer = prompts(), llama(num_hidden_layers=4), llama(num_hidden_layers=4)
     trainer.requires_grad_(False)
@@ -482,9 +494,11 @@ def test_an_adapter_that_was_merged_is_no_fault_and_one_that_was_not_is_named(
                 own.add_(adapted.lora_B.weight @ adapted.lora_A.weight)
     leaves = "module='' site=input keep=tokens; leaf=yes site=output keep=tokens; site=param keep=fingerprint"
     sequences = write(tmp_path / "engine", engine, ids, mask, rules=leaves)
+    trainer = Wrapped(trainer) if prefix else trainer
     _train(tmp_path / "trainer", trainer, 1, rules=leaves, texts=(sequences, whole_mask(mask)))
     found, printed = aligned(tmp_path), cli("align", tmp_path / "trainer", tmp_path / "engine")
     assert printed.exit_code == int(not found.is_fine)
+    assert ", inside modules that the engine has whole" in printed.out and "--rename" not in printed.out
     if left_out is None:
         assert (
             found.is_fine
@@ -493,8 +507,19 @@ def test_an_adapter_that_was_merged_is_no_fault_and_one_that_was_not_is_named(
         )
     else:
         assert found.parting is not None and "layers.2.self_attn.v_proj.lora_A.weight is in" in found.told, found.told
-        assert "layers.0" not in found.told and "first: model.layers.2." in printed.out
+        assert "layers.0" not in found.told and f"first: {prefix}model.layers.2." in printed.out
         assert "2 of 6 comparable parameters" in printed.out and "most of the engine's" not in printed.out
+
+
+def test_an_engine_inside_a_wrapper_is_paired_with_the_model(tmp_path: Path) -> None:
+    (ids, mask), engine = prompts(), llama()
+    with torch.no_grad():
+        engine.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    score(tmp_path / "engine", Wrapped(engine), ids, mask)
+    score(tmp_path / "trainer", llama(), ids, mask)
+    found = aligned(tmp_path)
+    assert found.told.startswith("trainer and engine part at 'model.layers.1.mlp.up_proj' output"), found.told
+    assert sum(state.state == "equal" for state in found.weights) == len(found.weights) - 1
 
 
 def test_a_parameter_that_the_trainer_does_not_update_is_not_comparable(tmp_path: Path, cli: Cli) -> None:
@@ -565,7 +590,7 @@ def test_modules_with_other_names_in_the_engine_are_paired_by_a_file(tmp_path: P
         with recorder.attach(model, enabled=True, dir=str(tmp_path / side), roots="any", rules=RULES):
             model(tokens)
     alone = cli("align", tmp_path / "trainer", tmp_path / "engine")
-    assert "2 of 4 modules are in the trainer alone, such as 'up', 'down'; --rename pairs them" in alone.out
+    assert "2 of 4 modules are in the trainer alone: 'up', 'down'; --rename pairs them" in alone.out
     names = tmp_path / "names.txt"
     names.write_text("up = fc1\ndown = fc2\n")
     found = cli("align", tmp_path / "trainer", tmp_path / "engine", "--rename", names)
