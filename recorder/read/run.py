@@ -41,6 +41,7 @@ LONG_KEY = (
 )  # fmt: skip
 """The columns that, with `statistic`, identify a value of a long frame."""
 _MEASURES = (*STATISTICS, *COUNTS)
+_MAX_KEPT_ROWS = 500_000
 
 
 class RecordedRun:
@@ -112,6 +113,11 @@ class RecordedRun:
     @property
     def num_rows(self) -> int:
         return self._rows.num_rows
+
+    def keep_columns(self) -> None:
+        """Read columns once, and keep them, for a command that reads them many times; a large run is left as it is."""
+        for shard in (one for writer in self.writers for one in writer.all_shards):
+            shard.kept = {} if self.num_rows <= _MAX_KEPT_ROWS else None
 
     @cached_property
     def jitter(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..columns import COLUMN_OF, SCHEMA
+from ..columns import COLUMN_OF, METADATA_COLUMNS, SCHEMA
 from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader
 from ..format.rundir import ShardName, index_name, open_name, parse_shard_name
@@ -34,6 +34,8 @@ SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
 """A range of steps: the first step, and the step after the last."""
 Ranges = tuple[Steps, ...]
+_KEPT = (*METADATA_COLUMNS, *_POSITION_NAMES)
+_MAX_KEPT_ROW_BYTES = 1000
 _MAX_CHUNKS = 32
 """The number of chunks above which a column's chunks are joined, because every chunk costs Arrow time."""
 
@@ -58,6 +60,8 @@ class ShardRows:
         """The number of rows of each batch, of the index if it is read, else of the shard."""
         self._spans: dict[int, Steps | None] = {}
         """The steps of each batch; None for a batch that cannot be read."""
+        self.kept: dict[int, Any] | None = None
+        """Batches whose columns are read once; None reads each time what is asked, and so does a batch of wide rows."""
         self._salvaged: Salvaged | None = None
         self._open_growing: Callable[[], ByteSource] | None = None
 
@@ -105,7 +109,7 @@ class ShardRows:
         with self._said_if_gone():
             if self._index is not None:
                 try:
-                    return [self._index.read(number, names).batch for number in self._batches_of(steps)]
+                    return [self._metadata_batch(number, names) for number in self._batches_of(steps)]
                 except CorruptError as error:
                     logger.warning("%s; the rows are read from the shard instead", error)
                     self._use_shard()
@@ -232,7 +236,7 @@ class ShardRows:
     def _span(self, number: int) -> Steps | None:
         if number not in self._spans:
             try:
-                steps = (self._index or self._itself()).read(number, ("step",)).batch.column("step")
+                steps = self._metadata_batch(number, ("step",)).column("step")
                 extremes = pc.min_max(steps).as_py()
                 self._spans[number] = (extremes["min"], extremes["max"] + 1) if len(steps) else (0, 0)
             except CorruptError:
@@ -240,6 +244,15 @@ class ShardRows:
         return self._spans[number]
 
     def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
+        if self.kept is not None and names != _KEPT and set(names) <= set(_KEPT):
+            with suppress(CorruptError):  # perhaps in a column that nobody wants
+                batch = self.kept.get(number) or self._metadata_batch(number, _KEPT)
+                if batch.nbytes <= _MAX_KEPT_ROW_BYTES * batch.num_rows:
+                    self.kept[number] = batch
+                    return batch.select(list(names))
+            self.kept = None
+        if self._index is not None:
+            return self._index.read(number, names).batch
         checked = self._itself().read(number, [name for name in names if name not in _POSITION_NAMES]).batch
         positions = {
             "batch": np.full(checked.num_rows, number, np.int32),

@@ -31,16 +31,20 @@ from .axes import keys_of
 from .blocks import PageBlock
 
 _MAX_RANKS = 8
-_MAX_STEPS = 60
+_MAX_STEPS = 100
 T = TypeVar("T")
 
 
 class ThinnedSteps:
-    """The steps of a growing run that are drawn: first every step, later every second step, and so on."""
+    """The steps that are drawn: first every step, later every second step, and so on, and always the newest."""
 
     def __init__(self) -> None:
-        self._num_seen, self._stride, self._last = 0, 1, -1
-        self.steps: list[int] = []
+        self.num_seen, self._stride, self._last = 0, 1, -1
+        self._kept: list[int] = []
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({*self._kept, self._last} - {-1})
 
     def see(self, steps: Sequence[int]) -> None:
         """Add ascending steps. Steps that are not later than all earlier ones are ignored."""
@@ -48,15 +52,15 @@ class ThinnedSteps:
             if step <= self._last:
                 continue
             self._last = step
-            if self._num_seen % self._stride == 0:
-                self.steps.append(step)
-            self._num_seen += 1
-            if len(self.steps) > _MAX_STEPS:
+            if self.num_seen % self._stride == 0:
+                self._kept.append(step)
+            self.num_seen += 1
+            if len(self._kept) > _MAX_STEPS:
                 self.halve()
 
     def halve(self) -> None:
         """Keep only every second step from now on."""
-        self.steps, self._stride = self.steps[::2], 2 * self._stride
+        self._kept, self._stride = self._kept[::2], 2 * self._stride
 
 
 class StepsCollector(ABC, Generic[T]):
@@ -67,12 +71,9 @@ class StepsCollector(ABC, Generic[T]):
     max_collected: int
     """The most pairs of a series and a step that are collected, but at least two steps."""
 
-    def __init__(self, steps: Sequence[int] | None, ranks: Sequence[int], num_series: int) -> None:
-        self._thinned = ThinnedSteps() if steps is None else None
-        room = min(len(steps or ()), _MAX_STEPS, self.max_collected // max(num_series, 1))
-        count = max(room, min(len(steps or ()), 2))
-        indices = np.unique(np.linspace(0, len(steps or ()) - 1, count).astype(int)).tolist() if count else []
-        self.steps = [] if steps is None else [steps[index] for index in indices]
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._thinned = ThinnedSteps()
+        self.steps: list[int] = []
         self.ranks = list(ranks[:: -(-len(ranks) // _MAX_RANKS)]) if ranks else []
         self._collected: dict[tuple[int, int], T] = {}
         """The collected values by series and step."""
@@ -80,9 +81,8 @@ class StepsCollector(ABC, Generic[T]):
     def add(self, table: Any, number_of: Callable[[Any], Integers]) -> None:
         """Add rows whose steps are later than all earlier rows'; `number_of` returns the series of each row, or -1."""
         some = table.filter(pc.is_valid(table.column(self.column)))
-        if self._thinned is not None:
-            self._thinned.see(sorted(pc.unique(some.column("step")).to_pylist()))
-            self._keep(self._thinned.steps)
+        self._thinned.see(sorted(pc.unique(some.column("step")).to_pylist()))
+        self._keep(self._thinned.steps)
         wanted = pc.is_in(some.column("step"), pa.array(self.steps, pa.int64()))
         if self.ranks:
             ranks = some.column("rank")
@@ -92,9 +92,13 @@ class StepsCollector(ABC, Generic[T]):
             return
         numbers = number_of(some)
         self._take(some.filter(pa.array(numbers >= 0)), numbers[numbers >= 0].tolist())
-        while self._thinned is not None and len(self._collected) > self.max_collected and len(self.steps) > 2:
+        while len(self._collected) > self.max_collected and len(self.steps) > 2:
             self._thinned.halve()
             self._keep(self._thinned.steps)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"steps": self.steps, "num_steps": self._thinned.num_seen, "ranks": self.ranks}
 
     def _keep(self, steps: list[int]) -> None:
         if steps != self.steps:
@@ -154,7 +158,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (_NUM_BINS, _NUM_BINS + 1)
         codes = np.ascontiguousarray(codes[:, :, first:last])
         data = {
-            "series": numbers, "steps": self.steps, "ranks": self.ranks, "levels": _SHARE_LEVELS, "least": _LEAST_SHARE,
+            "series": numbers, **self.about, "levels": _SHARE_LEVELS, "least": _LEAST_SHARE,
             "shape": list(codes.shape), "first": first, "zero": _NUM_BINS, "lowest": _LOWEST,
         }  # fmt: skip
         return PageBlock(name=name, data=data, arrays={"codes": codes, "nonfinite": nonfinite})
@@ -226,7 +230,7 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
         level = 2 + np.rint((exponents - low) / max(high - low, 1e-9) * (_UNIT_LEVELS - 1))
         codes = np.where(sizes == 0, 1, np.where(np.isfinite(level), level, 0)).astype(np.uint8)
         data = {
-            "series": numbers, "steps": self.steps, "ranks": self.ranks, "shape": list(codes.shape),
+            "series": numbers, **self.about, "shape": list(codes.shape),
             "low": low, "high": high, "levels": _UNIT_LEVELS,
         }  # fmt: skip
         return PageBlock(name=name, data=data, arrays={"codes": codes, "about": about})

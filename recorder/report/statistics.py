@@ -98,9 +98,7 @@ class StatisticsBlocks:
         )  # fmt: skip
         self.odd = OddRanks(self.lanes.ranks)
         self._judged_by = next((name for name in _JUDGED_BY if name in self.names), None)
-        known = None if is_growing else steps
-        self.histograms = HistogramCollector(known, self.lanes.ranks, len(self.series))
-        self.units = UnitsCollector(known, self.lanes.ranks, len(self.series))
+        self.histograms, self.units = HistogramCollector(self.lanes.ranks), UnitsCollector(self.lanes.ranks)
         self.reasons: dict[tuple[int, bool], str] = {}
         """Why a series has no statistics, by its number; the flag is True for the values of all ranks together."""
         self.global_steps: int | None = None

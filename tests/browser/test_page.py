@@ -312,6 +312,25 @@ def test_the_graph_opens_and_closes(open_page: Open, trained: Path) -> None:
     assert opened.page.locator("#panel-graph .box-head.bad").count() == 1
 
 
+def test_the_graph_marks_the_first_nan_and_pales_what_inherits(open_page: Open, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    paths = ("a", "b", "c", "")
+    bad_from = {"b": 3, "c": 3, "": 3, "a": 4}
+    rows = [
+        make_row(4 * step + i, np.full(4, np.nan if step >= bad_from[path] else 1.0, np.float32), step=step)
+        | {"module_path": path, "encoding": None, "payload_bytes": None, "data": None}
+        for step in range(6)
+        for i, path in enumerate(paths)
+    ]
+    writer.add_shard([rows], kind="stats")
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": [module(one, "Linear") for one in paths]}])
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    boxes = opened.page.locator("#panel-graph")
+    assert boxes.locator(".box-head.bad .box-name").all_inner_texts() == ["b"]
+    assert boxes.locator(".box-head.later .box-name").all_inner_texts() == ["(the model)", "a", "c"]
+
+
 def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> None:
     counts = Histogram(first=-1, counts=np.array([[0, 0, 4], [8, 16, 0]]))
     values = {(0, step): 1.0 for step in range(4)}
@@ -484,8 +503,9 @@ def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:
     step = pixels.shape[1] / NUM_STEPS
     equal, apart = pixels[4, int(4.5 * step)].tolist(), pixels[4, int(12.5 * step)].tolist()
     assert equal[:3] == [0x44, 0x01, 0x54] and apart != equal
-    legend = opened.text("#panel-lines .chart-legend")
-    assert "B: all ranks together" in legend
+    marked = (pixels[:, : int(14 * step), :3] == np.array([0xE6, 0x00, 0x7A])).all(axis=-1).any(axis=0).nonzero()[0] / step
+    assert 9.9 < marked.min() < marked.max() < 11.1  # the culprit's cell
+    assert "B: all ranks together" in opened.text("#panel-lines .chart-legend")
     assert not any(text == "false" for text in opened.page.locator("section").all_inner_texts())
 
 
@@ -689,3 +709,5 @@ def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path
     opened = open_page(write_page(one, tmp_path / "r.html", two))
     rows = opened.page.locator("#panel-against .unlike tbody tr").all_inner_texts()
     assert [row.split() for row in rows] == [["rule", "rate=0.001", "rate=0.002"]]
+    norms = opened.page.locator("#panel-top .track", has_text="gradient norm").locator(".chart-legend")
+    assert norms.inner_text().split("\n") == ["rank 0", "B: rank 0"]

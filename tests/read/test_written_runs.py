@@ -10,11 +10,14 @@ import pyarrow.compute as pc
 import pytest
 
 from recorder.errors import NotARunError
+from recorder.read import shard as shard_module
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES
 from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.writer import Rig
 
+READ = shard_module.read_batch
 RNG = np.random.default_rng(0)
 
 
@@ -40,6 +43,23 @@ def test_a_closed_run_reads_back_bit_for_bit_and_verifies(tmp_path: Path) -> Non
     np.testing.assert_array_equal(run.array("blocks.0.mlp", step=40), large)
     assert run.table(["step"], pc.field("site") == "grad").column("step").to_pylist() == list(range(40))
     assert list(verify(run)) == []
+
+
+def test_kept_columns_are_read_once_and_wide_rows_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, columns, num_reads in (("narrow", {}, 1), ("wide", {"histogram": bytes(2000)}, 3)):
+        writer = HandmadeWriter(make_run(tmp_path / name))
+        writer.add_shard([[make_row(seq, [1.0], step=seq, **columns) for seq in range(4)]])
+        writer.finish()
+        run = open_run(tmp_path / name)
+        run.keep_columns()
+        (shard,) = run.writers[0].shards
+        reads: list[object] = []
+        monkeypatch.setattr(shard_module, "read_batch", lambda *what, reads=reads: reads.append(what) or READ(*what))
+        assert shard.columns(["step"])[0].column("step").to_pylist() == [0, 1, 2, 3]
+        assert shard.columns(["row", "seq"], None)[0].column("seq").to_pylist() == [0, 1, 2, 3]
+        assert len(reads) == num_reads
 
 
 def test_a_live_run_is_read_while_it_is_written(tmp_path: Path) -> None:

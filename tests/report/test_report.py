@@ -286,6 +286,17 @@ def test_histograms_are_shares_of_the_values_by_sign_and_power_of_two(cli: Cli, 
     assert all(found[one] == pytest.approx(share, rel=0.3) for one, share in bins.items())
 
 
+def test_every_step_with_a_histogram_is_drawn_however_many_there_are_without(cli: Cli, tmp_path: Path) -> None:
+    data = Histogram(first=0, counts=np.array([[0], [4]])).to_bytes()
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(s, [1.0] * 4, step=s, histogram=None if s % 20 else data) for s in range(301)]])
+    writer.finish()
+    cli("report", run, "-o", tmp_path / "r.html")
+    block = read_page(tmp_path / "r.html")["histograms"].data
+    assert (block["steps"], block["num_steps"]) == (list(range(0, 301, 20)), 16)
+
+
 def test_units_are_sorted_by_their_size(cli: Cli, tmp_path: Path) -> None:
     sums = np.array([[0.0] * 4, [0.0, 1.0, 16.0, 4.0], [0.0, 1.0, 4.0, 2.0]])
     values = {(rank, step): 1.0 for rank in range(2) for step in range(3)}

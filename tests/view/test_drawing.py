@@ -340,15 +340,16 @@ def test_columns_that_are_put_together_keep_what_stands_out() -> None:
 
 def test_there_is_room_for_histograms_of_any_number_of_series(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HistogramCollector, "max_collected", 40)
-    growing = HistogramCollector(None, [0], 0)
+    growing = HistogramCollector([0])
     data = Histogram(counts=np.array([[0], [4]])).to_bytes()
     for step in range(100):
         columns = {"step": [step] * 10, "rank": [0] * 10, "histogram": [data] * 10}
         columns |= dict.fromkeys(("zero_count", "nan_count", "inf_count"), [0] * 10)
         growing.add(pa.table(columns), lambda table: np.arange(table.num_rows))
     block = growing.block("histograms")
-    assert block is not None and block.data["steps"] == [0, 32, 64, 96]  # as many as fit, evenly apart
-    assert block.data["shape"][:2] == [10, 4] and block.arrays["codes"].any(axis=2).all()
+    assert block is not None and block.data["steps"] == [0, 64, 99]  # as many as fit, evenly apart, and the newest
+    assert block.data["num_steps"] == 100
+    assert block.data["shape"][:2] == [10, 3] and block.arrays["codes"].any(axis=2).all()
 
 
 def test_what_is_not_final_is_taken_out_again() -> None:

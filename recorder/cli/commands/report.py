@@ -52,6 +52,7 @@ def command(
     Exit code 1: something of the run is damaged or missing, as recorder doctor says.
     """
     run = open_run(path)
+    run.keep_columns()
     if png is not None:
         return _picture(run, png, out or Path("map.png"), force)
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")

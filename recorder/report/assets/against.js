@@ -55,7 +55,7 @@ class AgainstPanel {
     const [picture, beside, apart] = await Promise.all([run.picture(statistic), other.picture(statistic), run.cube(statistic, "apart")]);
     const rows = this.tree.rows((number) => choices.seriesOf(number).filter((one) => this.otherOf(one) !== null));
     const all = rows.flatMap((row) => row.series), known = new Set([...picture.columnsWith(all), ...(beside?.columnsWith(all.map((one) => this.otherOf(one))) ?? [])]);
-    const values = [], columns = axis.columns(run.steps, [...known].sort((a, b) => a - b), (c) => run.lastStep(c));
+    const [culprit] = this.data.culprits, values = [], columns = axis.columns(run.steps, [...known].sort((a, b) => a - b), (c) => run.lastStep(c));
     const cells = rows.map((row) => {
       const line = [];
       const pairs = row.series.map((one) => [one, this.otherOf(one)]);
@@ -67,7 +67,7 @@ class AgainstPanel {
           if (a.kind === NONFINITE || b.kind === NONFINITE) cell = { kind: NONFINITE, value: NaN, nan: (a.nan ?? 0) + (b.nan ?? 0), inf: (a.inf ?? 0) + (b.inf ?? 0) };
           else if (cell.kind === NUMBER && apart !== null) Object.assign(cell, { value: apart.values[apart.at(one.number, 0, c)], digits: apart.digits[apart.at(one.number, 0, c)] });
           else if (cell.kind === NUMBER) cell.kind = NULL_CELL;
-          Object.assign(cell, { series: one, a, b });
+          Object.assign(cell, { series: one, a, b, isMarked: culprit && one.path === (culprit.seen_at ?? culprit.module_path) && one.site === culprit.site && run.steps[c] <= culprit.step && culprit.step <= run.lastStep(c) });
           outlier = outstanding(outlier, cell);
         }
         if (outlier?.kind === NUMBER) values.push(outlier.value);

@@ -53,7 +53,11 @@ class GraphPanel {
     }
     this.colors = new Colors(values);
     this.about.textContent = `Tinted by the ${choices.title}` + (atStep >= 0 ? ` at step ${run.steps[atStep]}.` : ": what stands out most of all steps that are shown.");
-    this.legend.replaceChildren(legendOf(this.colors, choices.title));
+    const { first } = this.app.top, isWith = ({ path }) => first && (path === first.module || first.module.startsWith(path && `${path}.`));
+    const isFirst = first && choices.siteAndMode[0] === first.site && (atStep < 0 || (run.steps[atStep] <= first.step && first.step <= run.lastStep(atStep)));
+    this.isLater = (node, isShut) => Boolean(first) && !(isFirst && (node.path === first.module || (isShut && isWith(node))));
+    const bad = isFirst ? [[NONFINITE, "the first NaN or infinity"], [NONFINITE, "others", true]] : [[NONFINITE, "NaN or infinite", Boolean(first)]];
+    this.legend.replaceChildren(legendOf(this.colors, choices.title, [...bad, ...KIND_TEXTS.slice(1)]));
     this.count = 0;
     this.boxes.replaceChildren(this.box(modules.root));
     if (this.count > MAX_BOXES) this.boxes.append(el("p", { class: "note" }, `The first ${MAX_BOXES} boxes; fold some to see more.`));
@@ -87,7 +91,7 @@ class GraphPanel {
       head.style.setProperty("background", color);
       head.style.setProperty("color", this.colors.inkOn(color));
     } else if (cell?.kind === NONFINITE) {
-      head.classList.add("bad");
+      head.classList.add(this.isLater(node, isContainer && !isOpen) ? "later" : "bad");
     } else {
       head.classList.add("empty");
     }

@@ -28,7 +28,7 @@ class NumbersPanel {
     const { app } = this, { run, other, state } = app, flags = this.part === "head" ? app.flags() : [];
     const pictures = this.scalars.length || this.rates.length ? await Promise.all([run.picture("mean", "scalars"), other?.scalars.length ? other.picture("mean", "scalars") : null]) : [];
     const drawn = this.scalars.slice(0, MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
-    if (this.part === "head" && !this.scalars.some((one) => this.rank(one) === 1)) drawn.push(this.gradientNorm());
+    if (this.part === "head" && !this.scalars.some((one) => this.rank(one) === 1)) drawn.push(this.gradientNorms());
     const some = [...drawn.filter(Boolean), ...this.strips(pictures)];
     some.forEach((one, index) => {
       const chart = this.charts[index] ??= new Chart(app, TRACK_PIXELS, true), isLast = index === some.length - 1;
@@ -72,11 +72,17 @@ class NumbersPanel {
     return [...strips.values()].map((one) => ({ ...one, title: one.names.length > 2 ? `${one.names[0]} and ${one.names.length - 1} more` : one.names.join(", "), about: [], isStrip: true }));
   }
   /** The norm of all gradients, where no number of the step is one. */
-  gradientNorm() {
-    const { run } = this.app, norms = run.axes.gradient_norm, columns = [...norms.keys()].filter((c) => norms[c] !== null);
+  gradientNorms() {
+    const own = this.gradientNorm(this.app.run, false), beside = own && this.app.other && this.gradientNorm(this.app.other, true);
+    if (!beside) return own;
+    const [steps, lines] = joinSteps([own, beside].map((one) => [one.steps, one.lines]));
+    return { ...own, steps, lines };
+  }
+  gradientNorm(run, isBeside) {
+    const norms = run.axes.gradient_norm, columns = [...norms.keys()].filter((c) => norms[c] !== null);
     if (!columns.length) return null;
     const values = columns.map((c) => (norms[c] < 0 ? null : norms[c])), bad = [...columns.keys()].filter((at) => values[at] === null);
-    const style = laneStyle({ kind: "global" }, 1, lineColor(0), false);
-    return { title: "gradient norm", about: ["of all parameters"], steps: columns.map((c) => run.steps[c]), lines: [{ label: "all ranks together", values, digits: values.map(() => 5), bad, style }] };
+    const style = laneStyle({ kind: "global" }, 1, lineColor(0), isBeside);
+    return { title: "gradient norm", about: ["of all parameters"], steps: columns.map((c) => run.steps[c]), lines: [{ label: `${isBeside ? "B: " : ""}${run.laneName(0)}`, values, digits: values.map(() => 5), bad, style }] };
   }
 }

@@ -112,7 +112,7 @@ class RanksPanel {
     const title = RANK_COLORS[by][0] + (by === "deviation" ? `, ${choices.siteAndMode[0]}` : "");
     put(this.options.replaceChildren() ?? this.options, choice("ranks by", offered.map((one) => [one, RANK_COLORS[one][0]]), by, (value) => state.set({ by: value }), { id: "choose-by" }));
     this.legend.replaceChildren(legendOf(colors, title, by === "deviation" ? KIND_TEXTS.slice(0, 1) : []));
-    const rows = lines.map(({ first, last }) => ({ label: first === last ? `node ${first}` : `nodes ${first} to ${last}`, title: "", indent: 0, fold: null }));
+    const rows = lines.map(({ first, last }, number) => ({ label: first === last ? `node ${first}` : `${number ? "" : "nodes "}${first}–${last}`, title: "", indent: 0, fold: null }));
     const longest = lines.reduce((most, line) => (line.ranks.length > most.ranks.length ? line : most), lines[0]);
     this.heat.draw({ rows, columns: longest.ranks.map((one) => String(one?.["local rank"] ?? "")), across: "GPU", cell: (r, c) => cells.get(this.at(r, c)) ?? null, colors });
   }

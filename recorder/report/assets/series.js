@@ -8,7 +8,9 @@ class SeriesPanel {
   }
   build(section) {
     this.heats = el("div", {});
-    put(section, el("p", { class: "note" }, this.note(plural(this.block.data.ranks.length || 1, "rank"))), this.heats);
+    const { ranks, steps, num_steps: numSteps } = this.block.data;
+    const thinned = numSteps > steps.length ? ` Of ${plural(numSteps, "step")} that have them ${steps.length} are drawn.` : "";
+    put(section, el("p", { class: "note" }, this.note(plural(ranks.length || 1, "rank")) + thinned), this.heats);
   }
   /** The chosen values of which the block has something, else its first. */
   update() {

@@ -5,8 +5,8 @@ class UnitsPanel extends SeriesPanel {
     super(app, block, "units", "Units");
   }
   note(ranks) {
-    return "The units (neurons, channels, features) of the chosen values by their root mean square: the largest on top, dead ones at the bottom. " +
-      `Those of each of ${ranks} are sorted on their own, and a line shows their mean.`;
+    return "The units (neurons, channels, features) of the chosen values by their root mean square: the largest on top, dead ones at the bottom." +
+      (ranks === "1 rank" ? "" : ` Those of each of ${ranks} are sorted on their own, and a line shows their mean.`);
   }
   size(code) {
     const { low, high, levels } = this.block.data;
