@@ -503,7 +503,8 @@ def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:
     step = pixels.shape[1] / NUM_STEPS
     equal, apart = pixels[4, int(4.5 * step)].tolist(), pixels[4, int(12.5 * step)].tolist()
     assert equal[:3] == [0x44, 0x01, 0x54] and apart != equal
-    marked = (pixels[:, : int(14 * step), :3] == np.array([0xE6, 0x00, 0x7A])).all(axis=-1).any(axis=0).nonzero()[0] / step
+    is_marked = (pixels[:, : int(14 * step), :3] == np.array([0xE6, 0x00, 0x7A])).all(axis=-1).any(axis=0)
+    marked = is_marked.nonzero()[0] / step
     assert 9.9 < marked.min() < marked.max() < 11.1  # the culprit's cell
     assert "B: all ranks together" in opened.text("#panel-lines .chart-legend")
     assert not any(text == "false" for text in opened.page.locator("section").all_inner_texts())

@@ -45,9 +45,7 @@ def test_a_closed_run_reads_back_bit_for_bit_and_verifies(tmp_path: Path) -> Non
     assert list(verify(run)) == []
 
 
-def test_kept_columns_are_read_once_and_wide_rows_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_columns_are_read_once_and_wide_rows_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, columns, num_reads in (("narrow", {}, 1), ("wide", {"histogram": bytes(2000)}, 3)):
         writer = HandmadeWriter(make_run(tmp_path / name))
         writer.add_shard([[make_row(seq, [1.0], step=seq, **columns) for seq in range(4)]])
