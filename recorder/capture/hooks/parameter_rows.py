@@ -94,7 +94,7 @@ class OriginalSlice(NamedTuple):
     """The chunk of the original itself, if FSDP1 was given a part of a tensor parallel parameter."""
 
 
-class _Mesh(NamedTuple):
+class FlatMesh(NamedTuple):
     """The mesh of ranks over which a parameter is sharded; ranks are row-major."""
 
     shape: tuple[int, ...]
@@ -106,14 +106,14 @@ class _Mesh(NamedTuple):
     def text(self) -> str:
         return compact(self._asdict() | {"ranks": written_ranks(self.ranks, self.shape)})
 
-    def with_axes(self, more: Any) -> _Mesh:
+    def with_axes(self, more: Any) -> FlatMesh:
         """Return this mesh with the axes of a tensor parallel mesh appended, as one regular grid."""
         coordinate = more.get_coordinate()
         own_rank = int(more.mesh[tuple(coordinate)])
         beside = [int(rank) - own_rank for rank in more.mesh.flatten().tolist()]
         names = (*(self.dim_names or ()), *(more.mesh_dim_names or ()))
         shape = (*self.shape, *more.shape)
-        return _Mesh(
+        return FlatMesh(
             shape,
             names if len(names) == len(shape) else None,
             (*self.coordinate, *coordinate),
@@ -292,10 +292,6 @@ class OriginalParameter:
         )
 
 
-ParameterRows = ModuleParameter | FlatParameter | OriginalParameter
-"""The rows of a parameter for the hooks on optimizers. The method `record` appends a suffix to the parameter's name."""
-
-
 def find_flat_parameters(
     wrappers: Iterable[nn.Module], module_of: Callable[[nn.Module], HookedModule | None]
 ) -> Iterator[FlatParameter]:
@@ -341,12 +337,12 @@ def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
     return chunk if chunk.offsets is not None else None
 
 
-def _mesh(wrapper: Any) -> tuple[_Mesh, bool]:
+def _mesh(wrapper: Any) -> tuple[FlatMesh, bool]:
     """Return FSDP1's mesh, and whether shards are replicated across a second group."""
     across = getattr(wrapper, "_inter_node_pg", None)
     groups = [wrapper.process_group] if across is None else [across, wrapper.process_group]
     names = getattr(getattr(wrapper, "_device_mesh", None), "mesh_dim_names", None)
     shape, coordinate = tuple(group.size() for group in groups), tuple(group.rank() for group in groups)
-    return _Mesh(
+    return FlatMesh(
         shape, tuple(names[: len(groups)]) if names else None, coordinate, fsdp1_ranks(wrapper)
     ), across is not None

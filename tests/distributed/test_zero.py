@@ -1,0 +1,32 @@
+"""The flat parts that ZeRO's optimizers update are recorded as what they are: parts of the model's parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+import recorder
+from recorder.analyze.check.check import check
+from recorder.analyze.first.first import first
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
+
+STAGES = {"stage_1": 2, "stage_3": 2, "stage_1_of_three": 3, "stage_3_of_three": 3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
+    folder = tmp_path_factory.mktemp("zero")
+    jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", "whole", num=1))
+    for num in (2, 3):
+        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", *(n for n, of in STAGES.items() if of == num), num=num))
+    return {name: recorder.open_run(folder / name) for name in ("whole", *STAGES)}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, recorder.Run], name: str) -> None:
+    """Among the values are 6 parameters, their gradients and the two moments and the step of each, at 3 steps."""
+    found = recorder.diff(runs["whole"], runs[name], rtol=1e-9, atol=1e-12)
+    assert (found.verdict, found.num_compared) == ("equal", 135)
+    assert not first(runs[name]).is_found and not check(runs[name]).findings
+    for site, tensor in (("param", "weight"), ("grad", "weight"), ("optim", "weight.exp_avg")):
+        assert runs[name].array("up", site=site, name=tensor, step=2).shape == (7, 6)
