@@ -98,10 +98,11 @@ def started_ray(folder: Path, num_nodes: int = 2) -> Iterator[Nodes]:
         head = ["--head", "--port", str(gcs), "--ray-client-server-port", str(clients), "--include-dashboard", "false"]
         start(*head, "--node-ip-address", "127.0.0.1")
         wait_for(lambda: answers(clients), "a head of Ray")
-        for _ in range(num_nodes - 1):
-            start("--address", f"127.0.0.1:{gcs}", "--node-ip-address", "127.0.0.1")
-        logs = [folder / f"node-{number}.log" for number in range(num_nodes)]
-        wait_for(lambda: all("Ray runtime started" in log.read_text() for log in logs), "the nodes of Ray")
+        for number in range(num_nodes):  # one after the other, since a node gives up after 30 s
+            if number:
+                start("--address", f"127.0.0.1:{gcs}", "--node-ip-address", "127.0.0.1")
+            log = folder / f"node-{number}.log"
+            wait_for(lambda log=log: "Ray runtime started" in log.read_text(), "a node of Ray")  # type: ignore[misc]
         yield Nodes(f"ray://127.0.0.1:{clients}", nodes, marks)
     finally:
         for node in reversed(nodes):
