@@ -335,6 +335,8 @@ class OptimizerHooks:
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
         parameters = list(_parameters(optimizer)) if keeps_param or keeps_grad else []
+        if parameters and self._counts(optimizer) and all(self._rows_of(one) is None for one in parameters):
+            parameters = self._copied() or parameters
         with self._known(optimizer, parameters, note, moment, repeats) as is_done:
             for parameter in () if is_done else parameters:
                 rows = self._rows_of(parameter)
@@ -350,6 +352,13 @@ class OptimizerHooks:
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
+
+    def _copied(self) -> list[torch.Tensor]:
+        """Return the parameters of all roots if the optimizers hold copies of them alone; else none."""
+        is_own_thread = all(root.thread in (None, threading.get_ident()) for root in self._capture.roots)
+        if not is_own_thread or self.holds(set(self._rows)):
+            return []
+        return [one for rows in self._rows.values() if (one := rows.reference()) is not None and one.numel()]
 
     @contextlib.contextmanager
     def _known(

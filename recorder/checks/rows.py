@@ -371,6 +371,10 @@ class Streaks:
         """Return the step since which the condition has held in a lane; meaningless where it does not hold."""
         return int(self._since.of(lane))
 
+    def length(self, lane: int) -> int:
+        """Return for how many records the condition has held in a lane."""
+        return int(self._lengths.of(lane))
+
     def reached(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float
     ) -> Iterator[tuple[int, int, int | None]]:

@@ -21,6 +21,7 @@ from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import Replica, Width
+from ...checks.rules.values import ONE_BATCH
 from ...errors import ConfigError
 from ...rules import Rule, parse_rules
 from ...run.notes import left_out
@@ -29,7 +30,7 @@ from ...run.run import Run
 from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
 from ..doctor.slots import read_rules
 from .reading import RunRows
-from .replicas import replicas_of
+from .replicas import NEVER_EQUAL, replicas_of
 
 _LEAST_COMMON = 2
 """A sound run with fewer than 1/`_LEAST_COMMON` of a run's values counts as one of another model or other sites."""
@@ -93,7 +94,10 @@ def check(
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
-    findings = with_causes(verdict.findings, rows.catalog)
+    whole = _without_parts(verdict.findings)
+    findings = with_causes(whole, rows.catalog)
+    if len(whole) < len(verdict.findings):
+        notes.append("ranks with one batch never had the same parameters: they are taken for parts of one model")
     if normal is not None:
         findings = _excused(findings, normal)
         notes += _notes_on(baselines, normal, engine.last_step)
@@ -155,6 +159,13 @@ def _learnt(
         normal.said |= {_subject(one) for one in said if one.site}
         values.append(set(rows.catalog.series))
     return normal, values
+
+
+def _without_parts(findings: Sequence[Finding]) -> list[Finding]:
+    """Leave out that ranks have one batch and have other parameters from the start: each has a part of the model."""
+    said = (ONE_BATCH, NEVER_EQUAL)
+    of_batch, of_parts = ({one.root for one in findings if one.what.startswith(what)} for what in said)
+    return [one for one in findings if one.root not in of_batch & of_parts or not one.what.startswith(said)]
 
 
 def _sizes(run: Run, steps: int) -> Sizes:

@@ -8,7 +8,6 @@ it cannot be computed from them. No Python loop runs over rows.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -236,11 +235,7 @@ def _is_only_one(keys: Sequence[Integers], flags: Flags) -> Flags:
 
 
 def _shape(text: str | None) -> tuple[int, ...]:
-    with suppress(ValueError, TypeError, RecursionError):
-        shape = json.loads(text or "")
-        if isinstance(shape, list) and all(type(size) is int for size in shape):
-            return tuple(shape)
-    return ()
+    return _shape_or_none(text or "") or ()
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:

@@ -26,6 +26,7 @@ from ..first.replicas import FINDINGS, compare_replicas
 from .reading import MOST_PROBED
 
 _APART = "ranks that share the value hold different ones"
+NEVER_EQUAL = "ranks have held different ones from the first record on"
 _NAMES = ("root", "module_path", "site", "name")
 
 
@@ -115,6 +116,7 @@ def _finding(one: Differing, number: int, probed: _ApartByProbe | None, what: st
     details += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
     details += [] if value.site in FINDINGS else ["a sum over these ranks may have been left out"]
     severity = Severity.WARNING if one.is_assumed else Replica.severity
+    what = NEVER_EQUAL if one.was_never_equal else what
     since = probed.step if probed is not None and probed.step < value.step else None
     return _of(value.step, value.key, (rank for ranks in one.groups[1:] or one.groups for rank in ranks), details,
                severity, what, float(len(one.groups)), since)  # fmt: skip

@@ -66,6 +66,11 @@ class Differing(NamedTuple):
     """Whether ranks also differ in the last record of a buffer; if not, the program made the buffer equal again."""
 
     @property
+    def was_never_equal(self) -> bool:
+        """Whether nothing calls the ranks replicas, and they have differed since the first record."""
+        return self.is_assumed and self.last_equal is None
+
+    @property
     def is_stale(self) -> bool:
         """Whether the value is a buffer that differs at the end and that DDP was told not to broadcast."""
         return self.sync == NEVER and self.differs_last

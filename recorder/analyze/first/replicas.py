@@ -40,7 +40,8 @@ class ReplicaFinder:
         self.first: Differing | None = None
         """The first difference, of buffers excepted; None while all are equal."""
         self.firsts: dict[str, Differing] = {}
-        """The first difference at each site of `FINDINGS`, and of an ``activation`` that ranks of a mesh share."""
+        """The first difference at each site of `FINDINGS`, and of an ``activation`` that ranks of a mesh share. Assumed
+        replicas that were never equal are apart from these."""
         self.values: dict[ValueName, RecordedValue] = {}
         """The first differing record of every value whose replicas differ, buffers excepted, in the order of time."""
         self.num_compared: Counter[str] = Counter()
@@ -69,7 +70,8 @@ class ReplicaFinder:
             self.values.setdefault(value.key, value)
             kind = value.site if value.site in FINDINGS else "activation"
             if kind not in self.firsts:
-                self.firsts[kind] = replicas.describe(number)
+                one = replicas.describe(number)
+                self.firsts.setdefault(f"{kind}, never equal" if one.was_never_equal else kind, one)
         for known in (self._buffers, self._noted):
             known |= {name: replicas.with_last(one) for name, one in known.items()}
         for number, value in replicas.firsts(is_buffer):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -192,7 +192,7 @@ class Inventory:
             if more:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
-    def look_at_update(self, trained: Container[int], step: int) -> None:
+    def look_at_update(self, trained: set[int], step: int) -> None:
         """Note parameters with a gradient that no optimizer has, and modules in evaluation mode; an update is next.
 
         Args:
@@ -201,7 +201,7 @@ class Inventory:
         """
         untrained: dict[int, list[str]] = {}
         frozen: dict[int, list[str]] = {}
-        num_trained, trains_any = 0, False
+        num_trained, trains_any, own = 0, False, set[int]()
         for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
             described, module = self._modules[i], hooked.module()
             trains_any |= module is not None and module.training
@@ -209,6 +209,7 @@ class Inventory:
             if is_new and _depends_on_mode(module) and self._is_trained_around(described["path"]):
                 self._add(i, {"evaluated": step})
             for name, parameter in hooked.own("_parameters"):
+                own.add(id(parameter))
                 if not parameter.requires_grad:
                     frozen.setdefault(i, []).append(name)
                 if not parameter.is_leaf or not parameter.requires_grad or parameter.grad is None:
@@ -222,7 +223,8 @@ class Inventory:
         for i, names in frozen.items():
             if names != self._modules[i].get("frozen"):
                 self._add(i, {"frozen": names})
-        if sum(map(len, untrained.values())) >= num_trained:
+        trains_others = num_trained > 0 or not trained or not trained <= own
+        if trains_others and sum(map(len, untrained.values())) >= num_trained:
             return  # the optimizers have copies of the parameters, as those of mixed precision do
         for i, names in untrained.items():
             if names != self._modules[i].get("untrained"):

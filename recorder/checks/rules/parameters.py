@@ -338,12 +338,20 @@ class Unchanged(StreakRule):
         return flags, np.full(len(rows), float(self.records))
 
     def finish(self) -> Iterator[Finding]:
-        """Report that most of a model stays as it is, because its type rounds the updates away."""
+        """Report that nothing has a gradient, or that the type of most of a model rounds the updates away."""
         yield from super().finish()
         lanes = [
             lane for lane, step in self._stays.items() if step - self._streaks.since(lane) >= self.thresholds["steps"]
         ]
         is_param = self.catalog.mark("param", lambda key: key.site == "param")[self.catalog.series_of]
+        for lane in () if self._largest else np.flatnonzero(is_param).tolist():
+            key, num, since = self.catalog.key_of(lane), self._streaks.length(lane), self._streaks.since(lane)
+            module = self.catalog.modules.get((key.root, key.module_path))
+            is_asked = module is not None and "grad" in module.sites and key.name not in module.frozen
+            if is_asked and num >= self.records:
+                what = "nothing ever has a gradient as the optimizer steps, and the parameter does not change"
+                one = self.finding(lane, since, what, self.measure, num, self.records, self.severity_of(lane))
+                yield one._replace(advice="look whether something clears the gradients before the optimizer steps")
         for rank in sorted({int(self.catalog.rank_of[lane]) for lane in lanes}):
             own = np.array([lane for lane in lanes if self.catalog.rank_of[lane] == rank])
             total = float(np.nansum(self._numel[np.flatnonzero(is_param & (self.catalog.rank_of == rank))]))
@@ -375,12 +383,9 @@ class Unchanged(StreakRule):
     def _has_gradient(self, one: Finding) -> bool:
         rank, least = one.ranks[0] if one.ranks else -1, self._largest * self.thresholds["share"]
         param = one.root, one.module_path, one.name
-        for key in self.catalog.series:
-            if key.site == "grad" and (key.root, key.module_path, key.name) == param:
-                lane = self.catalog.find(key, rank)
-                if lane is not None and self._gradient.of(lane) > least:
-                    return True
-        return False
+        keys = (key for key in self.catalog.series if key.site == "grad")
+        lanes = [self.catalog.find(key, rank) for key in keys if (key.root, key.module_path, key.name) == param]
+        return any(lane is not None and self._gradient.of(lane) > least for lane in lanes)
 
 
 class Initialisation(CheckRule):

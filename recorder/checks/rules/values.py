@@ -147,6 +147,7 @@ class Skipped(StreakRule):
         return rows["mean"] > 0, np.full(len(rows), float(self.records))
 
 
+ONE_BATCH = "the batch is that of rank"
 _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
 _LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
@@ -212,7 +213,7 @@ class Data(CheckRule):
             going_on[first, second] = num, since
             if num >= self.thresholds["records"] and second not in self._reported:
                 self._reported.add(second)
-                what = f"the batch is that of rank {int(self.catalog.rank_of[first])}"
+                what = f"{ONE_BATCH} {int(self.catalog.rank_of[first])}"
                 yield self._in_a_row(second, step, what, num, "records", since)
         self._same = going_on
 

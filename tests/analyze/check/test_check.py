@@ -220,6 +220,44 @@ def test_replicas_are_a_warning_where_nothing_says_that_ranks_share_a_model(tmp_
     assert one.severity is Severity.WARNING and "neither DDP nor FSDP" in one.detail
 
 
+def cut_by_hand(path: Path, *, has_one_batch: bool, is_apart: bool) -> recorder.Run:
+    """Two ranks with a weight each, and a bias that is one on both, or comes apart at step 1."""
+    run = make_run(path, world_size=2)
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        rows: list[Row] = []
+        for step in range(4):
+            batch = np.random.default_rng((step, 0 if has_one_batch else rank)).normal(size=8).astype(np.float32)
+            numbers = {"weight": 2 + rank, "bias": 4 + rank * (is_apart and step > 0), "x": int(1e6 * abs(batch[0]))}
+            for name, number in numbers.items():
+                about = {"site": "param", "phase": "optimizer", "module_path": "up"}
+                if name == "x":
+                    about = {"site": "input", "phase": "forward", "module_path": ""}
+                values = batch if name == "x" else [float(number)]
+                row = make_row(len(rows), values, encoding=None, rank=rank, step=step, name=name, **about)
+                rows.append(row | {"fingerprint": f"{number:032x}"})
+        writer.add_shard([rows])
+        writer.finish()
+    return recorder.open_run(run)
+
+
+@pytest.mark.parametrize(
+    ("has_one_batch", "is_apart", "expected"),
+    [
+        (True, False, []),
+        (True, True, [("replica", "bias", 1)]),
+        (False, False, [("replica", "weight", 0)]),
+    ],
+)  # fmt: skip
+def test_ranks_with_one_batch_and_other_weights_have_parts_of_one_model(
+    tmp_path: Path, has_one_batch: bool, is_apart: bool, expected: list[tuple[str, str, int]]
+) -> None:
+    run = cut_by_hand(tmp_path / "run", has_one_batch=has_one_batch, is_apart=is_apart)
+    checked = check(run, ["replica", "data"])
+    assert [(one.rule, one.name, one.step) for one in checked.findings] == expected
+    assert any("parts of one model" in note for note in checked.notes) is has_one_batch
+
+
 def test_what_was_not_compared_between_ranks_is_said(tmp_path: Path) -> None:
     (one,) = check(replicas(tmp_path / "alone", num_ranks=1), ["replica"]).unjudged
     assert one.why == "it needs parameters, gradients or optimizer states of several ranks"

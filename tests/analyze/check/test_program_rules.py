@@ -73,3 +73,52 @@ def test_a_frozen_layer_that_the_optimizer_has_is_a_note(tmp_path: Path) -> None
         ("0", "weight", Severity.NOTE), ("0", "bias", Severity.NOTE),
     }  # fmt: skip
     assert {one.what for one in findings} == {"never had a gradient: its requires_grad is False"}
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_what_is_left_out_by_an_optimizer_of_frozen_parameters_is_named(tmp_path: Path, has_copies: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    copies = [one.detach().clone() for one in model.parameters()]
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizer = torch.optim.SGD(copies if has_copies else model[2].parameters(), lr=0.1)
+        model.requires_grad_(False)[1].requires_grad_(True)
+        for _ in range(4):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+    named = {(one.module_path, one.name) for one in check(recording.run, rules=["not_optimized"]).findings}
+    assert named == (set() if has_copies else {("1", "weight"), ("1", "bias")})
+
+
+def test_a_model_whose_optimizer_has_copies_of_its_parameters_is_recorded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).bfloat16()
+    masters = [one.detach().float() for one in model.parameters()]
+    with flagged(tmp_path, "site=grad,param keep=stats") as recording:
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        for _ in range(4):
+            model(torch.randn(8, 4).bfloat16()).square().mean().backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+            optimizer.step()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.data.copy_(master)
+            model.zero_grad()
+    for site in ("param", "grad"):
+        assert list(recording.rows(site=site, module_path="0", name="weight").step) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_gradients_that_are_cleared_before_each_update_are_named(tmp_path: Path, is_late: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).requires_grad_(True)
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            model(torch.randn(8, 4)).square().mean().backward()
+            if not is_late or step < 4:
+                optimizer.zero_grad()
+            optimizer.step()
+    findings = check(recording.run, rules=["unchanged"]).findings
+    named = {(one.module_path, one.name) for one in findings if "nothing ever has a gradient" in one.what}
+    assert named == (set() if is_late else {(path, name) for path in ("0", "2") for name in ("weight", "bias")})
