@@ -68,7 +68,8 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
             "note" if its.num_other else "ok", f"experts of {counted(len(found.experts), 'router')}: {text}"
         )
     if found.num_unknown:
-        yield StateLine("note", f"the tokens of {counted(found.num_unknown, 'call')} are not known: left out")
+        advice = "left out; say whose they are with recorder.tokens(sample_ids=...)"
+        yield StateLine("note", f"the tokens of {counted(found.num_unknown, 'call')} are not known: {advice}")
     for note in found.notes:
         yield StateLine("note", note)
     if found.parting is not None:
