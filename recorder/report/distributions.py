@@ -1,7 +1,7 @@
 """The histograms and units of each series over steps, for the steps and ranks that the page draws; and pictures.
 
-Pictures are made of recorded tensors: first filters, then inputs, feature maps and attention maps. Their payloads come
-from one rank, for at most `_MAX_SERIES` tensors at two steps each.
+Pictures are made of recorded tensors: first filters, then inputs, feature maps, attention maps, and the spectra of
+weights. Payloads of all but weights come from one rank, for at most `_MAX_SERIES` tensors of a kind at two steps each.
 
 The histograms of the ranks' rows are added up. A replica counts once for each rank, which does not change the shares of
 the bins. A unit is measured by its root mean square. The units of each rank are sorted separately, from the largest to
@@ -243,7 +243,8 @@ _MAX_TENSOR_BYTES = 64 << 20
 _MAX_BYTES = 150_000
 """The most bytes of all tiles together, before deflation."""
 _NOT_FINITE = 255
-_KINDS = ("filters", "input", "feature maps", "attention")
+_KINDS = ("filters", "input", "feature maps", "attention", "spectrum")
+_MAX_DENSE_SIDE, _NUM_ITERATIONS = 512, 30
 
 
 class Candidate(NamedTuple):
@@ -267,7 +268,7 @@ class ImageFinder:
         is_kept = pc.and_(pc.is_valid(table.column("encoding")), pc.fill_null(of_rank, False))
         shapes, texts = encode(table.column("shape"))
         dims = [_dims(text) for text in texts]
-        may_be = np.array([len(sizes) in (3, 4) and sizes[-1] > 2 and sizes[-2] > 2 for sizes in dims] + [False], bool)
+        may_be = np.array([1 < len(sizes) < 5 and min(sizes[-2:]) > 2 for sizes in dims] + [False], bool)
         chosen = np.flatnonzero(is_kept.to_numpy(zero_copy_only=False) & may_be[shapes])
         if not len(chosen):
             return
@@ -283,7 +284,8 @@ class ImageFinder:
             if known and known[-1].where["step"] == steps[row]:
                 continue
             names = ("step", "micro_step", "call", "repeat", "phase", "attempt")
-            where = {name: some.column(name)[row].as_py() for name in names} | {"rank": self._rank}
+            where = {name: some.column(name)[row].as_py() for name in names}
+            where["rank"] = None if kind == "spectrum" else self._rank  # a rank may have a part of a weight
             where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
             known[1:] = [Candidate(kind, where)]  # the first candidate and the latest one are kept
 
@@ -296,11 +298,11 @@ class ImageFinder:
         arrays: dict[str, npt.NDArray[np.uint8]] = {}
         num_bytes = 0
         order = sorted(self._found.items(), key=lambda item: _KINDS.index(item[1][0].kind))
-        num_series = 0
+        num_series = dict.fromkeys(_KINDS, 0)
         for _, candidates in order:
             drawn = 0
             was_attention = False
-            for candidate in candidates if num_series < _MAX_SERIES else ():
+            for candidate in candidates if num_series[candidates[0].kind] < _MAX_SERIES else ():
                 try:
                     array = run.array(**candidate.where)
                 except RunError:
@@ -317,13 +319,12 @@ class ImageFinder:
                 drawn += 1
                 images.append(
                     {
-                        "kind": kind, "module": where["module_path"], "site": where["site"], "name": where["name"],
-                        "mode": where["mode"], "step": where["step"], "rank": where["rank"], "array": name,
-                        "shape": list(array.shape), "tiles": list(tiles.shape), "low": low, "high": high,
-                        "nan": num_nan, "inf": num_inf, "total": total,
+                        "kind": kind, "module": where["module_path"], "array": name, "shape": list(array.shape),
+                        **{one: where[one] for one in ("site", "name", "mode", "step", "rank")}, "total": total,
+                        "tiles": list(tiles.shape), "low": low, "high": high, "nan": num_nan, "inf": num_inf,
                     }
                 )  # fmt: skip
-            num_series += bool(drawn)
+            num_series[candidates[0].kind] += bool(drawn)
         return PageBlock(name="images", data={"images": images}, arrays=arrays)
 
 
@@ -335,6 +336,8 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
+    if len(sizes) == 2:
+        return "spectrum" if site == "param" else None
     if site == "param":
         return "filters" if len(sizes) == 4 and sizes[1] in (1, 3) and max(sizes[2:]) <= _MAX_SIDE else None
     if site == "input" and len(sizes) == 4 and sizes[1] in (1, 3):
@@ -359,6 +362,8 @@ def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | N
     if array.size == 0 or array.dtype.kind == "c":
         return None
     values = array.astype(np.float32)
+    if kind == "spectrum":
+        return kind, *_bytes(_singular_values(values)[None, None, :, None], _MAX_DENSE_SIDE), min(values.shape)
     if kind in ("attention", "feature maps") and _is_attention(values, was_attention):
         maps = values[0] if values.ndim == 4 else values[:_MAX_HEADS]
         return "attention", *_bytes(maps[:_MAX_HEADS, :, :, None], _MAX_ATTENTION_SIDE), len(maps)
@@ -369,6 +374,19 @@ def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | N
         return kind, *_bytes(maps[:_MAX_MAPS, :, :, None], _MAX_SIDE), len(maps)
     pictures = np.moveaxis(values[: _MAX_FILTERS if kind == "filters" else 4], 1, -1)
     return kind, *_bytes(pictures, _MAX_SIDE), len(values)
+
+
+def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the singular values, the largest first: of a large matrix the largest alone, or NaN if one element is."""
+    if not np.isfinite(matrix).all():
+        return np.full(1, np.nan, np.float32)
+    if min(matrix.shape) <= _MAX_DENSE_SIDE:
+        short = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T).astype(np.float64)
+        return np.sqrt(np.maximum(np.linalg.eigvalsh(short @ short.T)[::-1], 0)).astype(np.float32)
+    vector = np.random.default_rng(0).standard_normal(matrix.shape[1]).astype(np.float32)
+    for _ in range(_NUM_ITERATIONS):
+        vector = matrix.T @ (matrix @ (vector / max(float(np.linalg.norm(vector)), 1e-30)))
+    return np.sqrt(np.linalg.norm(vector, keepdims=True)).astype(np.float32)
 
 
 def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:

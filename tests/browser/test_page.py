@@ -712,3 +712,21 @@ def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path
     assert [row.split() for row in rows] == [["rule", "rate=0.001", "rate=0.002"]]
     norms = opened.page.locator("#panel-top .track", has_text="gradient norm").locator(".chart-legend")
     assert norms.inner_text().split("\n") == ["rank 0", "B: rank 0"]
+
+
+def test_the_spectrum_of_a_weight_says_its_stable_rank(open_page: Open, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    common: dict[str, Any] = {"module_path": "fc", "site": "param", "name": "weight", "phase": "optimizer"}
+    sizes = ([2.0, 2, 1, 0], [4.0, 0, 0, 0])
+    writer.add_shard(
+        [[make_row(s, np.diag(size).astype(np.float32), step=s, **common) for s, size in enumerate(sizes)]]
+    )
+    writer.finish()
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    told = opened.page.locator("#panel-images .dim").all_inner_texts()
+    assert [text.split(" · ")[-1] for text in told] == ["stable rank 2.3 of 4", "stable rank 1 of 4"]
+    assert opened.text("#panel-images h2").startswith("Spectra")
+    first = opened.pixels("#panel-images .tile")
+    tall = [(first[:, column, 3] > 0).mean() for column in (4, 300)]
+    assert tall[0] == pytest.approx(0.5, abs=0.03) and tall[1] < 0.03  # half of the largest of both records

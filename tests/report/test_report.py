@@ -297,6 +297,32 @@ def test_every_step_with_a_histogram_is_drawn_however_many_there_are_without(cli
     assert (block["steps"], block["num_steps"]) == (list(range(0, 301, 20)), 16)
 
 
+def test_a_weight_is_drawn_by_its_singular_values(cli: Cli, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    turn, other = (np.linalg.qr(rng.standard_normal((size, size)))[0] for size in (6, 8))
+    weight = (turn * np.array([8.0, 4, 2, 1, 1, 0])) @ other[:6]
+    large = rng.standard_normal((600, 700)) + 1
+    broken = np.where(np.eye(4) > 0, np.nan, 1.0)
+    weights = {"fc": weight, "large": large, "broken": broken}
+    rows = [
+        make_row(seq, value.astype(np.float32), module_path=path, site="param", name="weight", phase="optimizer")
+        for seq, (path, value) in enumerate(weights.items())
+    ]
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([rows])
+    writer.finish()
+    cli("report", run, "-o", tmp_path / "r.html")
+    block = read_page(tmp_path / "r.html")["images"]
+    of = {one["module"]: one for one in block.data["images"]}
+    assert [of[path]["kind"] for path in weights] == ["spectrum"] * 3
+    codes = block.arrays[of["fc"]["array"]].ravel() / 254 * (of["fc"]["high"] - of["fc"]["low"]) + of["fc"]["low"]
+    assert codes == pytest.approx([8, 4, 2, 1, 1, 0], abs=0.04) and of["fc"]["total"] == 6
+    assert block.arrays[of["large"]["array"]].size == 1  # no dense decomposition
+    assert of["large"]["high"] == pytest.approx(np.linalg.svd(large, compute_uv=False)[0], rel=1e-3)
+    assert (of["broken"]["low"], of["broken"]["nan"]) == (None, 1)
+
+
 def test_units_are_sorted_by_their_size(cli: Cli, tmp_path: Path) -> None:
     sums = np.array([[0.0] * 4, [0.0, 1.0, 16.0, 4.0], [0.0, 1.0, 4.0, 2.0]])
     values = {(rank, step): 1.0 for rank in range(2) for step in range(3)}

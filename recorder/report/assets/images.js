@@ -1,12 +1,13 @@
 // Pictures out of recorded tensors: filters, inputs, feature maps, attention.
 
-const NOT_FINITE_PIXEL = 255;
+const NOT_FINITE_PIXEL = 255, SPECTRUM_PIXELS = 320;
 
 class ImagesPanel {
   constructor(app, block) {
     this.app = app;
     this.id = "images";
-    this.title = "Images";
+    const spectra = block.data.images.filter((one) => one.kind === "spectrum").length;
+    this.title = spectra === 0 ? "Images" : spectra === block.data.images.length ? "Spectra" : "Images and spectra";
     this.block = block;
     this.isShown = block.data.images.length > 0;
     this.listens = [];
@@ -20,7 +21,8 @@ class ImagesPanel {
     const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
     this.palette = Array.from({ length: 256 }, (_, i) => rgb(mixed(VIRIDIS, i / (NOT_FINITE_PIXEL - 1))));
     this.palette[NOT_FINITE_PIXEL] = rgb(BAD_COLOR);
-    put(this.section, el("p", { class: "note" }, "From recorded tensors of one rank, made small. Bright is large; the first and the last record of a value have one scale."),
+    const spectra = "Of a weight the singular values, from the largest on; the stable rank is the sum of their squares over the largest square.";
+    put(this.section, el("p", { class: "note" }, [this.title !== "Spectra" && "From recorded tensors of one rank, made small. Bright is large; the first and the last record of a value have one scale.", this.title !== "Images" && spectra].filter(Boolean).join(" ")),
       el("div", { class: "images" }, this.block.data.images.map((one) => this.image(one))));
   }
   image(one) {
@@ -29,6 +31,7 @@ class ImagesPanel {
     const alike = this.block.data.images.filter((other) => other.low !== null && ["kind", "module", "site", "name", "mode"].every((name) => other[name] === one[name]));
     const low = Math.min(...alike.map((other) => other.low)), high = Math.max(...alike.map((other) => other.high)), span = high - low || 1;
     const shared = (code) => Math.round((NOT_FINITE_PIXEL - 1) * ((one.low - low) / span + (code / (NOT_FINITE_PIXEL - 1)) * ((one.high - one.low) / span)));
+    if (one.kind === "spectrum") return this.spectrum(one, tiles, high);
     const scale = Math.max(Math.floor(96 / Math.max(height, width)), 1);
     const canvases = Array.from({ length: count }, (_, number) => {
       const canvas = el("canvas", { class: "tile", width, height, role: "img", "aria-label": `${one.kind} ${number}` });
@@ -52,5 +55,17 @@ class ImagesPanel {
     return el("figure", { class: "image" }, el("figcaption", {},
       el("strong", {}, valueText(one.module, one.site, one.name)), el("span", { class: "dim" }, facts.join(" · "))),
     el("div", { class: "tiles" }, canvases));
+  }  /** The singular values of a weight as bars; `high` is the largest of the weight's records. Of a large weight the largest alone is known. */
+  spectrum(one, codes, high) {
+    const isKnown = one.low !== null, isWhole = isKnown && codes.length === one.total;
+    const values = Array.from(codes, (code) => (isKnown ? one.low + (code / (NOT_FINITE_PIXEL - 1)) * (one.high - one.low) : 0));
+    const rank = values.reduce((sum, value) => sum + (value / (one.high || 1)) ** 2, 0);
+    const facts = [one.kind, `step ${one.step}`, `[${one.shape.join(", ")}]`, isKnown ? `largest ${shortNumber(one.high, 3)}` : "not finite", isWhole && `least ${shortNumber(one.low, 2)}`,
+      isWhole && `stable rank ${shortNumber(rank, 2)} of ${one.total}`].filter(Boolean).join(" · ");
+    const canvas = el("canvas", { class: "tile", role: "img", "aria-label": facts }), context = sizedCanvas(canvas, SPECTRUM_PIXELS, SPECTRUM_PIXELS / 4);
+    context.fillStyle = isKnown ? lineColor(0) : BAD_COLOR;
+    const wide = SPECTRUM_PIXELS / values.length, tall = (value) => (isKnown ? (value / (high || 1)) * (SPECTRUM_PIXELS / 4) : SPECTRUM_PIXELS / 4);
+    values.forEach((value, index) => context.fillRect(index * wide, SPECTRUM_PIXELS / 4 - tall(value), Math.max(wide - (wide > 4 ? 1 : 0), 1), tall(value)));
+    return el("figure", { class: "image" }, el("figcaption", {}, el("strong", {}, valueText(one.module, one.site, one.name)), el("span", { class: "dim" }, facts)), isWhole || !isKnown ? canvas : "");
   }
 }
