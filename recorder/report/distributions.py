@@ -376,17 +376,16 @@ def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | N
     return kind, *_bytes(pictures, _MAX_SIDE), len(values)
 
 
-def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
     """Return the singular values, the largest first: of a large matrix the largest alone, or NaN if one element is."""
     if not np.isfinite(matrix).all():
-        return np.full(1, np.nan, np.float32)
+        return np.full(1, np.nan)
     if min(matrix.shape) <= _MAX_DENSE_SIDE:
-        short = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T).astype(np.float64)
-        return np.sqrt(np.maximum(np.linalg.eigvalsh(short @ short.T)[::-1], 0)).astype(np.float32)
-    vector = np.random.default_rng(0).standard_normal(matrix.shape[1]).astype(np.float32)
+        return np.linalg.svd(matrix, compute_uv=False)
+    vector: npt.NDArray[Any] = np.random.default_rng(0).standard_normal(matrix.shape[1], np.float32)
     for _ in range(_NUM_ITERATIONS):
         vector = matrix.T @ (matrix @ (vector / max(float(np.linalg.norm(vector)), 1e-30)))
-    return np.sqrt(np.linalg.norm(vector, keepdims=True)).astype(np.float32)
+    return np.full(1, float(np.linalg.norm(vector)) ** 0.5)
 
 
 def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
