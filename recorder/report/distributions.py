@@ -382,7 +382,7 @@ def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         return np.full(1, np.nan)
     if min(matrix.shape) <= _MAX_DENSE_SIDE:
         return np.linalg.svd(matrix, compute_uv=False)
-    vector: npt.NDArray[Any] = np.random.default_rng(0).standard_normal(matrix.shape[1], np.float32)
+    vector = np.random.default_rng(0).standard_normal(len(matrix[0]), np.float32)
     for _ in range(_NUM_ITERATIONS):
         vector = matrix.T @ (matrix @ (vector / max(float(np.linalg.norm(vector)), 1e-30)))
     return np.full(1, float(np.linalg.norm(vector)) ** 0.5)
