@@ -6,6 +6,7 @@ import pytest
 
 import recorder
 from recorder.analyze.check.check import check
+from recorder.analyze.doctor.expected import compare
 from recorder.analyze.first.first import first
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
@@ -24,9 +25,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_the_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, recorder.Run], name: str) -> None:
-    """Among the values are 6 parameters, their gradients and the two moments and the step of each, at 3 steps."""
+    """Among the values are 5 parameters, their gradients and the two moments and the step of each, at 3 steps."""
     found = recorder.diff(runs["whole"], runs[name], rtol=1e-9, atol=1e-12)
-    assert (found.verdict, found.num_compared) == ("equal", 135)
+    assert (found.verdict, found.num_compared) == ("equal", 120)
     assert not first(runs[name]).is_found and not check(runs[name]).findings
     for site, tensor in (("param", "weight"), ("grad", "weight"), ("optim", "weight.exp_avg")):
         assert runs[name].array("up", site=site, name=tensor, step=2).shape == (7, 6)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_doctor_misses_the_frozen_parameter_alone(runs: dict[str, recorder.Run], name: str) -> None:
+    """A rank without an element of a parameter has rows of no elements; the frozen one is in no optimizer."""
+    totals = {total.site: (total.expected, total.found) for total in compare(runs[name]).totals}
+    num = STAGES[name] * 3
+    assert totals["param"] == totals["grad"] == (6 * num, 5 * num)

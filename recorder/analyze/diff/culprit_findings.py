@@ -108,7 +108,7 @@ class CulpritFinder:
             wanted, kept = of_steps(pairs, a.table, b.table, wrong)
             differs &= ~is_open
             of_step = events(a.table, b.table, wanted, differs[kept], is_open[kept]) if wrong else {}
-        for step in steps.paired:
+        for step in sorted({*steps.paired, *of_step}):
             if step not in of_step:
                 self._search.equal_step(step, steps.roots)
             elif not self._search.is_over:
@@ -147,6 +147,7 @@ class RangeSteps(NamedTuple):
     """The facts about a range of steps that are known without the rows."""
 
     paired: list[int]
+    """The steps with a value of both runs. Learning rates do not count: they do not show the state of their step."""
     roots: list[str]
     """The roots of the first run."""
     has_alone: bool
@@ -155,7 +156,9 @@ class RangeSteps(NamedTuple):
     @classmethod
     def of(cls, compared: PairedSteps) -> RangeSteps:
         a, b, pairs = compared
-        paired = a.table.column("step").take(pa.array(pairs.a)).unique().to_pylist()
+        both = a.table.select(["step", "site", "name"]).take(pa.array(pairs.a))
+        is_rate = pc.and_(pc.equal(both["site"], "scalar"), pc.starts_with(both["name"], "lr."))
+        paired = both["step"].filter(pc.invert(is_rate)).unique().to_pylist()
         alone = differing_steps(a.table, b.table, pairs, np.zeros(len(pairs.a), np.bool_))
         return cls(sorted(paired), a.table.column("root").unique().to_pylist(), bool(alone))
 

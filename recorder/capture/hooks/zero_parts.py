@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -85,11 +85,17 @@ def zero_rows(
 ) -> Iterator[tuple[torch.Tensor, ZeroParameter]]:
     """Yield the flat tensors of ZeRO 1 to 3 that have elements of some parameters, with their rows."""
     found: dict[int, tuple[torch.Tensor, ZeroParameter]] = {}
+    elsewhere = []
     for hooked, name, parameter in parameters:
         place = _of_stage_3(parameter) if hasattr(parameter, "_z3_optimizer") else _of_stages_1_and_2(parameter)
         if place is not None:
             flat, part = place
             found.setdefault(id(flat), (flat, ZeroParameter(flat)))[1].parts.append((hooked, name, part, part.chunk))
+        elif getattr(parameter, "_hp_mapping", 0) is None:  # stages 1 and 2: all its elements lie on other ranks
+            part = ZeroPart(0, 0, 0, tuple(parameter.shape), [*ranks_of(cast(Any, parameter)._dp_group)])
+            elsewhere.append((hooked, name, part, part.chunk))
+    for _, rows in [*found.values()][:1]:
+        rows.parts += elsewhere
     yield from found.values()
 
 
@@ -105,7 +111,10 @@ def _of_stages_1_and_2(parameter: Any) -> tuple[torch.Tensor, ZeroPart] | None:
 
 def _of_stage_3(parameter: Any) -> tuple[torch.Tensor, ZeroPart] | None:
     optimizer, size = parameter._z3_optimizer, parameter.ds_tensor.ds_numel
-    group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    position = optimizer.grad_position.get(optimizer.get_param_id(parameter))
+    if position is None:
+        return None  # frozen, or not given to the optimizer
+    group, start, _ = position
     ranks = [*ranks_of(parameter.ds_process_group)]
     begin = min(ranks.index(torch.distributed.get_rank()) * size, parameter.ds_numel)
     numel = min(size, parameter.ds_numel - begin)

@@ -731,6 +731,20 @@ def test_a_nan_names_the_rank_that_has_it(tmp_path: Path, has_values: bool) -> N
     assert (culprit.nonfinite_a, culprit.nonfinite_b, culprit.max_abs, culprit.factor) == (0, 1, None, None)
 
 
+def test_a_step_of_numbers_alone_does_not_show_the_state_before_the_next(tmp_path: Path) -> None:
+    """Parameters are recorded at steps 0 and 4 and the learning rate at each: they parted anywhere between."""
+
+    def run(name: str, factor: float) -> recorder.Run:
+        rows = [row(i, np.ones(8) * (factor if i else 1), step=4 * i, site="param", name="weight") for i in range(2)]
+        for step in range(5):
+            rate = row(len(rows), np.array(0.1), step=step, module_path="", site="scalar", name="lr.SGD.0")
+            rows.append(rate)
+        return write(tmp_path / name, rows)
+
+    (culprit,) = diff(run("a", 1.0), run("b", 2.0)).culprits
+    assert (culprit.phase, culprit.step) == ("start", 4)
+
+
 def test_local_gradients_that_one_run_alone_has_are_no_culprit(tmp_path: Path) -> None:
     values = values_of(0, 0)
     of = {"module_path": "up", "site": "grad", "name": "weight"}

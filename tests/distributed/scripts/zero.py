@@ -29,6 +29,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 3)
+        self.norm.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.norm(self.up(x).tanh()))
@@ -62,7 +63,7 @@ def mark_stage_1(parameters: list[Any]) -> tuple[Tensor, Callable[[Tensor], Tens
     return flat, cut
 
 
-def mark_stage_3(parameters: list[Any]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def mark_stage_3(parameters: list[Any], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Cut each parameter, padded, into equal parts, and return this rank's end to end, and what cuts gradients so."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numels = [parameter.numel() for parameter in parameters]
@@ -77,7 +78,8 @@ def mark_stage_3(parameters: list[Any]) -> tuple[Tensor, Callable[[Tensor], Tens
     flat = cut(torch.cat([parameter.detach().flatten() for parameter in parameters])).requires_grad_(True)
     optimizer: Any = SimpleNamespace(fp32_partitioned_groups_flat=[flat], grad_position={})
     optimizer.get_param_id = lambda parameter: parameter.ds_id
-    start = 0
+    start, frozen = 0, model.get_parameter("norm.bias")
+    frozen.ds_id, frozen.ds_tensor, frozen._z3_optimizer = -1, SimpleNamespace(ds_numel=4), optimizer  # type: ignore[attr-defined]
     for number, parameter in enumerate(parameters):
         per_rank = -(-parameter.numel() // size)
         optimizer.grad_position[number] = [0, start, per_rank]
@@ -91,11 +93,11 @@ def mark_stage_3(parameters: list[Any]) -> tuple[Tensor, Callable[[Tensor], Tens
 def train(name: str) -> None:
     torch.manual_seed(0)
     model = Net()
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rank, size = dist.get_rank(), dist.get_world_size()
     flat, cut = None, None
     if name != "whole":
-        flat, cut = (mark_stage_3 if "3" in name else mark_stage_1)(parameters)
+        flat, cut = mark_stage_1(parameters) if "1" in name else mark_stage_3(parameters, model)
     optimizer = torch.optim.Adam(parameters if flat is None else [flat], lr=0.01)
     with recorder.attach(model, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
         for step in range(STEPS):
