@@ -200,6 +200,9 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     yield "counts", f"{at_least}{bad.nan_count} NaN, {bad.inf_count} infinite of {counted(bad.numel, 'element')}"
     if bad.is_skipped:
         yield "update", "skipped by GradScaler at this step, as it does where scaled gradients overflow"
+    if bad.num_gradients > 1:
+        what = f"{bad.num_gradients} gradients of parameters are not finite at this step"
+        yield "order", f"{what}; which the backward made first, only site=grad_output at this step would tell"
     yield "values before it", f"{bad.num_before} of this step on its rank"
     before = bad.before
     healthy = "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}"

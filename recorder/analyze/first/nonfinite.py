@@ -66,6 +66,8 @@ class NonFiniteTensor(NamedTuple):
     """Whether GradScaler skipped the update of this step, as it does if gradients overflow."""
     probed: ProbedHealth | None
     """None if the probe has not seen the value at this step."""
+    num_gradients: int
+    """The number of gradients of parameters, on all ranks, that are not finite at the step, if the value is one."""
     beside: list[OtherNonFinite]
     """Other values of the module, and losses, that hold NaN or infinities at this step on this rank."""
 
@@ -262,12 +264,16 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         known.search()
         long_before, longer_ago, num_more = _healthy(history, known, values)
         before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
+    is_gradient = timeline.is_equal("site", "grad") & (timeline.codes["step"] == timeline.codes["step"][row])
+    is_gradient[: timeline.num_firsts] = False
+    is_gradient &= (state.nan > 0) | (state.inf > 0)
     return NonFiniteTensor(
         value=timeline.value(row), nan_count=int(state.nan[row]), inf_count=int(state.inf[row]),
         is_counted_at_least=is_counted_at_least(timeline.table.column("note")[row].as_py()),
         numel=int(timeline.table.column("numel")[row].as_py()), num_before=int(timeline.num_before[row]),
         before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=_is_skipped(timeline, row),
         probed=None,
+        num_gradients=int(np.count_nonzero(is_gradient)) if is_gradient[row] else 0,
         beside=list(_beside(timeline, state, row)),
     )  # fmt: skip
 

@@ -80,6 +80,14 @@ def test_the_earliest_step_wins_then_the_order_on_the_rank(tmp_path: Path) -> No
     assert bad.num_steps_healthy == 2
 
 
+def test_that_the_order_of_gradients_tells_nothing_is_said(tmp_path: Path) -> None:
+    ranks = [steps(rank, "up", "down", site="grad", name="weight", phase="optimizer") for rank in range(2)]
+    for row in (*ranks[0][4:], *ranks[1][4:6]):
+        spoil(row)
+    bad = found(write(tmp_path / "run", *ranks)).nonfinite
+    assert bad is not None and (bad.value.step, bad.value.site, bad.num_gradients) == (2, "grad", 4)
+
+
 def test_how_far_it_spread_is_counted(tmp_path: Path) -> None:
     rows = steps(0, "up", "down")
     for row in rows[3:]:
