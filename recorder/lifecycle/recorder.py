@@ -216,10 +216,10 @@ class Recorder:
         )  # fmt: skip
         self.capture = capture = recording.capture
         live = self._early.take()  # the recorder then holds only weak references to the optimizers
-        capture.every_call_is_a_step = self.settings.roots == "any" and not live
         if not self.by_flag:  # an earlier training of the process may have left its optimizer, whose steps are its own
             parameters = {id(one) for p in module.parameters() for one in (p, main_parameter(p))}
             live = [o for o in live if any(id(p) in parameters for group in o.param_groups for p in group["params"])]
+        capture.every_call_is_a_step = self.settings.roots == "any" and not live
         for optimizer in live:
             recording.optimizers.name_of(optimizer)
         clock = capture.clock

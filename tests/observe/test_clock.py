@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.capture.core import Capture
 from recorder.lifecycle.description import Description
-from tests.rigs.capturing import Tiny, batch, flagged
+from tests.rigs.capturing import EVERYTHING, Tiny, batch, flagged
 from tests.rigs.waiting import PATIENCE_S, wait_until
 
 
@@ -728,3 +728,15 @@ def test_an_interrupted_forward_leaves_no_trace_in_the_next(tmp_path: Path) -> N
         train_step(model, optimizer)
     rows = recording.rows(site="output", module_path="second")
     assert keys(rows, "step", "mode", "call") == [(0, "train", 0), (1, "no_grad", 0), (1, "train", 0)]
+
+
+def test_calls_of_an_attached_engine_are_steps_beside_the_optimizer_of_another_model(tmp_path: Path) -> None:
+    trainer, engine = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+    with recorder.attach(engine, enabled=True, dir=tmp_path / "run", roots="any", rules=EVERYTHING), torch.no_grad():
+        for _ in range(3):
+            engine(torch.ones(1, 2))
+    assert optimizer.param_groups
+    rows = recorder.open_run(tmp_path / "run").table(columns=["site", "step"]).to_pydict()
+    steps = {(site, step) for site, step in zip(rows["site"], rows["step"], strict=True)}
+    assert {("output", 0), ("output", 2), ("param", 0)} <= steps
