@@ -31,6 +31,8 @@ _MAX_CAUSES = 100
 """The most findings of a rule that are looked at as causes, the earliest first."""
 _SOON = 10
 """The most steps from a spike to the finding that the loss has risen."""
+_ANEW = ("nonfinite", "spike", "jump")
+"""The rules whose findings are no consequences of what was over before them."""
 _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("not_optimized", Link.SAME, ("unchanged", "no_gradient")),
     ("initialisation", Link.NEAR, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
@@ -79,7 +81,8 @@ def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
         for cause in islice(causes, _MAX_CAUSES if candidates else 0):
             for one in candidates:
                 is_free = one is not cause and id(one) not in cause_of and _root_of(cause, cause_of) is not one
-                if is_free and _LINKED[link](cause, one, first_seen):
+                is_over = one.rule in _ANEW and any(cause.step < at <= one.first_step for at in catalog.recovered_at)
+                if is_free and not is_over and _LINKED[link](cause, one, first_seen):
                     cause_of[id(one)] = cause
     cause_of = {number: _root_of(cause, cause_of) for number, cause in cause_of.items()}
     worst: dict[int, Severity] = {}

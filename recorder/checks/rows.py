@@ -91,6 +91,8 @@ class Catalog:
         """By lane, the part of the batch that its rank works on. Ranks with the same number share one part."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane, a number that is equal on ranks that hold the same piece of the model and so can be compared."""
+        self.recovered_at: list[int] = []
+        """The steps at which all spikes before them were over for some records in a row."""
 
     @property
     def whole_numel(self) -> Floats:

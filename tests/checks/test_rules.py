@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules.activations import Attention, Dead, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
@@ -517,6 +518,23 @@ def test_a_spike_names_the_learning_rate_that_rose_before_it() -> None:
     (one,) = said(recorded, Spike)
     assert one.step == 50 and one.site == "scalar"
     assert one.detail == "the learning rate lr.AdamW.0 rose 166.7 times at step 49, from 0.0018 to 0.3"
+
+
+@pytest.mark.parametrize(("first_bad", "is_consequence"), [(57, True), (66, True), (90, False)])
+@pytest.mark.parametrize("rows_a_batch", BATCHES)
+def test_a_nan_long_after_a_spike_is_over_is_a_finding_of_its_own(
+    first_bad: int, is_consequence: bool, rows_a_batch: int
+) -> None:
+    recorded = Recorded()
+    for step in range(95):
+        loss = 2 + noise(step, shape=(), scale=0.05) + 20.0 * (50 <= step < 60)
+        recorded.add(step, "", loss, site="scalar", name="loss")
+        recorded.add(step, "", 0.3 if step in (49, 50) else 1e-3, site="scalar", name="lr.AdamW.0")
+        recorded.add(step, "blocks.1", np.full(4, np.nan if step >= first_bad else 1.0))
+    found = [one for rule in (Spike, NonFinite) for one in recorded.judge(rule, rows_a_batch).findings]
+    spike, nonfinite = sorted(with_causes(found, recorded.catalog), key=lambda one: one.step)
+    assert (spike.rule, spike.step, nonfinite.rule, nonfinite.step) == ("spike", 50, "nonfinite", first_bad)
+    assert nonfinite.cause == (words_of(spike) if is_consequence else "")
 
 
 def test_a_local_gradient_that_jumps_on_one_rank_is_named_there() -> None:

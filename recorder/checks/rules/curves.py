@@ -17,6 +17,8 @@ from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, group
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
+_RECOVERED = 10
+"""After as many steps in a row below the limits at which curves spiked, the spikes are over."""
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
@@ -77,6 +79,8 @@ class CurveRule(CheckRule):
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is judged."""
         self.most = 0
+        self.step = -1
+        """The step that is judged."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in self.sites and (key.is_loss or key.site == "grad")
@@ -90,10 +94,10 @@ class CurveRule(CheckRule):
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if not len(at):
                 continue
+            self.step = int(steps[at[0]])
             for one in self.judge(curves[at], values[at]):
-                curve, step = int(curves[at[one.number]]), int(steps[at[one.number]])
-                lane = self._blamed(rows, curve, step, shares)
-                yield self.finding(lane, step, one.what, one.measure, one.value, one.threshold, one.severity)
+                lane = self._blamed(rows, int(curves[at[one.number]]), self.step, shares)
+                yield self.finding(lane, self.step, one.what, one.measure, one.value, one.threshold, one.severity)
             num = self.num[curves[at]] + 1
             self.num[curves[at]] = num
             self.most = max(self.most, int(num.max()))
@@ -262,6 +266,9 @@ class Spike(CurveRule):
         """By curve, the sum of the values in its ring buffer."""
         self._mild: dict[int, tuple[int, float]] = {}
         """By curve with a small spike, the number of the next sample, and the limit above which the curve stays up."""
+        self._limits: dict[int, float] = {}
+        """By curve with a spike that is not over, the limit at its first record."""
+        self._num_below = 0
 
     def wants(self, key: SeriesKey) -> bool:
         return super().wants(key) or key.site in _MAY_MOVE or _is_rate(key)
@@ -295,7 +302,15 @@ class Spike(CurveRule):
                 is_mild = kind == _LOSS and value < largest * self.thresholds["ratio"]
                 if is_mild:
                     self._mild[curve] = int(num[index]) + 1, limit
+                self._limits.setdefault(curve, limit)
                 yield JudgedSample(index, what, kind, value, limit, Severity.NOTE if is_mild else None)
+        if self._limits:
+            pairs = zip(curves.tolist(), values.tolist(), strict=True)
+            is_up = any(value > self._limits.get(curve, np.inf) for curve, value in pairs)
+            self._num_below = 0 if is_up else self._num_below + 1
+            if self._num_below == _RECOVERED:
+                self.catalog.recovered_at.append(self.step)
+                self._limits.clear()
         replaced = self._rings.put(curves, num, values)
         self._total[curves] = self._total[curves] + values - np.nan_to_num(replaced)
 
