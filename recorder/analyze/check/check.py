@@ -429,9 +429,11 @@ def command_of(typed: str, one: ToldFindings) -> str:
     worst = one.worst
     if not worst.site:
         return ""
-    words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
+    is_replica = worst.rule == Replica.name  # compare all ranks, and the gradients that moved a parameter
+    site = "grad" if is_replica and worst.site in ("param", "optim") else worst.site
+    words = ["recorder", "stats", typed, worst.module_path, "--site", site]
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
-    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
+    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 and not is_replica else []
     return shlex.join(words)
 
 

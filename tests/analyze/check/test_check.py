@@ -184,6 +184,8 @@ def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool
     assert (one.severity, one.step, one.module_path, one.site, one.ranks) == (Severity.ERROR, 1, "up", "param", (1,))
     assert "the first of 2 values at this site that differ" in one.detail
     assert not any(unjudged.rule == "replica" for unjudged in checked.unjudged)
+    ((told, _),) = module.told_of([one])
+    assert module.command_of("some run", told) == "recorder stats 'some run' up --site grad --step 0:3"
 
 
 def test_check_says_that_it_reads_no_tensors_of_replicas_with_equal_statistics(tmp_path: Path) -> None:
