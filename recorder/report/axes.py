@@ -262,8 +262,9 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}
+    are_frozen = {p: "param" in info.sites and 0 < len(info.params) == len(info.frozen) for p, info in infos.items()}
     facts = {path: [info.class_name, info.source] for path, info in infos.items()}
-    rows = [[path, *facts.get(path, ["", ""])] for path in paths]
+    rows = [[path, *facts.get(path, ["", ""]), are_frozen.get(path, False)] for path in paths]
     block = PageBlock(name="modules", data={"modules": rows, "num_executed": len(order)})
     return block, {path: number for number, path in enumerate(paths)}
 

@@ -94,7 +94,7 @@ def collect(
             rows_text += f", and {num_rows:,} of the probe, which hold {probed.num_numbers:,} numbers"
         rows_text += f", {size(run.size_bytes)}"
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
-        found, notes = ([], []) if judged is None else (told_by_check(judged.findings, run.name), judged.notes)
+        found, notes = ([], []) if judged is None else (told_by_check(judged.findings, str(run.path)), judged.notes)
         yield top_block(run, checks, found, collected, told, list(facts), notes=notes)
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)

@@ -67,7 +67,8 @@ def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     cells = opened.page.locator("#panel-top .findings > tbody > tr").first.locator("td").all_inner_texts()
     assert cells[1].startswith("nonfinite: the value is not finite") and cells[2:6] == ["'head'", "output", "15", "1"]
     assert (
-        "recorder first run\n" in cells[1] and "RECORDER_RULES='module=head site=* steps=14:16 keep=tensor'" in cells[1]
+        f"recorder first {trained.parent / 'run'}\n" in cells[1]
+        and "RECORDER_RULES='module=head site=* steps=14:16 keep=tensor'" in cells[1]
     )
     assert rows_of(opened) == ["(the model)", "stem", "blocks", "0", "fc", "1", "fc", "head"]
     assert opened.page.locator("#panel-lines .plot canvas").count() == 1
@@ -616,13 +617,14 @@ def test_what_check_says_is_told_with_a_link_to_the_lines(open_page: Open, train
     assert hash_of(opened)["step"] == "15"
 
 
-def run_of_optimizer(path: Path, *, rate: float = 1e-3) -> Path:
-    """Two layers that AdamW trains, at a rate that leaps at step 150; the loss spikes a step later."""
+def run_of_optimizer(path: Path, *, rate: float = 1e-3, other_rate: float | None = None) -> Path:
+    """AdamW trains two layers at a rate that leaps at step 150; the loss spikes a step later. The head is frozen."""
     run, rows = make_run(path), list[dict[str, Any]]()
     for step in range(200):
         for name, value in (
             ("loss", 9.0 if step == 151 else 1 / (1 + step / 50)),
             ("lr.AdamW.0", 100 * rate if step == 150 else rate),
+            *([("lr.AdamW.1", other_rate)] if other_rate else []),
         ):
             rows.append(
                 make_row(0, np.float64(value), step=step, site="scalar", name=name, module_path="", encoding=None)
@@ -635,7 +637,8 @@ def run_of_optimizer(path: Path, *, rate: float = 1e-3) -> Path:
                 rows.append(make_row(0, values, module_path=layer, **common))
     writer = HandmadeWriter(run)
     writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
-    modules = [module("", "Net"), module("net.first", "Linear"), module("net.last", "Linear")]
+    frozen = module("net.head", "Linear", sites=["param"], frozen=["weight"])
+    modules = [module("", "Net"), module("net.first", "Linear"), module("net.last", "Linear"), frozen]
     writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}], rules=[f"rate={rate}"])
     return run
 
@@ -658,6 +661,47 @@ def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, t
     assert any(text.endswith("estimated: 0.002") for text in opened.page.locator(".tooltip div").all_inner_texts())
     assert opened.page.locator("#panel-map .legend-ticks span").nth(1).inner_text() == "1"
     assert "Adam moves each element by about the learning rate" in opened.text("#panel-map .note")
+    head = rows_of(opened).index("head")
+    assert opened.page.locator("#panel-map .heat-name").nth(head).inner_text().endswith("frozen")
+    opened.page.locator(CELLS).hover(position=point_at(opened, head, 20, 200))
+    assert "requires_grad is False" in opened.text(".tooltip")
+    body = opened.page.locator("#panel-depth .chart-body")
+    assert "3 modules" in (body.get_attribute("aria-label") or "")
+    body.focus()
+    for _ in range(3):
+        opened.page.keyboard.press("ArrowRight")
+    assert "net.head Linear: frozen" in opened.text("#panel-depth .note")
+
+
+def test_the_line_of_the_usual_step_says_its_number(open_page: Open, tmp_path: Path) -> None:
+    page = write_page(run_of_optimizer(tmp_path / "run", rate=1e-4), tmp_path / "r.html")
+    opened = open_page(page, "#site=param&stat=update")
+    opened.page.evaluate(
+        """() => {
+            const told = window.written = [], { prototype } = CanvasRenderingContext2D, write = prototype.fillText;
+            prototype.fillText = function (text, ...more) { told.push(text); return write.call(this, text, ...more); };
+        }"""
+    )
+    opened.page.set_viewport_size({"width": 1000, "height": 900})
+    opened.redrawn()
+    assert "1e-3" in opened.page.evaluate("() => window.written")
+
+
+def test_an_empty_view_by_depth_says_why_there_is_no_estimate(open_page: Open, tmp_path: Path) -> None:
+    run = run_of_optimizer(tmp_path / "run", other_rate=2e-3)
+    opened = open_page(write_page(run, tmp_path / "r.html"), "#site=param&stat=update&step=20")
+    text = opened.text("#panel-depth .note")
+    assert text.startswith("No module has a number at this step") and "differ in their rates" in text
+
+
+def test_rows_that_only_single_ranks_have_say_so_below_the_map(open_page: Open, tmp_path: Path) -> None:
+    values = {(rank, step): 1.0 + step + rank for rank in (0, 1) for step in range(4)}
+    run = run_of(tmp_path / "run", values, site="param", name="weight", phase="optimizer")
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    assert "1 row has values of each rank and none of all: choose a rank" in opened.text("#panel-map .note")
+    opened.page.select_option("#choose-lane", label="rank 1")
+    opened.redrawn()
+    assert "choose a rank" not in opened.text("#panel-map .note")
 
 
 def test_the_slider_shows_a_step_by_depth(open_page: Open, trained: Path) -> None:

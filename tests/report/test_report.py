@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -216,7 +217,7 @@ def test_values_that_jump_together_are_one_finding_with_the_first_of_them(cli: C
 
 
 def test_one_fault_is_one_line_with_what_inherits_it_below(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "a run")
     writer = HandmadeWriter(run)
     rows = []
     for step in range(20):
@@ -236,7 +237,7 @@ def test_one_fault_is_one_line_with_what_inherits_it_below(cli: Cli, tmp_path: P
     (wrong,) = [one for one in findings if one[2] == "wrong"]
     told = [line for line in cli("check", run).out.splitlines() if line.startswith("error")]
     assert len(told) == 1 and wrong[0] in told[0] and wrong[0].startswith("nonfinite: 'a.inner' output, step 13")
-    assert wrong[4]["type"].splitlines()[0] == "recorder first run"
+    assert wrong[4]["type"].splitlines()[0] == shlex.join(["recorder", "first", str(run)])
     below = [text for text, *_ in wrong[3]]
     assert any(text.startswith("'a.inner' output jumps: its l2 at step 11") for text in below)
 

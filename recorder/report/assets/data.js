@@ -274,6 +274,10 @@ class Modules {
   source(number) {
     return number === null ? "" : this.rows[number][2];
   }
+  /** Whether a module has recorded parameters, all of which are frozen, so that there are no rows of them. */
+  isFrozen(number, site) {
+    return site === "param" && number !== null && Boolean(this.rows[number][3]);
+  }
   /** All nodes of a module and below it. */
   below(node) {
     const nodes = [], stack = [node];

@@ -25,7 +25,8 @@ class DepthPanel {
     const visit = (node) => {
       node.children.forEach(visit);
       const series = node.number === null ? [] : choices.seriesOf(node.number);
-      if (series.length) nodes.push({ node, series });
+      const isFrozen = !series.length && modules.isFrozen(node.number, choices.siteAndMode[0]);
+      if (series.length || isFrozen) nodes.push({ node, series, isFrozen });
     };
     visit(modules.root);
     return nodes;
@@ -89,9 +90,9 @@ class DepthPanel {
   }
   /** The end of a path, which tells it apart. */
   nameOf(index) {
-    const path = pathText(this.points[index].node.path);
-    const most = NARROW.matches ? 10 : 16; // rotated names of the first modules need room to their left
-    return path.length > most ? `…${path.slice(1 - most)}` : path;
+    const { node, isFrozen } = this.points[index], path = pathText(node.path), after = isFrozen ? " frozen" : "";
+    const most = (NARROW.matches ? 10 : 16) - after.length; // rotated names of the first modules need room to their left
+    return (path.length > most ? `…${path.slice(1 - most)}` : path) + after;
   }
   drawBad(plot) {
     const ratio = devicePixelRatio || 1;
@@ -102,13 +103,19 @@ class DepthPanel {
   }
   read(index) {
     const cell = this.cells[index], [low, high] = this.ends[index] ?? [];
-    const text = !cell ? "" : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : "not recorded";
-    this.reading.textContent = index === null || index === undefined ? "Point at a module for its number; a click shows its lines." :
+    const text = !cell ? (this.points[index]?.isFrozen ? FROZEN_TEXT : "") : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : "not recorded";
+    this.reading.textContent = index === null || index === undefined ? this.emptyText() + "Point at a module for its number; a click shows its lines." :
       `${pathText(this.points[index].node.path)} ${visible(this.app.modules.className(this.points[index].node.number))}: ${text} at step ${this.step}${low === null || low === undefined ? "" : `; ${shortNumber(low, 3)} to ${shortNumber(high, 3)} over all steps`}`;
+  }
+  /** Why no module has a number at this step. */
+  emptyText() {
+    if (this.cells.some((cell) => cell?.kind === NUMBER)) return "";
+    const { choices, run } = this.app;
+    return `No module has a number at this step. ${choices.statistic === "update" ? UPDATE_TEXTS[run.rates.kind] + " " : ""}`;
   }
   choose() {
     const { idx } = this.plotted.cursor, point = this.points[idx];
-    if (point) this.app.state.set({ pins: point.series.slice(0, MAX_PINS).map(keyOf), module: point.node.path, step: this.step });
+    if (point?.series.length) this.app.state.set({ pins: point.series.slice(0, MAX_PINS).map(keyOf), module: point.node.path, step: this.step });
   }
   key(event) {
     const idx = this.plotted?.cursor.idx, by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

@@ -2,6 +2,7 @@
 
 const MANY_ROWS = 70, FEW_ROWS = 4;
 const NO_ESTIMATE = " Where groups of parameters differ in their rates, there is no estimate.";
+const FROZEN_TEXT = "frozen: requires_grad is False, so no step changes it";
 const USUAL_UPDATE = 1e-3, DEVIATION_TEXT = "quartile ranges from the median of the ranks; up to one is usual";
 const UPDATE_TEXTS = {
   Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large." + NO_ESTIMATE,
@@ -90,21 +91,21 @@ class FoldedTree {
   }
   /** `seriesOf` gives the series of a module's number. */
   rows(seriesOf) {
-    const { modules, state } = this.app;
+    const { modules, state } = this.app, [site] = this.app.choices.siteAndMode;
     const has = new Map();
     const all = modules.below(modules.root).reverse(); // children before what contains them, as `below` gives parents first
     const find = state.get("find", "").toLowerCase(), depth = Number(state.get("depth", Infinity));
     const isFound = (node) => `${node.path} ${modules.className(node.number)}`.toLowerCase().includes(find);
     for (const node of all) {
-      const own = node.number === null || !isFound(node) ? [] : seriesOf(node.number);
-      has.set(node, { own, count: (own.length ? 1 : 0) + node.children.reduce((sum, child) => sum + has.get(child).count, 0) });
+      const own = node.number === null || !isFound(node) ? [] : seriesOf(node.number), isFrozen = isFound(node) && !own.length && modules.isFrozen(node.number, site);
+      has.set(node, { own, isFrozen, count: (own.length || isFrozen ? 1 : 0) + node.children.reduce((sum, child) => sum + has.get(child).count, 0) });
     }
     const isOpen = find || depth < Infinity ? new Set(all.filter((node) => find || node.depth < depth)) : this.defaultOpen(has);
     const opened = new Set(state.get("open", [])), shut = new Set(state.get("shut", [])), chosen = state.get("module", "");
     for (let at = chosen.indexOf("."); at > 0; at = chosen.indexOf(".", at + 1)) opened.add(chosen.slice(0, at)); // what was chosen is in sight
     const rows = [];
     const visit = (node, indent) => {
-      const { own, count } = has.get(node);
+      const { own, isFrozen, count } = has.get(node);
       if (!count) return;
       const children = node.children.filter((child) => has.get(child).count);
       const open = children.length > 0 && !shut.has(node.path) && (opened.has(node.path) || isOpen.has(node));
@@ -113,9 +114,9 @@ class FoldedTree {
         modules.below(node).flatMap((one) => has.get(one).own);
       if (!isOnly || !open) {
         rows.push({
-          node, series, indent, isChosen: node.path !== "" && node.path === chosen, fold: children.length ? (open ? "open" : "shut") : null,
+          node, series, isFrozen, indent, isChosen: node.path !== "" && node.path === chosen, fold: children.length ? (open ? "open" : "shut") : null,
           label: node === modules.root ? pathText("") : node.label,
-          note: `${modules.className(node.number)}${open || !children.length ? "" : ` · ${count}`}`,
+          note: `${modules.className(node.number)}${isFrozen ? " · frozen" : ""}${open || !children.length ? "" : ` · ${count}`}`,
           title: `${pathText(node.path)} ${visible(modules.className(node.number))}\n${visible(modules.source(node.number))}`,
         });
       }
@@ -257,13 +258,14 @@ class MapPanel {
     if (run.axes.global_steps !== null && drawn.isOfSteps && run.lane(choices.lane).kind === "global") {
       texts.push(`Values of all ranks together were made for ${plural(run.axes.global_steps, "step")} of this run; the others are holes here.`);
     }
+    if (drawn.numOfRanks) texts.push(`${plural(drawn.numOfRanks, "row")} ${drawn.numOfRanks === 1 ? "has" : "have"} values of each rank and none of all: choose a rank.`);
     if (!run.axes.has_global && run.axes.num_ranks > 1) {
       texts.push("Values of all ranks together are not made of a run with so many rows in a step; `recorder stats --global` makes them.");
     }
     const dumps = drawn.isOfSteps ? this.app.dumps.over(drawn.columns) : [];
     if (dumps.length) texts.push(`${DUMP_MARK} on the axis: steps that ${plural(dumps.length, "trigger")} had the ranks write; the pointer says why.`);
     if (drawn.isOfModules) {
-      const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length).length;
+      const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length && !modules.isFrozen(number, choices.siteAndMode[0])).length;
       if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.siteAndMode[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);
     }
     return texts.map((text) => el("span", {}, text + " "));
@@ -288,7 +290,8 @@ class MapPanel {
     const { run, choices } = this.app, picture = await run.picture(statistic);
     const rows = this.tree.rows((number) => choices.seriesOf(number)), columns = this.columnsOf(picture, rows.flatMap((row) => row.series));
     const cells = rows.map((row) => columns.map(({ c }) => this.outlier(picture, row.series, choices.lane, [c])));
-    return { rows, cells, columns, isOfSteps: true, isOfModules: true, lane: choices.lane };
+    const isOfRanks = (row, r) => cells[r].every((cell) => cell === null || cell.kind === HOLE) && row.series.some((one) => columns.some(({ c }) => picture.cell(one.number, ANY_RANK, c).kind !== HOLE));
+    return { rows, cells, columns, isOfSteps: true, isOfModules: true, lane: choices.lane, numOfRanks: run.lane(choices.lane).kind === "global" ? rows.filter(isOfRanks).length : 0 };
   }
   /** Over ranks a cell shows what stands out of all steps. */
   async moduleRanks(statistic, isMany) {
@@ -337,7 +340,7 @@ class MapPanel {
     else if (lane !== undefined || rows[row].lane !== undefined) lines.push(run.laneName(lane ?? rows[row].lane));
     if (rows[row].series?.length > 1) lines.push(`what stands out of ${plural(rows[row].series.length, "value")}`);
     const what = this.isDeviation ? "quartile ranges from the median" : STATISTIC_TEXTS[choices.statistic];
-    if (cell === null) lines.push("has no such value of its own");
+    if (cell === null) lines.push(rows[row].isFrozen ? FROZEN_TEXT : "has no such value of its own");
     else if (cell.kind === NONFINITE) {
       lines.push([cell.nan && `${cell.nan} NaN`, cell.inf && `${cell.inf} infinite`].filter(Boolean).join(", "));
       if (cell.isFirst) lines.push("the first of the run that is not finite");
