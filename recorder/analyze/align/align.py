@@ -61,14 +61,25 @@ class Aligned:
             return f"trainer and engine part at {apart}: {self.parting.text}"
         if wrong:
             return f"weights differ: {told_weight(wrong[0])}, and no value of a module parts beyond noise"
+        differ = sum(one.is_finding for one in self.tokens)
+        return (f"the tokens of {counted(differ, 'sample')} differ; " if differ else "") + self._told_values
+
+    @property
+    def _told_values(self) -> str:
         if not self.values:
             return "no value of a module is on both sides"
         if (unsure := self.search.unsure) is not None:
+            apart = f"{unsure.text} differs by up to {unsure.largest:.2g}"
+            if self.search.noise and unsure.num_beyond:
+                text = f"cannot tell: {apart}, where rounding explains {unsure.bound:.2g}, and --noise allows it"
+                return f"{text}; a fault would look the same"
             if self.search.noise:
-                text = f"cannot tell: {unsure.text} differs by up to {unsure.largest:.2g}, where rounding explains"
-                return f"{text} {unsure.bound:.2g}, and --noise allows it; a fault would look the same"
-            text = f"cannot tell without --noise: {counted(len(self.values), 'value')} of the modules differ by up to"
-            return f"{text} {unsure.largest:.2g} ({unsure.text}), as rounding does; a fault as small would not show"
+                text = f"cannot tell: {apart}, which is more than --noise measures, and no more than rounding may be"
+                return f"{text}; a fault as small would not show"
+            why = self.search.set_aside
+            how = f"with this --noise ({why})" if why else "without --noise"
+            text = f"{apart}, the most of {counted(len(self.values), 'value')}, which may be rounding"
+            return f"cannot tell {how}: {text}; a fault as small would not show"
         within = [value for value in self.values if not value.num_beyond]
         worst = max(within or self.values, key=lambda value: value.largest / (value.bound or 1))
         text = f"{counted(len(within), 'value')} of the modules agree within noise; the farthest is {worst.text}"
@@ -125,13 +136,14 @@ def align(
     parting = search.find()
     if search.noise and parting is None:
         plain = Search(ours, theirs, [], joined, states)
-        found, unsure = plain.find(), plain.unsure
-        search.unsure = found.value if found else unsure if unsure and unsure.num_beyond else None
+        beyond = found.value if (found := plain.find()) else plain.unsure
+        search.unsure = beyond if beyond and beyond.num_beyond else search.unsure
+    names = ", ".join(name for name, _ in search.noise)
     return Aligned(
         num_tokens=joined.num_tokens, num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
         logprobs=_logprobs(joined), values=search.values, experts=search.experts,
-        bounds=f"10 times what {', '.join(name for name, _ in search.noise)} differ in" if search.noise else ASSUMED,
+        bounds=f"10 times what {names} differ in, and what 16 bits round" if names else ASSUMED,
         parting=parting, search=search, weights=search.weights, weights_step=of_weights,
         notes=[*search.notes, *_unpaired(ours, theirs, len({value.module_path for value in search.values}))],
     )  # fmt: skip

@@ -40,9 +40,8 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
     what = (
         f"{counted(found.num_tokens, 'token')} of {counted(found.num_samples, 'sample')}, joined by {found.joined_by}"
     )
-    is_wrong = found.parting is not None or any(state.state in WRONG for state in found.weights)
     is_told = bool(found.values) and found.search.unsure is None
-    yield StateLine("fault" if is_wrong else "ok" if is_told else "note", found.told)
+    yield StateLine("fault" if not found.is_fine else "ok" if is_told else "note", found.told)
     if found.parting is not None:
         (bad, prompts), (bad_decoded, decoded) = found.parting.at_once, found.parting.one_by_one
         where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"

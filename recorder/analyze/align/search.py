@@ -28,6 +28,8 @@ _TIMES_BEFORE = 4.0
 value before it."""
 _TIMES_NOISE = 10.0
 """A difference counts that is more than so many times what a second run of the engine shows at the value."""
+_CERTAIN = 0.5
+"""What is beyond this share of the bound that noise sets may be a fault at all tokens."""
 _FLOOR = 0.1
 """With a measured noise the bound is at least this share of the one without: a repeat may hit no noise by luck."""
 _SMALL = 0.5
@@ -141,6 +143,8 @@ class Search:
         """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
         self.unsure: ValueApart | None = None
         """The farthest value of those whose difference may be rounding or a fault, as no run of noise tells."""
+        self.set_aside = ""
+        """Why a run of noise measures none."""
         self.noise = [(side.run.name, own) for side in noise if (own := self._measured(side))]
         self._before = 0.0
         """The largest difference of a token, in the values so far that do not part."""
@@ -149,14 +153,14 @@ class Search:
 
     def find(self) -> Parting | None:
         """Compare all values, and return the first that parts and that others follow; None if none does."""
-        compared = self.compared
+        compared, unsure = self.compared, list[ValueApart]()
         for name, rows in self._trainer.values.items():
             row = next(iter(rows.values()))
             if "int" in row.dtype:
                 self._compare_experts(name)
             if row.dtype not in BOUNDS or (pair := self.joined.pair(name)) is None:
                 continue
-            apart, bound = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
+            apart, (bound, explained) = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
             # In a 16-bit type, rounding swaps experts that are all but tied, and the token goes another way from there.
             is_beyond = (apart > bound) & ~(self._is_rerouted[pair.slots] & (self._coarsest > _TELLING))
             if not is_beyond.any():
@@ -168,7 +172,8 @@ class Search:
                     num_beyond=int(is_beyond.sum()), median=float(np.median(apart)), largest=float(apart.max()),
                 )
             )  # fmt: skip
-        unsure = [value for value in self.values if not value.num_beyond and value.largest > _TELLING]
+            if explained < apart.max() and not is_beyond.any():
+                unsure.append(self.values[-1])
         is_other = [value.dtype_trainer != value.dtype_engine for value in self.values]
         self._first_other = is_other.index(True) if True in is_other else -1
         if self._first_other == 0:
@@ -185,37 +190,45 @@ class Search:
             if own:
                 text = f"{own[0].text} differs by up to {own[0].largest:.2g}, and what follows does not"
                 self.notes.append(f"{text}{why} (values: {len(own)})")
-        if (unsure or others) and not self.noise:
-            self.unsure = max(unsure + others, key=lambda value: value.largest)
+        unsure += [] if self.noise else others
+        self.unsure = max(unsure, key=lambda value: value.largest, default=None)
         self.weights = [self._judged(state, first) for state in self.weights]
         return None if first is None else self._parting(first, compared[first])
 
-    def _bound(self, name: ValueName, pair: ValuePair) -> float:
+    def _bound(self, name: ValueName, pair: ValuePair) -> tuple[float, float]:
+        """Return the difference from which on a value parts, and the one up to which it agrees for certain."""
         types = pair.dtype_trainer, pair.dtype_engine
         self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in types))
-        if measured := [own[name] for _, own in self.noise if name in own]:
-            return max(_TIMES_NOISE * max(measured), _FLOOR * self._coarsest)
-        return max(self._coarsest, _TIMES_BEFORE * self._before)
+        assumed = max(self._coarsest, _TIMES_BEFORE * self._before)
+        if not (measured := [own[name] for _, own in self.noise if name in own]):
+            return assumed, _TELLING
+        bound = max(_TIMES_NOISE * max(measured), _FLOOR * self._coarsest)
+        # Two runs of an engine in one 16-bit type may round alike at each token, and then measure next to nothing.
+        rounds_alike = self._coarsest > _TELLING and pair.dtype_trainer == pair.dtype_engine
+        return max(bound, assumed) if rounds_alike else bound, max(_TELLING, _CERTAIN * bound)
 
     def _measured(self, side: Side) -> dict[ValueName, float]:
         """Return by value how far a repeat is from the engine at most; nothing, and a note, if that is no noise."""
-        found, types, why = dict[ValueName, float](), set[str](), ""
+        found, types, why, num = dict[ValueName, float](), set[str](), "", 0
         for name in self._trainer.values:
             pair, other = self.joined.pair(name), side.pick(side.like(name))
             if pair is None or pair.dtype_trainer not in BOUNDS or other is None:
                 continue
             _, here, there = np.intersect1d(pair.slots, other[1], return_indices=True)
             here = here if other[0].shape[1] == pair.engine.shape[1] else here[:0]
-            types |= {other[2]} if here.size else set()
+            num += bool(here.size)
+            types |= {other[2]} - {pair.dtype_trainer} if here.size else set()
             if here.size and other[2] == pair.dtype_trainer:  # two runs in one type say nothing of another
                 found[name] = float(apart_by_token(pair.engine[here], wide(other[0][there])).max())
                 if len(found) == 1 and found[name] > max(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]):
                     why = f"its {name.module_path!r} computes something else, so it is another model"
-        if not found:
-            why = f"it computes in {', '.join(types)} alone" if types else "it shares no tokens, or no modules"
+        if 2 * len(found) <= num:
+            other_types = f"it computes in {', '.join(sorted(types))}, and the trainer does not"
+            why = other_types if types else "it shares no tokens, or no modules"
         elif not any(found.values()):
             why = "it equals the engine to the last bit; run the engine in other batches"
         if why:
+            self.set_aside = why
             self.notes.append(f"--noise {side.run.name} is set aside: {why}")
         return {} if why else found
 

@@ -158,7 +158,7 @@ SAMPLES: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], str, 
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_samples_that_differ_are_named_with_the_first_token(name: str, tmp_path: Path) -> None:
+def test_samples_that_differ_are_named_with_the_first_token(name: str, tmp_path: Path, cli: Cli) -> None:
     change, words, position = SAMPLES[name]
     ids, mask = prompts()
     sequences = write(tmp_path / "engine", llama(), ids, mask)
@@ -171,6 +171,8 @@ def test_samples_that_differ_are_named_with_the_first_token(name: str, tmp_path:
     found = aligned(tmp_path)
     told = [one for one in found.tokens if words in one.text]
     assert told and told[0].is_finding and told[0].position == position and not found.is_fine, found.tokens
+    printed = cli("align", tmp_path / "trainer", tmp_path / "engine")
+    assert printed.exit_code == 1 and printed.out.splitlines()[2].startswith("fault   "), printed.out
 
 
 def test_positions_that_padding_shifts_are_named_where_they_are_learned(tmp_path: Path) -> None:
