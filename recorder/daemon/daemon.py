@@ -168,7 +168,7 @@ class Daemon:
             with contextlib.suppress(StoreError):  # the index is derived from the runs
                 self._summarise()
             self._finish()
-            self.left = sum(len(run.backlog) for run in self.runs)
+            self.left = sum(len(writer.backlog) for run in self.runs for writer in run.all_writers)
             is_clean = not (self.counters.total("conflicts") or self.left or self.unshipped)
             return int(not (is_all_there and is_clean))
 

@@ -21,7 +21,7 @@ from ..storage.clients import DESTINATIONS
 
 PREFIX = "RECORDERD_"
 KEEP_ALL = "all"
-_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file", "state", "log")
 """The settings that a reload cannot change, because locks, ports and ledgers depend on them."""
 
@@ -121,11 +121,11 @@ def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, 
 
 
 def duration_s(name: str, text: str) -> float:
-    """Return the seconds of a text such as ``90``, ``15m``, ``12h`` or ``30d``; raise ConfigError for another text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    """Return the seconds of a text such as ``15m`` or ``30d``; raise ConfigError for another, also without a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else math.inf
     if math.isinf(seconds):
-        raise ConfigError(f"{name} = {text!r}: expected a time, such as 90s, 15m, 12h or 30d")
+        raise ConfigError(f"{name} = {text!r}: expected a time with a unit: 30d, 12h, 45min, 30s")
     return seconds
 
 

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+logger = logging.getLogger("recorder.daemon")
+
 _LONGEST_WAIT_S = 30.0
 
 
@@ -80,6 +82,8 @@ class Health:
         """The last error, as a sentence; empty while the store works."""
         self.answered_s = 0.0
         """The wall-clock time of the store's last success; 0 means never."""
+        self.recovered_s = 0.0
+        """The monotonic time of the last success after an error: the store may have lost files meanwhile."""
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +91,9 @@ class Health:
 
     def succeeded(self) -> None:
         with self._lock:
+            if self.problem:
+                self.recovered_s = self._clock()
+                logger.info("the store answers again")
             self._wait_s, self._until_s, self.problem, self.answered_s = 0.0, 0.0, "", time.time()
 
     def failed(self, problem: str) -> None:
@@ -139,7 +146,6 @@ class _Stderr(logging.StreamHandler[Any]):
 
 def log_to_stderr(kind: str) -> None:
     """Write the daemon's log to standard error, as ``text`` or ``json``."""
-    logger = logging.getLogger("recorder.daemon")
     handler = _Stderr()
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     logger.handlers = [handler]

@@ -42,8 +42,7 @@ def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
     for finding in findings:
         command = f"recorder {'first' if finding['rule'] == 'nonfinite' else 'check'} {shlex.quote(where)}"
         finding |= {"run": run.key, "name": run.name, "command": command}
-        logger.warning("%s: %s: %s; type: %s", run.key, finding["rule"], finding["text"], command,
-                       extra={"finding": finding})  # fmt: skip
+        logger.warning("%s; type: %s", _line(finding), command, extra={"finding": finding})
     url = run.shared.settings.webhook
     rules = {rule for rule in {str(finding["rule"]) for finding in findings} if url and _is_first(run, rule)}
     if due := [finding for finding in findings if finding["rule"] in rules]:
@@ -86,14 +85,15 @@ def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[st
 def message(findings: list[dict[str, Any]], *, is_slack: bool) -> dict[str, Any]:
     """Return the body of a post. Slack takes the text alone, in which it reads ``&``, ``<`` and ``>`` as markup."""
     told = findings[:_MAX_TOLD_FINDINGS]
-    text = "\n".join(
-        f"{one['name']} ({one['run']}), ranks {', '.join(map(str, one['ranks'])) or 'all'}: {one['rule']}: "
-        f"{one['text']}\n`{one['command']}`"
-        for one in told
-    )
+    text = "\n".join(f"{_line(one)}\n`{one['command']}`" for one in told)
     if is_slack:
         return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
     return {"source": "recorder-daemon", "text": text, "findings": told, "number": len(findings)}
+
+
+def _line(finding: dict[str, Any]) -> str:
+    ranks = ", ".join(map(str, finding["ranks"])) or "all"
+    return f"{finding['name']} ({finding['run']}), ranks {ranks}: {finding['rule']}: {finding['text']}"
 
 
 def _post(url: str, body: dict[str, Any]) -> int:

@@ -278,7 +278,7 @@ FLEET = "_fleet"
 """The folder with the documents of a fleet's index."""
 _MAX_BYTES = 16 << 20
 _MAX_TEXT = 300
-_STATES = ("unclosed", "recording", "closed", "empty")
+_STATES = ("unclosed", "silent", "recording", "closed", "empty")
 _QUIET_S = 300.0
 """The seconds without any write after which a node is assumed to have stopped recording."""
 
@@ -321,7 +321,7 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:
     dropped, ranks, state, findings = (summary.get(name) for name in ("dropped", "ranks", "state", "findings"))
     dropped = dropped if isinstance(dropped, dict) else {}
-    state = "unclosed" if state == "recording" and is_stale else state if state in _STATES else "empty"
+    state = "silent" if state == "recording" and is_stale else state if state in _STATES else "empty"
     step = summary.get("last_step")
     return {
         "path": path,

@@ -92,7 +92,7 @@ class ObjectPath:
         return ObjectPath(self.scheme, self.bucket, parts, self.store)
 
     def __truediv__(self, name: str) -> ObjectPath:
-        return self._at((*self.parts, name))
+        return self._at((*self.parts, *name.split("/")))
 
     def __str__(self) -> str:
         return "/".join((f"{self.scheme}://{self.bucket}", *self.parts))

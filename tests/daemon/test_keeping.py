@@ -86,7 +86,8 @@ def test_a_run_is_named_as_in_every_other_command_and_one_alone(tmp_path: Path, 
     assert ship(tmp_path, str(there))[0] == 0
     url = f"file://{there}"
     assert cli("ls", url).exit_code == 0, "a folder is read by the URL that the daemon shows"
-    assert cli("daemon", "keep", "team/run-a", "train-7", "--to", there).exit_code == 0
+    kept = cli("daemon", "keep", "team/run-a", "train-7", "--to", there)
+    assert (kept.exit_code, kept.out) == (0, "team/run-a1, run-c: kept: no prune removes it\n")
     assert {str(path.relative_to(there)) for path in there.rglob("_keep")} == {"team/run-a1/_keep", "run-c/_keep"}
     assert cli("daemon", "unkeep", f"{url}/team/run-a", "--to", there).exit_code == 0
     assert not (there / "team" / "run-a1" / "_keep").exists()

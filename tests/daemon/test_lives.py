@@ -50,6 +50,11 @@ from tests.rigs.waiting import wait_until
         (["dance"], "dance: expected one of ship, status, prune, keep, unkeep"),
         (["prune", "--to", "there"], "prune: say what goes"),
         (["prune", "--older-than", "1d"], "prune: needs --to"),
+        (["prune", "--to", "empty", "--older-than", "30", "--yes"], "--older-than = '30': expected a time with a unit"),
+        (
+            ["--watch", "recordings", "--to", "there", "--keep-local", "90"],
+            "expected a time with a unit: 30d, 12h, 45min",
+        ),
         (["keep", "run-a", "--to", "there"], "there: no such directory; --to names where the runs are"),
         (["keep", "run-b", "--to", "empty"], "run-b: no such run"),
     ],

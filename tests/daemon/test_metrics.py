@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import logging
 import re
 import socket
 import ssl
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,13 +20,15 @@ import pytest
 from recorder.daemon.daemon import Daemon
 from recorder.errors import ConfigError
 from recorder.records import KEEP_STATS
-from tests.daemon.support import at_work, settings
-from tests.daemon.test_shipping import small_run
+from recorder.system.text import size
+from tests.daemon.support import at_work, objects, settings
+from tests.daemon.test_shipping import prefix_of, small_run
+from tests.rigs.command_line import Cli
 from tests.rigs.programs import needs
 from tests.rigs.proxy import FaultyProxy
-from tests.rigs.server import StoreServer
+from tests.rigs.server import BUCKET, StoreServer
 from tests.rigs.serving import make_certificate
-from tests.rigs.waiting import wait_until
+from tests.rigs.waiting import PATIENCE_S, wait_until
 from tests.rigs.writer import Rig
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "daemon-reference.md"
@@ -143,6 +147,52 @@ def test_a_daemon_with_nothing_to_ship_knows_whether_the_store_answers(
         wait_until(lambda: daemon.health.problem)
         proxy.fault = lambda method, path: None
         wait_until(lambda: not daemon.health.problem)
+
+
+def test_a_store_that_answers_again_is_listed_at_once_and_filled(
+    tmp_path: Path, store: StoreServer, to: str, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
+    caplog.set_level(logging.INFO, "recorder.daemon")
+    small_run(tmp_path)
+    with at_work(tmp_path, to) as daemon:
+        wait_until(lambda: any(run.is_settled for run in daemon.runs))
+        before = objects(store, prefix_of(to))
+        proxy.fault = lambda method, path: "500"
+        monkeypatch.setattr("recorder.daemon.daemon._ASK_S", 0.0)
+        wait_until(lambda: daemon.health.problem)
+        for key in before:
+            store.client.delete_object(Bucket=BUCKET, Key=f"{prefix_of(to)}/{key}")
+        assert "answers again" not in caplog.text
+        proxy.fault = lambda method, path: None
+        wait_until(lambda: objects(store, prefix_of(to)) == before)
+    assert caplog.text.count("the store answers again") == 1
+
+
+def test_a_run_that_ends_while_the_store_hangs_is_to_go(tmp_path: Path, store: StoreServer, to: str, cli: Cli) -> None:
+    (tmp_path / "recordings").mkdir()
+    is_over = threading.Event()
+
+    def hang(method: str, path: str) -> None:
+        is_over.wait(PATIENCE_S)
+
+    with at_work(tmp_path, to) as daemon:
+        wait_until(lambda: daemon.health.answered_s)
+        store.before = hang
+        try:
+            run = small_run(tmp_path)
+            sealed = [path for path in run.rglob("*") if path.suffix in (".arrow", ".index")]
+            wait_until(lambda: daemon.runs)
+            (one,) = daemon.runs
+            assert len(one.backlog) == len(sealed) > 0
+            text = f"{len(sealed)} files with {size(sum(path.stat().st_size for path in sealed))} to go"
+            wait_until(lambda: text in cli("daemon", "status", "--state", tmp_path / "state").out)
+        finally:
+            is_over.set()
+            store.before = lambda method, path: None
+        wait_until(lambda: one.is_settled)
+        assert one.backlog == []
 
 
 def test_the_age_of_statistics_grows_while_nothing_of_a_run_can_be_shipped(

@@ -22,6 +22,7 @@ from recorder.storage.locations import location_of
 from recorder.system.processes import own_process
 from tests.daemon.support import at_work, objects, ship
 from tests.daemon.test_shipping import prefix_of, small_run
+from tests.rigs.command_line import Cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.server import BUCKET, StoreServer
 from tests.rigs.serving import serving
@@ -179,6 +180,23 @@ def test_the_fleet_is_listed_and_a_run_has_its_ranks_without_a_listing_of_the_ru
         assert ranks[1]["findings"][0]["text"] == FOUND["text"]
         assert ask("run/team%2Frun-b/ranks")[0] == 404
         assert ask("run/..%2Frun-a/ranks")[0] == 404
+
+
+def test_a_node_that_is_silent_is_so_in_the_list_and_in_top(
+    tmp_path: Path, store: StoreServer, to: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_node(tmp_path, "team/run-a")
+    assert ship(tmp_path, to)[0] == 0
+
+    def states() -> set[str]:
+        ranks = cli("top", f"{to}/team/run-a", "--once", "--json").json["ranks"]
+        return {rank["state"] for rank in ranks} | {run["state"] for run in cli("ls", to, "--json").json["runs"]}
+
+    assert states() == {"recording"}
+    monkeypatch.setattr("recorder.run.status._GRACE_S", -60.0)
+    assert states() == {"silent"}
+    monkeypatch.setattr("recorder.run.finding._QUIET_S", -1.0)  # the index alone shows that the node is gone
+    assert {one["state"] for one in fleet_runs(location_of(to)).values()} == {"silent"}
 
 
 def test_a_number_that_no_document_may_have_stops_nothing(tmp_path: Path, store: StoreServer, to: str) -> None:

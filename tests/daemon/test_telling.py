@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import logging
 import threading
 import time
 import urllib.request
@@ -123,7 +124,10 @@ def receiver() -> Iterator[Receiver]:
     one.close()
 
 
-def test_a_finding_moves_its_counter_and_is_posted_by_one_of_the_daemons(spiked: Path, receiver: Receiver) -> None:
+def test_a_finding_moves_its_counter_and_is_posted_by_one_of_the_daemons(
+    spiked: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
     there = spiked / "there"
     own = {"listen": "127.0.0.1:0", "webhook": receiver.url}
     with at_work(spiked, str(there), **own) as daemon:
@@ -136,7 +140,8 @@ def test_a_finding_moves_its_counter_and_is_posted_by_one_of_the_daemons(spiked:
     assert sorted(told) == ["nonfinite", "spike"] and body["number"] == 2
     assert told["nonfinite"]["command"] == f"recorder first file://{there}/{run.key}"
     assert told["spike"]["name"] == run.name and told["spike"]["ranks"] == [0]
-    assert f"{run.name} ({run.key}), ranks 0: nonfinite: step 50, '1' output" in body["text"]
+    line = f"{run.name} ({run.key}), ranks 0: nonfinite: step 50, '1' output"
+    assert line in body["text"] and line in caplog.text
     assert any('module="1"' in line and 'rule="nonfinite"' in line and line.endswith(" 1.0") for line in lines), lines
     assert any('module=""' in line and 'rule="jump"' in line and line.endswith(" 0.0") for line in lines), lines
     marks = sorted(path.name[11:] for path in (there / run.key / "_told").iterdir())

@@ -252,7 +252,7 @@ class Answered(NamedTuple):
 def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
     """Ask DuckDB about the tables of some runs, of which only those that the question names are made, or of a catalog.
 
-    LookupFailedError is raised with DuckDB's own words if the question is wrong.
+    LookupFailedError is raised if the question does more than read, and with DuckDB's own words if it is wrong.
     """
     try:
         import duckdb
@@ -260,6 +260,9 @@ def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
         raise UnsupportedError(not_installed("recorder sql", "duckdb", "catalog")) from None
     with duckdb.connect() as connection:
         try:
+            kinds = {one.type.name for one in duckdb.extract_statements(question)} - {"SELECT", "EXPLAIN", "MULTI"}
+            if kinds:  # a PIVOT is a MULTI
+                raise LookupFailedError(f"the query: {', '.join(sorted(kinds))}: only SELECT is taken: runs are read")
             for name, schema in TABLES.items():
                 connection.register(f"_{name}", schema.empty_table())
                 connection.execute(f"create table {name} as from _{name}")

@@ -81,7 +81,7 @@ def command(
         _ship(load(), load, once=once)
     if action == "prune":
         return _prune_reply(settings, runs or [], older_than, max_bytes, is_wanted=yes)
-    _mark(action, settings, runs or [])
+    return _mark_reply(action, settings, runs or [])
 
 
 def _option(item: Field[Any]) -> inspect.Parameter:
@@ -171,16 +171,18 @@ def _keys(destination: Destination, runs: list[str]) -> list[str]:
     return [find_key(destination, name.removeprefix(destination.url).strip("/")) for name in runs]
 
 
-def _mark(action: str, settings: DaemonSettings, runs: list[str]) -> NoReturn:
-    """Set or remove the marks that protect runs from every prune, and exit without printing anything."""
+def _mark_reply(action: str, settings: DaemonSettings, runs: list[str]) -> Reply:
+    """Set or remove the marks that protect runs from every prune."""
     from ...daemon.fleet import set_keep
 
     destination = _destination(action, settings)
     if not runs:
         raise LookupFailedError(f"{action}: name a run below {destination.url}")
-    for key in _keys(destination, runs):
+    keys = _keys(destination, runs)
+    for key in keys:
         set_keep(destination, key, is_kept=action == "keep")
-    raise typer.Exit
+    said = f"{listed(keys)}: {'kept: no prune removes it' if action == 'keep' else 'a prune may remove it again'}"
+    return Reply(members=lambda: {"runs": keys, "is_kept": action == "keep"}, parts=lambda: [said])
 
 
 def _prune_reply(

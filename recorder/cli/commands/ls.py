@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from ...run import notes
 from ...run.finding import FLEET, Location, find_folder, fleet_runs, runs_in
 from ...run.reply import Reply, Table, table_of
 from ...run.run import RecordedWriter, Run, open_location, open_run
+from ...run.status import RunWatch
 from ...system.text import counted, moment, printable, size, span
 from ..options import run_argument
 
@@ -32,6 +34,10 @@ def _runs_reply(folder: Location) -> Reply:
     rows, summaries, exit_code = [], [], 0
     known = fleet_runs(folder)
     for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
+        if fleet_summary["state"] == "recording":
+            with suppress(RunError):  # the run was just pruned
+                is_silent = any(rank.state == "silent" for rank in RunWatch(folder / path).look())
+                fleet_summary["state"] = "silent" if is_silent else "recording"
         sets = {name: sorted(fleet_summary[name]) for name in ("ranks", "findings")}
         summaries.append(fleet_summary | sets | {"suspect_rows": 0})
         steps = "" if fleet_summary["last_step"] is None else f"..{fleet_summary['last_step']}"

@@ -16,7 +16,7 @@ from typing import Any
 from ...errors import RunError
 from ...format.rundir import NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, Members, encode_manifest
 from ..destination import FolderDestination
-from ..watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run
+from ..watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run, list_writer
 from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper
 
@@ -58,7 +58,7 @@ class RunShipper:
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
         """Return the jobs that are due now: pairs of a lane, ``small`` or ``large``, and a function."""
-        if self.is_settled and now_s < self.there.list_at_s:
+        if self.is_settled and not self.there.is_listing_due(now_s):
             if now_s < self._next_settled_look_s:
                 return []
             self._next_settled_look_s = now_s + min(_SETTLED_LOOK_S, self.shared.settings.fresh_s / 2)
@@ -67,7 +67,7 @@ class RunShipper:
         if self.there.conflict or now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + self.shared.look_s
-        if not self._has_reconciled or now_s >= self.there.list_at_s:
+        if not self._has_reconciled or self.there.is_listing_due(now_s):
             return [("small", self._reconcile)]
         self.is_settled = False
         with self.there.open() as folder:
@@ -153,10 +153,17 @@ class RunShipper:
 
     @property
     def backlog(self) -> list[Stamp]:
-        """The sealed files that the destination has not confirmed; a settled run has none."""
-        if self.is_settled:
+        """The sealed files that the destination has not confirmed, listed now, as no job ends while the store hangs."""
+        if self.is_settled or self.there.conflict or self.unreadable:
             return []
-        return [stamp for writer in self.all_writers for stamp in writer.backlog.values()]
+        found: list[Stamp] = []
+        with contextlib.suppress(OSError), self.there.open() as folder:
+            for names in list_run(folder)[0]:
+                with contextlib.suppress(OSError), folder.below(*names) as inner:
+                    files = list_writer(inner)
+                    sealed, has = (files.sealed | files.indexes).items(), self.there.ledger.has
+                    found += [stamp for name, stamp in sealed if not has("/".join((*names, name)), stamp)]
+        return found
 
     @property
     def has_stuck_files(self) -> bool:

@@ -262,6 +262,9 @@ class ShippedRun:
             logger.error("%s is not shipped: %s", self.path, self.conflict)
         return not self.conflict
 
+    def is_listing_due(self, now_s: float) -> bool:
+        return now_s >= self.list_at_s or self.listed_s < self.shared.health.recovered_s
+
     def listed(self) -> dict[str, StoredObject]:
         prefix = f"{self.key}/"
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
@@ -291,7 +294,8 @@ class ShippedRun:
             self._aside.clear()
             self._conflicting.clear()
         self.list_at_s = time.monotonic() + self.shared.settings.recheck_s
-        self.shared.health.succeeded()
+        if not self.shared.health.problem:  # a store that answers this may still refuse puts
+            self.shared.health.succeeded()
         return lost
 
     def suspect(self) -> None:

@@ -227,7 +227,7 @@ class WriterShipper:
                 self._opened.is_put(name, stamp) or (self.state == "alive" and not name.startswith("_stats"))
                 for name, stamp in files.opened.items()
             )
-            has_ended = self.lifetime.state == "closed" or status_says_closed(self.status)
+            has_ended = self.lifetime.state == "closed" or self.status.get("state") == "closed"
             is_held_back = has_ended and not is_whole
             if manifest is not None and not is_held_back:
                 self._put_document(WRITER_MANIFEST, manifest)
@@ -330,7 +330,7 @@ class WriterShipper:
     def _judge(self, files: WriterFiles) -> None:
         is_running = self.lifetime.is_running if self.lifetime.pid else None
         if self.lifetime.state == "closed" or (
-            status_says_closed(self.status) and self.status.get("pid") in (self.lifetime.pid, None)
+            self.status.get("state") == "closed" and self.status.get("pid") in (self.lifetime.pid, None)
         ):
             self.state = "closed"
         elif is_running is not None:
@@ -354,11 +354,6 @@ def _as_begun(manifest: bytes) -> bytes:
             members = {name: value for name, value in raw.items() if name != "ledger"}
             return encode_manifest(members | {"state": "recording"})
     return manifest
-
-
-def status_says_closed(status: dict[str, Any]) -> bool:
-    """Return True if a status is the last one of its writer."""
-    return status.get("state") == "closed"
 
 
 _MAX_AT_ONCE_BYTES = 32 << 20

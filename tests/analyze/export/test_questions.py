@@ -15,6 +15,7 @@ import torch
 
 import recorder
 from recorder.analyze.export.tables import RunTables, ask
+from recorder.errors import LookupFailedError
 from recorder.run.run import Run
 from tests.rigs.merging import make_small_run
 
@@ -62,6 +63,19 @@ def of(request: pytest.FixtureRequest, runs: list[Run], tmp_path_factory: pytest
 
 def test_there_are_ten() -> None:
     assert len(QUESTIONS) == PAGE.read_text().count("```sql") == 10
+
+
+@pytest.mark.parametrize("question", ["delete from runs", "select 1; drop table runs", "copy runs to 'copied.csv'"])
+def test_what_would_change_something_is_refused(
+    of: Any, question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LookupFailedError, match=r"(DELETE|DROP|COPY): only SELECT is taken"):
+        ask(question, of)
+    assert not list(tmp_path.iterdir())
+    assert (
+        ask("pivot (select name, state from runs) on state using count(*)", of).rows and ask("describe runs", of).rows
+    )
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
