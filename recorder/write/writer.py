@@ -429,6 +429,8 @@ class Writer:
                 is_taken = [kind not in refusals for kind in kinds]
                 kinds, records = list(compress(kinds, is_taken)), list(compress(records, is_taken))
                 measured = measured and list(compress(measured, is_taken))
+                if not records:
+                    return
             measured = measured or self._measured_together(records)
             self._saw(records, measured)
             for kind in dict.fromkeys(kinds):

@@ -842,6 +842,19 @@ def test_records_measured_in_the_hook_that_cannot_be_made_are_counted(tmp_path: 
     assert block.num_releases == 1 and len(rig.rows()) == 1
 
 
+def test_small_records_that_are_all_refused_are_no_failure_of_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    seen: list[int] = []
+    monkeypatch.setattr(rig.writer, "_saw", lambda records, measured: seen.append(len(records)))
+    monkeypatch.setattr(rig.writer._writer_directory, "refusal", lambda kind: "disk_full")
+    block = _put_measured(rig, 5)
+    rig.start()
+    assert rig.close().ledger["dropped"] == {"disk_full": 5}
+    assert block.num_releases == 1 and not seen
+
+
 def test_records_measured_in_the_hook_are_counted_where_nothing_takes_them(tmp_path: Path) -> None:
     rig = Rig(tmp_path)  # its writer never starts
     block = _put_measured(rig, 5)
