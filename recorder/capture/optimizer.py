@@ -23,9 +23,8 @@ from ..records import KEEP_PROBE, KEEP_TOKENS, Moment
 from ..system.processes import live_instances
 from .closures import wrap_closure
 from .core import Capture
-from .hooks.parameter_rows import ModuleParameter, OriginalParameter
+from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
-from .hooks.zero_parts import ParameterRows, zero_rows
 from .last_gradient import LastGradient
 from .marks import main_parameter
 from .probe import ProbedGroup
@@ -545,8 +544,7 @@ def parameter_rows(root: Root) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
         main = main_parameter(parameter)
         if main is not None:
             yield main, ModuleParameter(main, hooked, name)
-    yield from zero_rows(root.parameters())
-    for flat in root.flats:
+    for flat in (*root.zero_parameters(), *root.flats):
         rows: ParameterRows
         for rows in flat.originals if flat.uses_original else (flat,):
             if (tensor := rows.reference()) is not None:

@@ -114,6 +114,11 @@ class RecordedRun:
     def num_rows(self) -> int:
         return self._rows.num_rows
 
+    @property
+    def num_all_rows(self) -> int:
+        """The number of rows, those of the probe included."""
+        return sum(writer.num_rows for writer in self.writers)
+
     def keep_columns(self) -> None:
         """Read columns once, and keep them, for a command that reads them many times; a large run is left as it is."""
         for shard in (one for writer in self.writers for one in writer.all_shards):

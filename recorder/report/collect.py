@@ -90,8 +90,9 @@ def collect(
             checks = ()
         probed, rows_text = probe_size(run.writers), f"{run.num_rows:,}"
         if probed is not None:
-            num_rows = sum(writer.num_rows for writer in run.writers) - run.num_rows
-            rows_text += f", and {num_rows:,} of the probe, which hold {probed.num_numbers:,} numbers"
+            rows_text += (
+                f", and {run.num_all_rows - run.num_rows:,} of the probe, which hold {probed.num_numbers:,} numbers"
+            )
         rows_text += f", {size(run.size_bytes)}"
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
         found, notes = ([], []) if judged is None else (told_by_check(judged.findings, str(run.path)), judged.notes)

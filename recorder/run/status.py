@@ -7,7 +7,7 @@ no text becomes empty.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -248,6 +248,18 @@ class RunWatch:
         if seen.is_shown and status.interval_s and self._silent_s(seen) > 2 * status.interval_s + _GRACE_S:
             return "silent"
         return "recording"
+
+
+def find_silent(folder: Location, paths: Sequence[str]) -> list[str]:
+    """Return those of some runs in a folder of which a rank is silent. Runs of a store are asked at the same time."""
+
+    def is_silent(path: str) -> bool:
+        try:
+            return any(rank.state == "silent" for rank in RunWatch(folder / path).look())
+        except RunError:  # the run was just pruned
+            return False
+
+    return [path for path, is_one in zip(paths, store_of(folder).each(is_silent, paths), strict=True) if is_one]
 
 
 def _parse(writer: str, raw: dict[str, Any]) -> Status:

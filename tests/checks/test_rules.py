@@ -537,6 +537,21 @@ def test_a_nan_long_after_a_spike_is_over_is_a_finding_of_its_own(
     assert nonfinite.cause == (words_of(spike) if is_consequence else "")
 
 
+@pytest.mark.parametrize(("after", "every", "recovered"), [(2.0, 1, [60]), (np.nan, 1, []), (2.0, 10, [])])
+def test_a_spike_is_over_once_its_own_curve_has_been_below_for_ten_records(
+    after: float, every: int, recovered: list[int]
+) -> None:
+    """A loss that is NaN from then on, or is recorded every ten steps, is not below because the gradients are."""
+    recorded = Recorded()
+    for step in range(95):
+        if step <= 50 or step % every == 0:
+            loss = 60.0 if step == 50 else 2 + noise(step, shape=(), scale=0.05) if step < 50 else after
+            recorded.add(step, "", loss, site="scalar", name="loss")
+        recorded.add(step, "blocks.1", noise(step), site="grad", name="weight")
+    assert [one.step for one in recorded.judge(Spike, 64).findings] == [50]
+    assert recorded.catalog.recovered_at == recovered
+
+
 def test_a_local_gradient_that_jumps_on_one_rank_is_named_there() -> None:
     recorded = Recorded()
     for step in range(120):

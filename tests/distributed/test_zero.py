@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from torch import nn
 
 import recorder
 from recorder.analyze.check.check import check
@@ -39,3 +43,17 @@ def test_doctor_misses_the_frozen_parameter_alone(runs: dict[str, recorder.Run],
     totals = {total.site: (total.expected, total.found) for total in compare(runs[name]).totals}
     num = STAGES[name] * 3
     assert totals["param"] == totals["grad"] == (6 * num, 5 * num)
+
+
+def test_attributes_of_another_version_cost_no_row_of_the_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    model.weight._z3_optimizer = object()  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=tmp_path / "run", rules="site=param,grad keep=stats"):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert recorder.open_run(tmp_path / "run").num_rows == 8
+    assert "flat parameters of ZeRO are not recorded: AttributeError" in caplog.text

@@ -179,7 +179,8 @@ class Search:
         if self._first_other == 0:
             ours, theirs = self.values[0].dtype_trainer, self.values[0].dtype_engine
             text = f"the trainer computes in {ours}, the engine in {theirs}: what the narrower type rounds is noise"
-            self.notes.append(text + f", which --noise measures by a run of the engine in {ours}" * (not self.noise))
+            advice = "" if self.noise else f", which --noise measures by a run of the engine in {ours}"
+            self.notes.append(text + advice)
         begin = {self._first_other} - {0, -1}
         beyond = [number for number, one in enumerate(compared) if one.is_beyond.any() or number in begin]
         first = next((number for number in beyond if number in begin or self._is_followed(number)), None)

@@ -27,7 +27,7 @@ from ...taps.module_taps import Where
 from ..dtensors import is_dtensor
 from . import callbacks
 from .module import HookedModule
-from .parameter_rows import FlatParameter
+from .parameter_rows import FsdpParameter
 
 _OTHERS = "parameters, gradients and optimizer state are"
 _HIDDEN = {
@@ -83,7 +83,7 @@ class Inventory:
     def paths(self) -> list[str]:
         return [described["path"] for described in self._modules]
 
-    def describe(self, nodes: Sequence[tree.Node], flats: Sequence[FlatParameter]) -> None:
+    def describe(self, nodes: Sequence[tree.Node], flats: Sequence[FsdpParameter]) -> None:
         """Describe the modules of a model as they are now."""
         modules = self._root.modules
         ties = find_ties(modules, flats)
@@ -286,7 +286,7 @@ class Inventory:
         self._seen_at_taps.clear()
 
     def _of_module(
-        self, node: tree.Node, hooked: HookedModule, ties: Ties, flats: Sequence[FlatParameter]
+        self, node: tree.Node, hooked: HookedModule, ties: Ties, flats: Sequence[FsdpParameter]
     ) -> dict[str, Any]:
         flat_ids = ids_of(flats)
         flat_names = [name for flat in flats for owner, name in flat.names if owner is hooked]
@@ -322,7 +322,7 @@ def _is_below(path: str, above: str) -> bool:
     return above == "" or path.startswith(above + ".")
 
 
-def ids_of(flats: Iterable[FlatParameter]) -> set[int]:
+def ids_of(flats: Iterable[FsdpParameter]) -> set[int]:
     """Return the ids of flat parameters and of the original parameters inside them."""
     references = [reference for flat in flats for reference in (flat.reference, *(o.reference for o in flat.originals))]
     return {id(parameter) for reference in references if (parameter := reference()) is not None}
@@ -332,7 +332,7 @@ Ties = dict[str, dict[str, str]]
 """For each module path and name of a tied parameter, the full name under which the parameter is recorded."""
 
 
-def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -> Ties:
+def find_ties(modules: Iterable[HookedModule], flats: Iterable[FsdpParameter]) -> Ties:
     """Return the names of tied parameters, except the first name in the order of modules, which the rows use."""
     ties: Ties = {}
     first_names: dict[int, str] = {}

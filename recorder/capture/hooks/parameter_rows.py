@@ -122,10 +122,74 @@ class FlatMesh(NamedTuple):
 
 
 class FlatParameter:
-    """The rows of one flat parameter, which an optimizer updates where ``use_orig_params`` is False.
+    """The rows of one flat tensor that an optimizer updates in place of the parameters inside it.
 
-    Each tensor of the flat parameter (values, gradient, optimizer state) becomes a row for each original parameter.
+    Each tensor of the flat one (values, gradient, optimizer state) becomes a row for each original parameter.
     """
+
+    uses_original = False
+    """Whether the optimizer updates `originals`, and not the flat tensor."""
+
+    def __init__(self, flat: torch.Tensor, num_local: int, *, start: int = 0, is_sharded: bool = True) -> None:
+        """Prepare the rows of a flat tensor, of which this rank has `num_local` elements from `start` on."""
+        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(flat)
+        self.is_sharded = is_sharded
+        self.slices: list[OriginalSlice] = []
+        self.originals: list[OriginalParameter] = []
+        self._num_local = num_local
+        self._start = start
+        self._unsharded: set[int] = set()
+        self._module: HookedModule | None = None
+
+    @property
+    def root_name(self) -> str | None:
+        return self.slices[0].hooked.root_name if self.slices else None
+
+    def holds_slices(self, tensor: torch.Tensor) -> bool:
+        """Whether a flat tensor has only this rank's shard."""
+        return self.is_sharded and tensor.dim() == 1 and tensor.numel() == self._num_local
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def record(
+        self,
+        site: str,
+        suffix: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Split and record a tensor of the flat one; a single number is recorded for each original parameter."""
+        values = tensor.detach()
+        is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
+        if values.dim() and not is_slices and not is_whole:
+            hooked = self._module or (self.slices[0].hooked if self.slices else None)
+            if hooked is not None:  # only the optimizer knows how to split state of another shape
+                hooked.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
+            return
+        if is_whole and self.is_sharded:
+            scope = unsharded_scope(site, scope)
+        for slice_ in self.slices:
+            part = values
+            if is_slices:
+                start = slice_.start + slice_.begin - self._start if slice_.begin < slice_.end else 0
+                part = values[start : start + slice_.end - slice_.begin]
+            elif is_whole:
+                part = values.as_strided(slice_.shape, slice_.stride, values.storage_offset() + slice_.start)
+            chunk = slice_.chunk if is_slices else slice_.local if values.dim() else None
+            note_ = merged_notes(note, slice_.note if is_slices else None)
+            slice_.hooked.record(
+                site, slice_.name + suffix, part, moment, phase, repeat, scope=scope, chunk=chunk, note=note_
+            )
+
+
+class FsdpParameter(FlatParameter):
+    """The rows of one flat parameter of FSDP1, which an optimizer updates where ``use_orig_params`` is False."""
 
     def __init__(self, wrapper: Any, module_of: Callable[[nn.Module], HookedModule | None]) -> None:
         """Read the metadata of a FullyShardedDataParallel wrapper that has flattened parameters.
@@ -134,12 +198,10 @@ class FlatParameter:
         """
         handle = wrapper._handle
         flat = handle.flat_param
-        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(flat)
-        self.is_sharded = bool(handle.uses_sharded_strategy)
+        num_local, is_sharded = math.prod(flat._sharded_size), bool(handle.uses_sharded_strategy)
+        super().__init__(flat, num_local, start=handle.rank * num_local if is_sharded else 0, is_sharded=is_sharded)
         self.uses_original = bool(handle._use_orig_params)
-        self._num_sharded = math.prod(flat._sharded_size)
-        self._shard_start = handle.rank * self._num_sharded if self.is_sharded else 0
-        self._unsharded = {math.prod(flat._unpadded_unsharded_size), self._num_sharded * handle.world_size}
+        self._unsharded = {math.prod(flat._unpadded_unsharded_size), num_local * handle.world_size}
         self._module = module_of(handle._fully_sharded_module)
         self.names = [
             (hooked, info.param_name)
@@ -155,16 +217,12 @@ class FlatParameter:
         """Each tied name with its module, and the module and name under which the parameter is recorded."""
         originals = flat._params or [None] * len(flat._shapes)
         mesh, is_hybrid = _mesh(wrapper)
-        self.slices: list[OriginalSlice] = []
-        self.originals: list[OriginalParameter] = []
         for index, (start, info) in enumerate(zip(_starts(flat), flat._param_infos, strict=True)):
             hooked = module_of(info.module)
             if hooked is None:
                 continue  # the root does not contain the parameter's module
             shape, numel = tuple(flat._shapes[index]), flat._numels[index]
-            begin, end = (
-                min(max(edge - start, 0), numel) for edge in (self._shard_start, self._shard_start + self._num_sharded)
-            )
+            begin, end = (min(max(edge - start, 0), numel) for edge in (self._start, self._start + num_local))
             spec, reason = flat._param_extensions[index], None
             local = None if spec is None else _chunk_of_local(spec, shape)
             if self.is_sharded and not flat._contiguities[index]:
@@ -191,57 +249,11 @@ class FlatParameter:
             if originals[index] is not None:
                 self.originals.append(OriginalParameter(self, slice_, index, originals[index]))
 
-    @property
-    def root_name(self) -> str | None:
-        return self.slices[0].hooked.root_name if self.slices else None
-
-    def holds_slices(self, tensor: torch.Tensor) -> bool:
-        """Whether a flat tensor has only this rank's shard."""
-        return self.is_sharded and tensor.dim() == 1 and tensor.numel() == self._num_sharded
-
-    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return parameter.grad
-
-    def record(
-        self,
-        site: str,
-        suffix: str,
-        tensor: torch.Tensor,
-        moment: Moment,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
-        note: str | None = None,
-    ) -> None:
-        """Split and record a tensor of the flat parameter; a single number is recorded for each original parameter."""
-        values = tensor.detach()
-        is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
-        if values.dim() and not is_slices and not is_whole:
-            hooked = self._module or (self.slices[0].hooked if self.slices else None)
-            if hooked is not None:  # only the optimizer knows how to split state of another shape
-                hooked.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
-            return
-        if is_whole and self.is_sharded:
-            scope = unsharded_scope(site, scope)
-        for slice_ in self.slices:
-            part = values
-            if is_slices:
-                start = slice_.start + slice_.begin - self._shard_start if slice_.begin < slice_.end else 0
-                part = values[start : start + slice_.end - slice_.begin]
-            elif is_whole:
-                part = values.as_strided(slice_.shape, slice_.stride, values.storage_offset() + slice_.start)
-            chunk = slice_.chunk if is_slices else slice_.local if values.dim() else None
-            note_ = merged_notes(note, slice_.note if is_slices else None)
-            slice_.hooked.record(
-                site, slice_.name + suffix, part, moment, phase, repeat, scope=scope, chunk=chunk, note=note_
-            )
-
 
 class OriginalParameter:
     """The rows of an original parameter that an optimizer updates itself, because ``use_orig_params`` is True."""
 
-    def __init__(self, flat: FlatParameter, slice_: OriginalSlice, index: int, parameter: torch.Tensor) -> None:
+    def __init__(self, flat: FsdpParameter, slice_: OriginalSlice, index: int, parameter: torch.Tensor) -> None:
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
         self._flat = flat
         self._slice = slice_
@@ -292,12 +304,16 @@ class OriginalParameter:
         )
 
 
+ParameterRows = ModuleParameter | FlatParameter | OriginalParameter
+"""The rows of a parameter for the hooks on optimizers. The method `record` appends a suffix to the parameter's name."""
+
+
 def find_flat_parameters(
     wrappers: Iterable[nn.Module], module_of: Callable[[nn.Module], HookedModule | None]
-) -> Iterator[FlatParameter]:
+) -> Iterator[FsdpParameter]:
     """Yield the flat parameters of the FSDP1 wrappers among some modules."""
     for wrapper in _flattening(wrappers):
-        yield FlatParameter(wrapper, module_of)
+        yield FsdpParameter(wrapper, module_of)
 
 
 def meshes_of_flat(wrappers: Iterable[nn.Module]) -> Iterator[Any]:

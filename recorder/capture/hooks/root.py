@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -44,7 +44,10 @@ from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule
-from .parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
+from .parameter_rows import FlatParameter, FsdpParameter, find_flat_parameters, meshes_of_flat
+from .zero_parts import find_zero_parameters
+
+_Flat = TypeVar("_Flat", bound=FlatParameter)
 
 _MAX_LATE_LOOKS = 5
 """The number of first calls of a root that look for a data-parallel wrapper; it may be made during or after the first.
@@ -206,17 +209,27 @@ class Root:
         self.flats = self._find_flats(module)
         self.inventory.describe(nodes, self.flats)
 
-    def _find_flats(self, module: nn.Module) -> list[FlatParameter]:
+    def _find_flats(self, module: nn.Module) -> list[FsdpParameter]:
         modules = {hooked.node_path: hooked for hooked in self.modules}
 
         def module_of(owner: nn.Module) -> HookedModule | None:
             path = self.path_of(owner)
             return None if path is None else modules.get(path)
 
+        return self._listed(
+            find_flat_parameters([*module.modules(), *self._wrappers_around()], module_of), "are recorded whole"
+        )
+
+    def zero_parameters(self) -> list[FlatParameter]:
+        """Find the flat tensors of ZeRO's optimizers, which the program may have made since the last search."""
+        return self._listed(find_zero_parameters(self.parameters()), "of ZeRO are not recorded")
+
+    def _listed(self, flats: Iterator[_Flat], otherwise: str) -> list[_Flat]:
+        """Return the flat parameters, or none, and an event, if attributes of the framework are not as expected."""
         try:
-            return list(find_flat_parameters([*module.modules(), *self._wrappers_around()], module_of))
+            return list(flats)
         except Exception as error:
-            text = f"{self.name}: flat parameters are recorded whole: {type(error).__name__}: {error}"
+            text = f"{self.name}: flat parameters {otherwise}: {type(error).__name__}: {error}"
             self.capture.events.add("flat_parameters_unknown", text, key=self.name, exception=error)
             return []
 

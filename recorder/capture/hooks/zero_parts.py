@@ -1,4 +1,4 @@
-"""The rows of a flat tensor that DeepSpeed's ZeRO updates in place of a model's parameters.
+"""The flat tensors that DeepSpeed's ZeRO updates in place of a model's parameters.
 
 Each rank's optimizer has one tensor of a wider type with this rank's elements of many parameters. DeepSpeed leaves at
 each parameter where its elements lie (0.19.8: `utils/tensor_fragment.py`, `runtime/zero/stage3.py`). Only these
@@ -7,116 +7,65 @@ attributes are read. DeepSpeed is never imported, and no parameter is gathered.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from ...records import Chunk, Moment
+from ...records import Chunk
 from ..dtensors import compact
 from ..marks import ranks_of
 from .module import HookedModule
-from .parameter_rows import FlatMesh, FlatParameter, ModuleParameter, OriginalParameter
+from .parameter_rows import FlatMesh, FlatParameter, OriginalSlice
 
 
-class ZeroPart(NamedTuple):
-    """The elements of a parameter that lie in a rank's flat tensor: `start` in the tensor, `begin` in the parameter."""
-
-    start: int
-    begin: int
-    numel: int
-    shape: tuple[int, ...]
-    """The shape of the parameter."""
-    ranks: list[int]
-    """The ranks that have the parameter's elements, each its own."""
-
-    @property
-    def chunk(self) -> Chunk:
-        index = self.ranks.index(torch.distributed.get_rank())
-        mesh = FlatMesh((len(self.ranks),), None, (index,), self.ranks)
-        placements = compact([{"kind": "FlatShard", "offset": self.begin}])
-        return Chunk(self.shape, None, placements, mesh.text, "fsdp", self.begin)
-
-
-class ZeroParameter:
-    """The rows of one flat tensor: each value, gradient or state of it becomes a row for each parameter inside it."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(flat)
-        self._numel = flat.numel()
-        self.parts: list[tuple[HookedModule, str, ZeroPart, Chunk]] = []
-
-    @property
-    def root_name(self) -> str:
-        return self.parts[0][0].root_name
-
-    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return parameter.grad
-
-    def record(
-        self,
-        site: str,
-        suffix: str,
-        tensor: torch.Tensor,
-        moment: Moment,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
-        note: str | None = None,
-    ) -> None:
-        """Split and record a tensor with an element for each of the flat tensor's, or a single number for each part."""
-        values = tensor.detach()
-        if values.dim() and values.shape != (self._numel,):
-            return  # only the optimizer knows how to split state of another shape
-        for hooked, name, part, chunk in self.parts:
-            piece = values[part.start : part.start + part.numel] if values.dim() else values
-            its_chunk = chunk if values.dim() else None
-            hooked.record(site, name + suffix, piece, moment, phase, repeat, scope=scope, chunk=its_chunk, note=note)
-
-
-ParameterRows = ModuleParameter | FlatParameter | OriginalParameter | ZeroParameter
-"""The rows of a parameter for the hooks on optimizers. The method `record` appends a suffix to the parameter's name."""
-
-
-def zero_rows(
-    parameters: Iterable[tuple[HookedModule, str, torch.Tensor]],
-) -> Iterator[tuple[torch.Tensor, ZeroParameter]]:
-    """Yield the flat tensors of ZeRO 1 to 3 that have elements of some parameters, with their rows."""
-    found: dict[int, tuple[torch.Tensor, ZeroParameter]] = {}
+def find_zero_parameters(parameters: Iterable[tuple[HookedModule, str, torch.Tensor]]) -> Iterator[FlatParameter]:
+    """Yield the flat tensors of ZeRO 1 to 3 that have elements of some parameters."""
+    found: dict[int, FlatParameter] = {}
     elsewhere = []
     for hooked, name, parameter in parameters:
         place = _of_stage_3(parameter) if hasattr(parameter, "_z3_optimizer") else _of_stages_1_and_2(parameter)
-        if place is not None:
-            flat, part = place
-            found.setdefault(id(flat), (flat, ZeroParameter(flat)))[1].parts.append((hooked, name, part, part.chunk))
-        elif getattr(parameter, "_hp_mapping", 0) is None:  # stages 1 and 2: all its elements lie on other ranks
-            part = ZeroPart(0, 0, 0, tuple(parameter.shape), [*ranks_of(cast(Any, parameter)._dp_group)])
-            elsewhere.append((hooked, name, part, part.chunk))
-    for _, rows in [*found.values()][:1]:
-        rows.parts += elsewhere
+        if place is None:
+            continue
+        flat, start, begin, numel, shape, group = place
+        chunk = _chunk(shape, begin, [*ranks_of(group)])
+        part = OriginalSlice(hooked, name, shape, (), start - begin, begin, begin + numel, chunk, None)
+        if flat is None:
+            elsewhere.append(part)
+        else:
+            found.setdefault(id(flat), FlatParameter(flat, flat.numel())).slices.append(part)
+    for first in [*found.values()][:1]:
+        first.slices += elsewhere
     yield from found.values()
 
 
-def _of_stages_1_and_2(parameter: Any) -> tuple[torch.Tensor, ZeroPart] | None:
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None or mapping.hp_fragment is None:
+_Place = tuple[torch.Tensor | None, int, int, int, tuple[int, ...], Any]
+"""The flat tensor, the index in it, the index in the parameter, the number of elements; the parameter's shape and its
+ranks' group. The tensor is None if all elements lie on other ranks: this rank's rows then have no elements."""
+
+
+def _of_stages_1_and_2(parameter: Any) -> _Place | None:
+    if not hasattr(parameter, "_hp_mapping"):
         return None
-    flat, address = mapping.hp_fragment._base, mapping.lp_fragment_address
-    start = mapping.hp_fragment_address.start
-    ranks = [*ranks_of(parameter._dp_group)]
-    return flat, ZeroPart(start, address.start, address.numel, tuple(parameter.shape), ranks)
+    if (mapping := parameter._hp_mapping) is None:
+        return None, 0, 0, 0, tuple(parameter.shape), parameter._dp_group
+    if mapping.hp_fragment is None:
+        return None
+    here, start = mapping.lp_fragment_address, mapping.hp_fragment_address.start
+    return mapping.hp_fragment._base, start, here.start, here.numel, tuple(parameter.shape), parameter._dp_group
 
 
-def _of_stage_3(parameter: Any) -> tuple[torch.Tensor, ZeroPart] | None:
-    optimizer, size = parameter._z3_optimizer, parameter.ds_tensor.ds_numel
+def _of_stage_3(parameter: Any) -> _Place | None:
+    optimizer = parameter._z3_optimizer
     position = optimizer.grad_position.get(optimizer.get_param_id(parameter))
     if position is None:
         return None  # frozen, or not given to the optimizer
-    group, start, _ = position
-    ranks = [*ranks_of(parameter.ds_process_group)]
-    begin = min(ranks.index(torch.distributed.get_rank()) * size, parameter.ds_numel)
-    numel = min(size, parameter.ds_numel - begin)
-    flat = optimizer.fp32_partitioned_groups_flat[group]
-    return flat, ZeroPart(start, begin, numel, tuple(parameter.ds_shape), ranks)
+    size, group = parameter.ds_tensor.ds_numel, parameter.ds_process_group
+    begin = min(ranks_of(group).index(torch.distributed.get_rank()) * size, parameter.ds_numel)
+    flat = optimizer.fp32_partitioned_groups_flat[position[0]]
+    return flat, position[1], begin, min(size, parameter.ds_numel - begin), tuple(parameter.ds_shape), group
+
+
+def _chunk(shape: tuple[int, ...], begin: int, ranks: Sequence[int]) -> Chunk:
+    mesh = FlatMesh((len(ranks),), None, (ranks.index(torch.distributed.get_rank()),), [*ranks])
+    return Chunk(shape, None, compact([{"kind": "FlatShard", "offset": begin}]), mesh.text, "fsdp", begin)

@@ -18,7 +18,7 @@ from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _RECOVERED = 10
-"""After as many steps in a row below the limits at which curves spiked, the spikes are over."""
+"""After as many records in a row of each curve that spiked, below the limit at which it did, the spikes are over."""
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
@@ -266,9 +266,9 @@ class Spike(CurveRule):
         """By curve, the sum of the values in its ring buffer."""
         self._mild: dict[int, tuple[int, float]] = {}
         """By curve with a small spike, the number of the next sample, and the limit above which the curve stays up."""
-        self._limits: dict[int, float] = {}
-        """By curve with a spike that is not over, the limit at its first record."""
-        self._num_below = 0
+        self._spiking: dict[int, tuple[float, int]] = {}
+        """By curve with a spike, the limit at its first record, and the number of records below it in a row. All spikes
+        are over once each of the curves has had enough of them."""
 
     def wants(self, key: SeriesKey) -> bool:
         return super().wants(key) or key.site in _MAY_MOVE or _is_rate(key)
@@ -302,15 +302,16 @@ class Spike(CurveRule):
                 is_mild = kind == _LOSS and value < largest * self.thresholds["ratio"]
                 if is_mild:
                     self._mild[curve] = int(num[index]) + 1, limit
-                self._limits.setdefault(curve, limit)
+                self._spiking.setdefault(curve, (limit, 0))
                 yield JudgedSample(index, what, kind, value, limit, Severity.NOTE if is_mild else None)
-        if self._limits:
-            pairs = zip(curves.tolist(), values.tolist(), strict=True)
-            is_up = any(value > self._limits.get(curve, np.inf) for curve, value in pairs)
-            self._num_below = 0 if is_up else self._num_below + 1
-            if self._num_below == _RECOVERED:
+        if self._spiking:
+            for curve, value in zip(curves.tolist(), values.tolist(), strict=True):
+                if curve in self._spiking:  # a loss that is NaN is no sample, so that its spike is never over
+                    limit, num_below = self._spiking[curve]
+                    self._spiking[curve] = limit, num_below + 1 if value <= limit else 0
+            if min(num_below for _, num_below in self._spiking.values()) >= _RECOVERED:
                 self.catalog.recovered_at.append(self.step)
-                self._limits.clear()
+                self._spiking.clear()
         replaced = self._rings.put(curves, num, values)
         self._total[curves] = self._total[curves] + values - np.nan_to_num(replaced)
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from ...run import notes
 from ...run.finding import FLEET, Location, find_folder, fleet_runs, runs_in
 from ...run.reply import Reply, Table, table_of
 from ...run.run import RecordedWriter, Run, open_location, open_run
-from ...run.status import RunWatch
+from ...run.status import find_silent
 from ...system.text import counted, moment, printable, size, span
 from ..options import run_argument
 
@@ -33,11 +32,9 @@ def command(
 def _runs_reply(folder: Location) -> Reply:
     rows, summaries, exit_code = [], [], 0
     known = fleet_runs(folder)
+    for path in find_silent(folder, [path for path, one in known.items() if one["state"] == "recording"]):
+        known[path]["state"] = "silent"
     for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
-        if fleet_summary["state"] == "recording":
-            with suppress(RunError):  # the run was just pruned
-                is_silent = any(rank.state == "silent" for rank in RunWatch(folder / path).look())
-                fleet_summary["state"] = "silent" if is_silent else "recording"
         sets = {name: sorted(fleet_summary[name]) for name in ("ranks", "findings")}
         summaries.append(fleet_summary | sets | {"suspect_rows": 0})
         steps = "" if fleet_summary["last_step"] is None else f"..{fleet_summary['last_step']}"
@@ -79,7 +76,6 @@ def _summary(run: Run) -> dict[str, Any]:
     for writer in run.writers:
         dropped.update(writer.balance.dropped)
     num_open_rows, num_open_files = notes.unsealed(run)
-    num_rows = sum(writer.num_rows for writer in run.writers)
     return {
         "run": run.path.name,
         "name": run.name,
@@ -89,8 +85,8 @@ def _summary(run: Run) -> dict[str, Any]:
         "world_size": run.world_size,
         "ranks": run.ranks,
         "steps": run.steps,
-        "rows": num_rows,
-        "probe_rows": num_rows - run.num_rows,
+        "rows": run.num_all_rows,
+        "probe_rows": run.num_all_rows - run.num_rows,
         "bytes": run.size_bytes,
         "dropped": dict(dropped),
         "suspect_rows": sum(writer.balance.suspect for writer in run.writers),

@@ -21,13 +21,12 @@ def command(path: RunPath = None) -> Reply:
         findings = list(verify(run, report))
     num_faults = sum(finding.is_fault for finding in findings)
     num_shards = sum(len(writer.all_shards) for writer in run.writers)
-    num_rows = sum(writer.num_rows for writer in run.writers)
-    checked = f"{counted(num_shards, 'shard')}, {counted(num_rows, 'row')}, {size(total_bytes)} checked"
+    checked = f"{counted(num_shards, 'shard')}, {counted(run.num_all_rows, 'row')}, {size(total_bytes)} checked"
     verdict = counted(num_faults, "fault") if num_faults else "no faults"
     return Reply(
         members=lambda: {
             "run": str(run.path),
-            "rows": num_rows,
+            "rows": run.num_all_rows,
             "bytes": total_bytes,
             "findings": [{"fault": finding.is_fault, "text": finding.text} for finding in findings],
         },

@@ -55,7 +55,8 @@ class ImagesPanel {
     return el("figure", { class: "image" }, el("figcaption", {},
       el("strong", {}, valueText(one.module, one.site, one.name)), el("span", { class: "dim" }, facts.join(" · "))),
     el("div", { class: "tiles" }, canvases));
-  }  /** The singular values of a weight as bars; `high` is the largest of the weight's records. Of a large weight the largest alone is known. */
+  }
+  /** The singular values of a weight as bars; `high` is the largest of the weight's records. Of a large weight the largest alone is known. */
   spectrum(one, codes, high) {
     const isKnown = one.low !== null, isWhole = isKnown && codes.length === one.total;
     const values = Array.from(codes, (code) => (isKnown ? one.low + (code / (NOT_FINITE_PIXEL - 1)) * (one.high - one.low) : 0));
