@@ -45,9 +45,10 @@ def _no_optimizer_of_another_module() -> None:
 @pytest.fixture(autouse=True)
 def _log_as_at_the_start() -> None:
     """A command that runs here, in a test or in a fixture of a module, takes the lines of the library for itself."""
-    library = logging.getLogger("recorder")
-    library.handlers, library.propagate = [], True
-    library.setLevel(logging.NOTSET)
+    for name in ("recorder", "recorder.daemon"):
+        library = logging.getLogger(name)
+        library.handlers, library.propagate = [], True
+        library.setLevel(logging.NOTSET)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -155,7 +154,6 @@ def test_a_name_that_two_nodes_have_is_said_and_counted(
     for node in nodes:  # as where one disk is the image of the other
         (node / "recordings" / NODE).write_text("node-0123456789ab\n")
     monkeypatch.setattr("recorder.daemon.daemon._SUMMARY_S", 0.1)
-    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
     with at_work(nodes[0], there) as first:
         wait_until(lambda: first._fleet is not None and first._fleet._has_put)
         with at_work(nodes[1], there) as second:

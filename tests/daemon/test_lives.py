@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -90,11 +89,8 @@ def test_missing_credentials_are_said_before_anything_is_moved(
     assert "no credentials were found" in found.err
 
 
-def test_a_folder_that_does_not_exist_yet_is_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_does_not_exist_yet_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there = tmp_path / "there"
-    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
     with at_work(tmp_path, str(there)) as daemon:
         wait_until(lambda: daemon._has_found)
         small_run(tmp_path)

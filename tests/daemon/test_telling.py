@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import logging
 import threading
 import time
 import urllib.request
@@ -125,9 +124,8 @@ def receiver() -> Iterator[Receiver]:
 
 
 def test_a_finding_moves_its_counter_and_is_posted_by_one_of_the_daemons(
-    spiked: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    spiked: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
     there = spiked / "there"
     own = {"listen": "127.0.0.1:0", "webhook": receiver.url}
     with at_work(spiked, str(there), **own) as daemon:
