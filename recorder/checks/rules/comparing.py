@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
-from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, grouped, previous, streaks
+from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous, streaks
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
 _LEAST_DEVIATION = 0.01
@@ -99,7 +99,7 @@ def medians(groups: Integers, values: Floats) -> Floats:
 
 class _Variance(CheckRule):
     name = "running_statistics"
-    sentence = "The running variance of a batch norm goes on leaping long after the beginning, or is apart over ranks."
+    sentence = "The running variance of a batch norm never moves, leaps long after the beginning, or is apart over ranks."
     sites, columns = ("buffer",), ("mean",)
     settings = (
         Setting("drift", 0.5, "of the value before", CALIBRATED),
@@ -148,10 +148,35 @@ class _Apart(_Variance, StreakRule):
         return (ratio > self.thresholds["ratio"]) & is_late, ratio
 
 
-class RunningStatistics(_Variance, PartsRule):
+class _Still(_Variance, StreakRule):
+    what = "the running variance is that of the beginning, although the norm counts batches: is its momentum 0?"
+    measure, limit = "records without a change", "records"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._first, self._lengths = Memory(), Memory(0.0)
+
+    def wants(self, key: SeriesKey) -> bool:
+        return super().wants(key) or (key.site == "buffer" and key.name.endswith("num_batches_tracked"))
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """Judge by the steps at which the counter of the norm has grown, and the variance is still its first one."""
+        values, norms = rows["mean"], dict[tuple[str, str], int]()
+        series, own = np.unique(rows.series, return_inverse=True)
+        keys = [self.catalog.series[number] for number in series]
+        is_counter = np.array([not super(_Still, self).wants(key) for key in keys])[own]
+        numbers = np.array([norms.setdefault(key[:2], len(norms)) for key in keys])[own]
+        has_grown = is_counter & (values > previous(rows.lanes, values, self._value))
+        ids, firsts = grouped(numbers, rows.ranks, rows.steps)
+        is_counted = np.bincount(ids[has_grown], minlength=len(firsts))[ids] > 0
+        is_still = ~is_counter & is_counted & (values > 0) & (values == began(rows.lanes, values, self._first))
+        return is_still, streaks(rows.lanes, is_still, self._lengths).astype(np.float64)
+
+
+class RunningStatistics(PartsRule, _Variance):
     """The running statistics of a batch norm with which evaluation will differ from training."""
 
-    parts = (_Leaping, _Apart)
+    parts = (_Leaping, _Apart, _Still)
 
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"

@@ -122,3 +122,17 @@ def test_gradients_that_are_cleared_before_each_update_are_named(tmp_path: Path,
     findings = check(recording.run, rules=["unchanged"]).findings
     named = {(one.module_path, one.name) for one in findings if "nothing ever has a gradient" in one.what}
     assert named == (set() if is_late else {(path, name) for path in ("0", "2") for name in ("weight", "bias")})
+
+
+@pytest.mark.parametrize(("momentum", "is_training"), [(0.0, True), (0.1, True), (0.0, False)])
+def test_running_statistics_that_never_move_are_named(tmp_path: Path, momentum: float, is_training: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 4))
+    model[1].train(is_training)
+    with flagged(tmp_path, "site=buffer keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(8):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    found = check(recording.run, rules=["running_statistics"]).findings
+    assert [one.module_path for one in found] == ["1"] * (is_training and not momentum)

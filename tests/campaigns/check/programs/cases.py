@@ -347,7 +347,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "statistics_of_another": _fault(
             "evaluation_output",
             "bn1",
-            begin=lambda net: [_scaled("conv1.weight", 100)(net), _with("bn1", momentum=0.0)(net)],
+            begin=lambda net: [_scaled("conv1.weight", 100)(net), _with("bn1", momentum=1e-6)(net)],
         ),
     },
     "mlp-adam-high": {"rate_far_too_high": _fault("update", rate=3.0)},
@@ -391,6 +391,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "overfitting_later": _fault("overfitting", "", num_batches=6, rate=3e-3),
     },
     "images": {
+        "momentum_of_zero": _fault("running_statistics", "bn1", begin=_with("bn1", momentum=0.0)),
         "momentum_of_one": _fault("running_statistics", "bn1", batch=_leaping, begin=_with("bn1", momentum=1.0)),
         "norm_in_eval": _fault("evaluation_mode", "bn2", (), begin=_evaluated("bn2")),
         "dead_channels": _fault("dead_units", "act1", begin=_without_channels),
