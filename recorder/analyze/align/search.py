@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...system.text import counted
 from .calls import Array, Floats, Integers
 from .sequences import JoinedTokens, TokenAt, ValuePair, wide
 from .tokens import Side, ValueName
@@ -137,6 +138,8 @@ class Search:
         self.texts = {**engine.texts, **trainer.texts}
         self.values: list[ValueApart] = []
         self.experts: dict[str, ExpertsApart] = {}
+        self._num_chosen: list[tuple[int, str]] = []
+        """The number of values before each router that chooses so many experts on one side alone, and a sentence."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
@@ -285,11 +288,14 @@ class Search:
             if (inside := positions // width == low // width).any()
         ]
         reason, text = self._reason(number, one.name, one.slots[beyond])
-        info = self._trainer.run.modules.get((self._trainer.root, one.name.module_path))
         return Parting(
-            self.values[number], info.class_name if info else "", first_at, worst_at, at_once, one_by_one, bins,
+            self.values[number], self._class_name(one.name.module_path), first_at, worst_at, at_once, one_by_one, bins,
             reason, text,
         )  # fmt: skip
+
+    def _class_name(self, path: str) -> str:
+        info = self._trainer.run.modules.get((self._trainer.root, path))
+        return info.class_name if info else ""
 
     def _reason(self, number: int, name: ValueName, beyond: Integers) -> tuple[str, str]:
         value, path = self.values[number], name.module_path
@@ -314,6 +320,10 @@ class Search:
         if value.dtype_trainer != value.dtype_engine and self._first_other:
             types = f"{value.dtype_trainer} in the trainer, {value.dtype_engine} in the engine"
             return "dtype", f"the type of the values differs: {types}"
+        if text := next((text for at, text in self._num_chosen if at <= number), ""):
+            return "module", text
+        if "Dropout" in self._class_name(path):
+            return "module", "it drops elements on one side alone, or others on each; evaluation mode turns it off"
         for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
@@ -322,11 +332,16 @@ class Search:
                 return "module", f"{alone[0]!r} runs in the {side} alone{why}"
         of_weights = "its weights and " if any(one[:2] == (f"{path}.weight", EQUAL) for one in inside) else ""
         before = f"{of_weights}what runs before it agree" if before_it else "nothing that runs before it was compared"
+        if name.site == "input" and not before_it:
+            return "module", f"{before}: it may be any of what hands it on"
         if name.site == "input":
             code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
             return "module", f"{before}, {code}"
         if not any(one.module_path == path and one.site == "input" for one in self.values):
-            return "module", f"{before}, so it is the module itself, or what it is handed: its inputs were not compared"
+            is_attended = "Attention" in self._class_name(path.rpartition(".")[0])
+            of_attention = " (as by dropout inside the attention, in training mode)" if is_attended else ""
+            handed = f"or what it is handed{of_attention}: its inputs were not compared"
+            return "module", f"{before}, so it is the module itself, {handed}"
         return "module", f"{before}, so the module itself computes something else"
 
     def _wrong_until(self, number: int) -> list[WeightState]:
@@ -361,6 +376,11 @@ class Search:
     def _compare_experts(self, name: ValueName) -> None:
         pair = self.joined.pair(name)
         block = name.module_path.rpartition(".")[0]
+        if pair is None and name.site == "output":
+            ours, theirs = self._trainer.pick(name), self._engine.pick(self._engine.like(name))
+            if ours is not None and theirs is not None and 1 < max(ours[3], theirs[3]) <= _MAX_EXPERTS:
+                text = f"{name.module_path!r} chooses {counted(ours[3], 'expert')} of a token in the trainer"
+                self._num_chosen.append((len(self.values), f"{text}, and {theirs[3]} in the engine"))
         if pair is None or not 1 < pair.trainer.shape[1] <= _MAX_EXPERTS:
             return
         is_other = (np.sort(pair.trainer) != np.sort(pair.engine)).any(axis=1)

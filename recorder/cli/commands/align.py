@@ -51,6 +51,8 @@ def command(
 
     The reasons are tried in turn: weights, inputs (positions), type, and then the module itself.
 
+    Where values differ by no more than rounding may, the answer is "cannot tell": see --noise.
+
     Exit code 1: they part, or tokens or weights differ. 2: they have no token in common.
     """
     ours = open_run(trainer)
