@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -201,7 +201,8 @@ class OptimizerHooks:
         names = {root.name for root in roots}
         # DDP removes the DTensor parameters of tensor parallel modules for good when these modules first run.
         kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
-        self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root)}
+        updated = [one for live in self._live() for one in _parameters(live)]
+        self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root, updated)}
 
     def rescan(self) -> None:
         """Find the module of every parameter again, because there is a new root."""
@@ -256,6 +257,7 @@ class OptimizerHooks:
         for call in self._scaler_calls:
             call["stepped"] = True
         if not self._has_rescanned:
+            self.name_of(optimizer)  # its tensors may be views into parameters, which the search looks for
             self._rescan_after_first_step()
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer):
@@ -537,14 +539,14 @@ def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
     return repeat
 
 
-def parameter_rows(root: Root) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
-    """Yield every parameter of a root that an optimizer may update, once, with its rows."""
+def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
+    """Yield every parameter of a root that an optimizer may update, with its rows; the last rows of a tensor count."""
     for hooked, name, parameter in root.parameters():
         yield parameter, ModuleParameter(parameter, hooked, name)
         main = main_parameter(parameter)
         if main is not None:
             yield main, ModuleParameter(main, hooked, name)
-    for flat in (*root.zero_parameters(), *root.flats):
+    for flat in (*root.updated_parts(updated), *root.flats):
         rows: ParameterRows
         for rows in flat.originals if flat.uses_original else (flat,):
             if (tensor := rows.reference()) is not None:

@@ -97,8 +97,10 @@ class GlobalColumns:
         for plan, positions, dtype in zip(self._plans, used, dtypes, strict=True):
             own = texts[start : start + len(positions)]
             start += len(positions)
-            if not _is_copied(plan) or any(len(fill.region.boxes) > 1 for fill in plan.fills):
-                fingerprints.append(None)  # a strided shard's fingerprint depends on its memory layout
+            # The fingerprint of a strided shard depends on its memory layout, and so does that of a run in one.
+            is_strided = any(len(f.region.boxes) > 1 or (f.moved and plan.source == "fsdp") for f in plan.fills)
+            if not _is_copied(plan) or is_strided:
+                fingerprints.append(None)
             elif len(own) == 1 and plan.fills[0].moved is None:
                 fingerprints.append(own[0])
             else:

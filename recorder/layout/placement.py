@@ -21,7 +21,7 @@ from .regions import (
     flat_region,
     overlap,
     ranges_region,
-    run_in_box,
+    run_in_local,
     shard,
     strided_shard,
 )
@@ -130,17 +130,18 @@ def _region_of(chunk: RankChunk) -> Region | str:
     placements = _placements(chunk)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
     if flat:
-        box = _derived(chunk, placements) if chunk.offsets is not None else None
+        is_cut = any(placement.get("kind") in ("Shard", "StridedShard") for placement in placements)
+        box = _derived(chunk, placements) if is_cut or chunk.offsets is not None else None
         if isinstance(box, str):
             return box
         start, total = flat[0].get("offset"), math.prod(chunk.global_shape if box is None else box.local_shape)
         if type(start) is not int or len(chunk.shape) != 1 or not 0 <= start <= start + chunk.shape[0] <= total:
             return f"its slice of {list(chunk.shape)} elements at {start} lies outside a tensor of {total}"
-        if chunk.offsets is None:
+        if box is None and chunk.offsets is None and not is_cut:
             return flat_region(start, chunk.shape[0])
         if box is None or (box.numel and box.start != chunk.offsets):
-            return f"offsets {list(chunk.offsets)} are not what its placements and mesh make"
-        return run_in_box(box, start, chunk.shape[0])
+            return f"offsets {list(chunk.offsets or ())} are not what its placements and mesh make"
+        return run_in_local(box, start, chunk.shape[0])
     if len(chunk.global_shape) != len(chunk.shape):
         return f"its shape {list(chunk.shape)} has not the dims of the global {list(chunk.global_shape)}"
     derived = _derived(chunk, placements)

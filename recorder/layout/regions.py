@@ -88,14 +88,18 @@ def flat_region(start: int, numel: int) -> Region:
     return Region((start, start + numel), (), (numel,))
 
 
-def run_in_box(box: Region, start: int, numel: int) -> Region:
-    """Return the region of a slice of a flattened box."""
-    offset = box.start or (0,) * len(box.local_shape)
-    boxes = (
-        Box(tuple(i + first for i, first in zip(inner, offset, strict=True)), shape, inner)
-        for inner, shape in flat_boxes(box.local_shape, start, start + numel)
-    )
-    return Region(None, tuple(boxes), box.local_shape, start)
+def run_in_local(local: Region, start: int, numel: int) -> Region:
+    """Return the region of a slice of a local tensor that consists of boxes and is flattened."""
+    boxes = []
+    for inner, shape in flat_boxes(local.local_shape, start, start + numel):
+        for box in local.boxes:
+            ends = zip(inner, shape, box.local_start, box.shape, strict=True)
+            ranges = [(max(i, k), min(i + n, k + size)) for i, n, k, size in ends]
+            if all(low < high for low, high in ranges):
+                lows, sizes = tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges)
+                places = zip(lows, box.local_start, box.start, strict=True)
+                boxes.append(Box(tuple(low - k + first for low, k, first in places), sizes, lows))
+    return Region(None, tuple(boxes), local.local_shape, start)
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:

@@ -80,7 +80,7 @@ REASONS = (
     Reason("tied", "another name of a parameter that is recorded once, under its first", False, True),
     Reason("no_update", "no optimizer stepped at these steps", False, True),
     Reason("not_optimized", "not updated by an optimizer that stepped: frozen, shared and recorded elsewhere, or "
-           "updated through a copy, as by Megatron's distributed optimizer", False, True),
+           "updated through a copy", False, True),
     Reason("no_param_gradient", "the parameter had no gradient: unused in these steps, or frozen", False, True),
     Reason("param_unseen", "the parameter had no gradient: unused in these steps, or frozen", False, True),
     Reason("no_state", "the optimizer kept no tensors for it", False, True),

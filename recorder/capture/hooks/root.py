@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,8 +44,8 @@ from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule
+from .optimizer_parts import find_megatron_parts, find_zero_parameters
 from .parameter_rows import FlatParameter, FsdpParameter, find_flat_parameters, meshes_of_flat
-from .zero_parts import find_zero_parameters
 
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
@@ -220,9 +220,16 @@ class Root:
             find_flat_parameters([*module.modules(), *self._wrappers_around()], module_of), "are recorded whole"
         )
 
-    def zero_parameters(self) -> list[FlatParameter]:
-        """Find the flat tensors of ZeRO's optimizers, which the program may have made since the last search."""
-        return self._listed(find_zero_parameters(self.parameters()), "of ZeRO are not recorded")
+    def updated_parts(self, updated: Iterable[torch.Tensor]) -> list[FlatParameter]:
+        """Find the parts of parameters that optimizers update in their place, made since the last search or before.
+
+        Args:
+            updated: the tensors that the live optimizers have.
+        """
+        zero = self._listed(find_zero_parameters(self.parameters()), "of ZeRO are not recorded")
+        around = [*self._wrappers_around(), *(module.modules() if (module := self.module()) is not None else ())]
+        parts = find_megatron_parts(around, self.parameters(), updated)
+        return [*zero, *self._listed(parts, "of Megatron's distributed optimizer are not recorded")]
 
     def _listed(self, flats: Iterator[_Flat], otherwise: str) -> list[_Flat]:
         """Return the flat parameters, or none, and an event, if attributes of the framework are not as expected."""

@@ -186,7 +186,7 @@ def _fingerprint(
         in_box = flat_fingerprint(data, item_bytes, chunk.flat_shape, chunk.flat_start, kernels)
         return moved(in_box, item_bytes, chunk.offsets)
     if chunk.flat_start is not None:
-        return flat_fingerprint(data, item_bytes, chunk.global_shape, chunk.flat_start, kernels)
+        return flat_fingerprint(data, item_bytes, chunk.flat_shape or chunk.global_shape, chunk.flat_start, kernels)
     return fingerprint(data, item_bytes, shape, chunk.offsets, kernels)
 
 

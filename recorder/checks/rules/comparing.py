@@ -99,7 +99,7 @@ def medians(groups: Integers, values: Floats) -> Floats:
 
 class _Variance(CheckRule):
     name = "running_statistics"
-    sentence = "The running variance of a batch norm never moves, leaps long after the beginning, or is apart over ranks."
+    sentence = "The running variance of a batch norm never moves, leaps late in training, or is apart over ranks."
     sites, columns = ("buffer",), ("mean",)
     settings = (
         Setting("drift", 0.5, "of the value before", CALIBRATED),

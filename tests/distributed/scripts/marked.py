@@ -2,8 +2,9 @@
 
 What is marked was read in Megatron-LM, commit d98e8a6, below `megatron/core`:
 `set_tensor_model_parallel_attributes` and the three layers in `tensor_parallel/layers.py`, the core of attention in
-`transformer/dot_product_attention.py`, the stride of a gated MLP in `transformer/mlp.py`, and the groups in
-`parallel_state.py`.
+`transformer/dot_product_attention.py`, the stride of a gated MLP in `transformer/mlp.py`, the groups in
+`parallel_state.py`, and, in commit d98e8a6, too, the places of the distributed optimizer's parts in
+`distributed/param_and_grad_buffer.py` and its parts in `optimizer/distrib_optimizer.py`.
 
 Each word of the command line is a training of the same global model and batch, recorded into a folder of its name.
 """
@@ -207,6 +208,36 @@ def main_of(parameter: nn.Parameter) -> Tensor:
     return main
 
 
+def parts_of(net: Any, replicas: Any, *, has_mains: bool) -> list[tuple[Tensor, slice]]:
+    """Give a net what Megatron's DDP has, and return what the distributed optimizer of this rank updates.
+
+    Each parameter has its part, with the elements that are in it, and a part of none where all are on other ranks.
+    """
+    net.ddp_config = types.SimpleNamespace(use_distributed_optimizer=True)
+    parameters = [*net.parameters()][::-1]
+    index, buckets, start = {}, list[Any](), 0
+    for number, of_bucket in enumerate((parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :])):
+        first = start
+        for parameter in of_bucket:
+            index[parameter] = start, start + parameter.numel(), number
+            start += parameter.numel()
+        start += -(start - first) % replicas.size()
+        buckets.append(types.SimpleNamespace(offset=first, grad_data=torch.empty(start - first)))
+    buffer = types.SimpleNamespace(data_parallel_group=replicas, param_index_map=index, buckets=buckets)
+    net.buffers, net.expert_parallel_buffers = [buffer], []
+    found = {}
+    for parameter, (first, last, number) in index.items():
+        size = buckets[number].grad_data.numel() // replicas.size()
+        begin = buckets[number].offset + replicas.rank() * size
+        inside = slice(*(min(max(edge - first, 0), last - first) for edge in (begin, begin + size)))
+        part = parameter.data.view(-1)[inside]
+        if has_mains and part.numel():
+            part = parameter.main_param = part.clone()
+            parameter.main_param_sharded = True
+        found[parameter] = part.requires_grad_(), inside
+    return [found[parameter] for parameter in net.parameters()]
+
+
 def train(name: str, group: Any, replicas: Any) -> None:
     is_sequence = "sp" in name
     torch.manual_seed(0)
@@ -215,7 +246,9 @@ def train(name: str, group: Any, replicas: Any) -> None:
         net.pg_collection = types.SimpleNamespace(tp=group, dp=replicas)  # type: ignore[assignment]
     of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
     mains = [main_of(parameter) for parameter in net.parameters()] if name == "mains" else [*net.parameters()]
-    optimizer = torch.optim.SGD(mains, lr=0.05, momentum=0.9)
+    parts = parts_of(net, replicas, has_mains="mains" in name) if "parts" in name else []
+    updated = [part for part, _ in parts if part.numel()] if parts else mains
+    optimizer = torch.optim.SGD(updated, lr=0.05, momentum=0.9)
     rules = "site=* keep=tensor,stats,fingerprint"
     if "flag" in name:
         rules = "; ".join(rule.text for rule in DEFAULT_RULES)
@@ -236,15 +269,21 @@ def train(name: str, group: Any, replicas: Any) -> None:
                 loss = net(own_part(words, replicas)).mean()
             net.zero_grad()
             loss.backward()
-            for parameter in net.parameters():
+            for number, parameter in enumerate(net.parameters()):
                 assert parameter.grad is not None
                 is_summand = is_sequence and getattr(parameter, "sequence_parallel", False)
                 if (is_summand and "forgot" not in name) or any(parameter is one for one in of_heads):
                     parameter.grad = summed(parameter.grad, group)
                 parameter.grad = summed(parameter.grad, replicas) / replicas.size()
+                for part, inside in parts[number : number + 1]:
+                    part.grad = parameter.grad.flatten()[inside]
             for main, parameter in zip(mains, net.parameters(), strict=True):
                 main.grad = parameter.grad
             optimizer.step()
+            for (part, inside), parameter in zip(parts, net.parameters(), strict=bool(parts)):
+                values = torch.zeros(parameter.numel())
+                values[inside] = part.detach()
+                parameter.data.copy_(summed(values, replicas).view_as(parameter))
             for main, parameter in zip(mains, net.parameters(), strict=True):
                 parameter.data.copy_(main.detach())
 
@@ -266,7 +305,7 @@ def main() -> None:
     others = crossed[rank % (size // cut)], beside[rank // (size // cut)]
     alone = [dist.new_group([r]) for r in range(size)][rank]
     for name in sys.argv[1:]:
-        named = (alone, dist.group.WORLD) if "dp_single" in name else (group, replicas)
+        named = (alone, dist.group.WORLD) if "dp_single" in name or name == "parts" else (group, replicas)
         vars(state).update(_TENSOR_MODEL_PARALLEL_GROUP=named[0], _TENSOR_AND_CONTEXT_PARALLEL_GROUP=named[0])
         vars(state).update(_DATA_PARALLEL_GROUP=named[1])
         train(name, *(others if "own_groups" in name else named))
