@@ -127,6 +127,14 @@ def test_a_tolerance_decides(tmp_path: Path, tolerance: dict[str, Any], is_equal
     assert diff(a, b, **tolerance).is_equal == is_equal
 
 
+@pytest.mark.parametrize(("num_nans", "verdict"), [(2, "equal"), (0, "different")])
+def test_the_bits_of_a_nan_are_no_difference(tmp_path: Path, num_nans: int, verdict: str) -> None:
+    numbers = {"nan_count": num_nans, "mean": 1.0, "l2": 1.0}
+    rows = [[make_row(0, fingerprint=f"{bits:016x}", encoding=None) | numbers] for bits in (1, 2)]
+    found = diff(write(tmp_path / "a", rows[0]), write(tmp_path / "b", rows[1]))
+    assert found.verdict == verdict
+
+
 @pytest.mark.parametrize("tolerance", [{"rtol": math.nan}, {"atol": -1.0}, {"ulp": -1}])
 def test_a_tolerance_that_says_nothing_is_refused(tmp_path: Path, tolerance: dict[str, Any]) -> None:
     run = training(tmp_path / "a")
