@@ -17,6 +17,8 @@ from ..read.shard_rows import ShardRows
 from ..read.writers import RecordedWriter
 from ..sites import PROBE, TOKENS
 
+MOST_PROBED = 50_000_000
+"""The most numbers of the probe that a question reads."""
 _OF_ROW = ("attempt", "rank", "root", "module_path", "phase", "mode", "scope")
 _OF_NOTE = ("dtype", "global_numel")
 _COUNTS = ("nan_count", "inf_count", "numel")

@@ -25,15 +25,13 @@ from ...numerics.distributions import Histograms, ManyUnits, histograms_of, unit
 from ...numerics.histogram import NORMAL_EXPONENTS
 from ...numerics.keys import by_distinct, encode, group_rows
 from ...numerics.moments import integers, numbers
-from ...run.probe import probe_size, probe_tables
+from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import GlobalView, RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows, first_parts
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
 """The most rows in a range of steps, over all ranks; they are in memory together. A single step may have more."""
-MOST_PROBED = 50_000_000
-"""The most numbers of the probe that are read: those of the last steps, of a longer training."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN, NUMBERS
 from ...system.text import counted, number, steps_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
+from .probed_replicas import ApartByProbe, apart_by_probe
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue
 from .replicas import FINDINGS, RANGE_ROWS, ReplicaFinder
 from .timeline import FirstRows, RecordedValue, Timeline, whole_rows
@@ -33,6 +35,8 @@ class First(NamedTuple):
     steps: list[int]
     replica: Differing | None
     """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
+    replica_probed: ApartByProbe | None
+    """The first value whose replicas came apart by the probe, before any recorded ones differ."""
     differing: list[tuple[str, str, str]]
     """Module, site and name of every value whose replicas differ, in the order of the first differences."""
     buffers: list[Differing]
@@ -53,7 +57,8 @@ class First(NamedTuple):
     @property
     def is_found(self) -> bool:
         """Whether something went wrong in the run."""
-        return self.nonfinite is not None or self.replica is not None or any(one.is_stale for one in self.buffers)
+        has_replica = self.replica is not None or self.replica_probed is not None
+        return self.nonfinite is not None or has_replica or any(one.is_stale for one in self.buffers)
 
     @property
     def all_finite(self) -> str:
@@ -109,6 +114,8 @@ def first(run: Run) -> First:
     bad = nonfinite.found()
     if bad is not None:
         bad = bad._replace(probed=probed_health(run, bad.value))
+    until = math.inf if replicas.first is None else replicas.first.value.step
+    probed = [one for one in apart_by_probe(run, replicas.equal_values) if one.step < until]
     notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, bad)]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
@@ -122,6 +129,7 @@ def first(run: Run) -> First:
         has_masks=nonfinite.has_masks,
         steps=sorted(seen),
         replica=replicas.first,
+        replica_probed=min(probed, key=lambda one: one.step, default=None),
         differing=[(one.module_path, one.site, one.name) for one in replicas.values.values()],
         buffers=replicas.buffers,
         num_compared=sum(replicas.num_compared.values()),
@@ -230,8 +238,12 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
 
 
 def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
-    differing = answer.replica
-    if differing is None:
+    differing, probed = answer.replica, answer.replica_probed
+    if differing is None and probed is not None:
+        ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {_ranks(probed.ranks)} apart from the others"
+        title = f"first replica that differs: step {probed.step}, {_named(*probed.key[1:])}, {ranks}"
+        yield f"{run.name}: {title}, by the probe alone (equal at step {probed.equal_step}; no recorded step shows it)"
+    elif differing is None:
         why = answer.why_none_compared or "there is no parameter, gradient or optimizer state to compare"
         yield f"{run.name}: {answer.replicas_agree or f'replicas: not compared, because {why}'}"
     else:
@@ -262,9 +274,14 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
     yield "seen by", differing.by
     if differing.is_assumed:
         yield "replicas", "assumed: neither DDP nor FSDP was seen around this model"
-    equal = differing.last_equal
+    equal, probed = differing.last_equal, answer.replica_probed
+    if probed is not None:
+        yield (
+            "first apart",
+            f"step {probed.step} by the probe: {_named(*probed.key[1:])}, equal at step {probed.equal_step}",
+        )
     yield "last equal", "no record before shows them equal" if equal is None else f"step {equal.step}"
-    names = [" ".join(filter(None, (repr(module), site, name))) for module, site, name in answer.differing]
+    names = [_named(*one) for one in answer.differing]
     more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
     yield "differ at any step", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
 
@@ -293,7 +310,11 @@ def _where(value: RecordedValue) -> Iterator[tuple[str, str]]:
 
 
 def _value(value: RecordedValue) -> str:
-    return " ".join(filter(None, (repr(value.module_path), value.site, value.name)))
+    return _named(value.module_path, value.site, value.name)
+
+
+def _named(module_path: str, site: str, name: str) -> str:
+    return " ".join(filter(None, (repr(module_path), site, name)))
 
 
 def _when(value: RecordedValue) -> str:

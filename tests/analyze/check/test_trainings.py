@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import recorder
 from recorder.checks.rule import Severity
 from tests.campaigns.check.check import is_named, judged, loud, record, twins
 from tests.campaigns.check.programs.cases import BASE, EXPECTED, FAULTS, FLAG_ALONE, SOUND
@@ -59,6 +60,13 @@ def test_a_replica_that_comes_apart_between_two_records_is_dated_by_the_probe(fo
     (one,) = judged(folder, f"{FLAG_ALONE}replica_apart_at_the_end", []).findings
     assert (one.rule, one.step, one.ranks) == ("replica", 313, (1,))
     assert one.detail == "by the probe, equal at step 312"
+    answer = recorder.first(recorder.open_run(folder / f"{FLAG_ALONE}replica_apart_at_the_end" / "recordings"))
+    assert answer.is_found and answer.replica is None and answer.replica_probed is not None
+    assert (answer.replica_probed.step, answer.replica_probed.equal_step, answer.replica_probed.ranks) == (
+        313,
+        312,
+        (1,),
+    )
 
 
 def test_the_campaign_expects_something_of_each_fault() -> None:
