@@ -554,6 +554,12 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
     opened.redrawn()
     axis = opened.pixels("#panel-map .heat-axis")
     assert axis[..., :3][axis[..., 3] > 200].max() < 130  # dark numbers, as paper is light
+    edges = opened.page.evaluate(
+        "() => [...document.querySelectorAll('main canvas')].map(one => one.getBoundingClientRect().right)"
+    )
+    assert 900 < max(edges) <= 1000, "all pictures have the width of paper"
+    rows = opened.page.locator("#panel-map .heat-name").count()
+    assert opened.page.locator("#panel-map .heat-chunk").count() == rows, "a sheet may end below any row"
     opened.page.evaluate("() => window.dispatchEvent(new Event('afterprint'))")
     opened.redrawn()
     axis = opened.pixels("#panel-map .heat-axis")
@@ -562,6 +568,7 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
     assert (
         not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
     )
+    assert not opened.page.locator("input:visible, select:visible, .take:visible").count()
     printed = opened.page.pdf(print_background=True)
     assert printed.startswith(b"%PDF") and len(printed) > 20_000
 
@@ -747,6 +754,15 @@ def test_many_ranks_are_a_grid_by_node(open_page: Open, tmp_path: Path) -> None:
     assert hash_of(opened)["rank"] == "19" and opened.text("#panel-ranks tr.chosen td") == "19"
     cells.hover(position={"x": 3.5 * width / 8, "y": 2 * ROW_PIXELS + 5})
     assert opened.page.locator(".tooltip div").all_inner_texts()[:2] == ["rank 19", "node0002, node 2, GPU 3"]
+
+
+def test_lines_of_several_nodes_have_a_mark_for_each_node(open_page: Open, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Shape(ranks=320, steps=10, modules=2))
+    opened = open_page(write_page(tmp_path / "run", tmp_path / "r.html"), width=390)
+    assert rows_of(opened, "ranks")[:2] == ["nodes 0–1", "2–3"]
+    is_mark = opened.pixels("#panel-ranks .heat-axis")[1, :, 3] > 0
+    assert np.count_nonzero(np.diff(is_mark.astype(int)) == 1) == 2
+    assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= 390
 
 
 def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path: Path) -> None:

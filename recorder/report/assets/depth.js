@@ -92,7 +92,8 @@ class DepthPanel {
   nameOf(index) {
     const { node, isFrozen } = this.points[index], path = pathText(node.path), after = isFrozen ? " frozen" : "";
     const most = (NARROW.matches ? 10 : 16) - after.length; // rotated names of the first modules need room to their left
-    return (path.length > most ? `…${path.slice(1 - most)}` : path) + after;
+    const end = path.slice(1 - most), whole = end.slice(end.indexOf(".") + 1); // no name is cut in its middle where there is another
+    return (path.length > most && node.path ? `…${whole}` : path) + after;
   }
   drawBad(plot) {
     const ratio = devicePixelRatio || 1;
@@ -104,7 +105,7 @@ class DepthPanel {
   read(index) {
     const cell = this.cells[index], [low, high] = this.ends[index] ?? [];
     const text = !cell ? (this.points[index]?.isFrozen ? FROZEN_TEXT : "") : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : "not recorded";
-    this.reading.textContent = index === null || index === undefined ? this.emptyText() + "Point at a module for its number; a click shows its lines." :
+    this.reading.textContent = index === null || index === undefined ? this.emptyText() + (isPaper() ? "" : "Point at a module for its number; a click shows its lines.") :
       `${pathText(this.points[index].node.path)} ${visible(this.app.modules.className(this.points[index].node.number))}: ${text} at step ${this.step}${low === null || low === undefined ? "" : `; ${shortNumber(low, 3)} to ${shortNumber(high, 3)} over all steps`}`;
   }
   /** Why no module has a number at this step. */

@@ -162,8 +162,8 @@ class HeatMap {
     });
     this.cells.addEventListener("keydown", (event) => this.key(event));
   }
-  /** `across` is what columns that are no steps are numbers of. */
-  draw({ rows, columns, cell, colors, marked = null, across = "" }) {
+  /** `across` is what columns that are no steps are numbers of; `ticks` are the indices and texts of marks below them. */
+  draw({ rows, columns, cell, colors, marked = null, across = "", ticks = null }) {
     const isOfSteps = columns.length > 0 && typeof columns[0] !== "string";
     Object.assign(this, { rows, columns, cell, colors, isOfSteps, across: isOfSteps ? "step" : across });
     if (isOfSteps) this.axis.pictures.add(this);
@@ -174,17 +174,17 @@ class HeatMap {
     const width = this.width = Math.max(this.element.clientWidth - gutter, 80);
     const edge = (step, c) => Math.min(Math.max(Math.round(isOfSteps ? this.axis.pixelOf(step, width) : (c * width) / columns.length), 0), width);
     this.edges = columns.map((one, c) => [edge(one.low, c), edge(one.high, c + 1)]);
-    const chunks = [];
-    for (let start = 0; start < rows.length; start += CHUNK_ROWS) {
-      const count = Math.min(CHUNK_ROWS, rows.length - start);
+    const chunks = [], most = isPaper() ? 1 : CHUNK_ROWS; // a sheet of paper may end below any row
+    for (let start = 0; start < rows.length; start += most) {
+      const count = Math.min(most, rows.length - start);
       const canvas = el("canvas", { class: "heat-chunk" });
-      const context = sizedCanvas(canvas, width, count * ROW_PIXELS);
+      const context = sizedCanvas(canvas, width, count * ROW_PIXELS - isPaper());
       for (let r = 0; r < count; r++) this.drawRow(context, start + r, r * ROW_PIXELS, theme);
       chunks.push(canvas);
     }
     this.cells.replaceChildren(...chunks, this.line, this.mark, ...(this.band ? [this.band] : []));
     this.mark.hidden = this.line.hidden = true;
-    this.drawRuler(theme, marked);
+    this.drawRuler(theme, marked, ticks);
   }
   drawRow(context, row, y, theme) {
     const height = ROW_PIXELS - 1, { edges } = this, num = this.columns.length;
@@ -208,7 +208,7 @@ class HeatMap {
       if (cell.isFirst) drawFirst(context, edges[first][0], y, edges[first][1] - edges[first][0], height);
     }
   }
-  drawRuler(theme, marked) {
+  drawRuler(theme, marked, own) {
     const context = sizedCanvas(this.ruler, this.width, AXIS_PIXELS);
     context.fillStyle = theme.text;
     context.font = "11px system-ui, sans-serif";
@@ -216,7 +216,7 @@ class HeatMap {
     context.textAlign = "center";
     const middle = (c) => (this.edges[c][0] + this.edges[c][1]) / 2;
     const longest = this.columns.reduce((size, one) => Math.max(size, String(one).length), 1);
-    const ticks = this.isOfSteps ? this.axis.ticks(this.width).map((step) => [this.axis.pixelOf(step, this.width), String(step)]) :
+    const ticks = own ? own.map(([c, text]) => [middle(c), text]) : this.isOfSteps ? this.axis.ticks(this.width).map((step) => [this.axis.pixelOf(step, this.width), String(step)]) :
       ticksOf(this.columns.length, this.width, longest * 7 + 16).map((c) => [middle(c), this.columns[c]]);
     for (const [index, [x, number]] of ticks.entries()) {
       const text = index ? number : `${this.across} ${number}`.trim();

@@ -29,9 +29,9 @@ class App {
     }));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.change(null));
     for (const [name, isPaper] of [["beforeprint", true], ["afterprint", false]]) {
-      window.addEventListener(name, () => { // paper is light, also where the page is dark
+      window.addEventListener(name, () => { // paper is light, also where the page is dark, and has a width of its own
         document.documentElement.toggleAttribute("data-paper", isPaper);
-        if (DARK.matches) this.redraw(this.panels);
+        this.redraw(this.panels);
       });
     }
     window.addEventListener("pointerdown", () => { this.isHeld = true; }, true);

@@ -114,7 +114,9 @@ class RanksPanel {
     this.legend.replaceChildren(legendOf(colors, title, by === "deviation" ? KIND_TEXTS.slice(0, 1) : []));
     const rows = lines.map(({ first, last }, number) => ({ label: first === last ? `node ${first}` : `${number ? "" : "nodes "}${first}–${last}`, title: "", indent: 0, fold: null }));
     const longest = lines.reduce((most, line) => (line.ranks.length > most.ranks.length ? line : most), lines[0]);
-    this.heat.draw({ rows, columns: longest.ranks.map((one) => String(one?.["local rank"] ?? "")), across: "GPU", cell: (r, c) => cells.get(this.at(r, c)) ?? null, colors });
+    const num = lines[0].last - lines[0].first + 1, wide = (longest.ranks.length + 1) / num;
+    const ticks = num > 1 ? Array.from({ length: num }, (_, node) => [Math.floor((node + 0.5) * wide - 0.5), `+${node}`]) : null; // of lines of several nodes
+    this.heat.draw({ rows, columns: longest.ranks.map((one) => String(one?.["local rank"] ?? "")), across: ticks ? "node" : "GPU", ticks, cell: (r, c) => cells.get(this.at(r, c)) ?? null, colors });
   }
   describe(one) {
     if (one === null) return ["no rank"];

@@ -3,8 +3,11 @@
 const DARK = matchMedia("(prefers-color-scheme: dark)"), NARROW = matchMedia("(max-width: 760px)");
 const ON_WHITE = ["#0072b2", "#d55e00", "#009e73", "#b8528a", "#b07800", "#3b8fc4", "#6f6f6f", "#7a5c12"];
 const ON_BLACK = ["#56b4e9", "#f28e2b", "#2fc99a", "#f0a1cf", "#ecd24a", "#8fa8ff", "#b5b5b5", "#d0a45c"];
+function isPaper() {
+  return "paper" in document.documentElement.dataset;
+}
 function isDark() {
-  return DARK.matches && !("paper" in document.documentElement.dataset);
+  return DARK.matches && !isPaper();
 }
 /** Colours of lines, which the colour-blind tell apart: Okabe and Ito's, darker or lighter as the page is. */
 function lineColor(number) {
