@@ -109,9 +109,9 @@ def find_megatron_parts(
 
 def _places_in(module: nn.Module) -> Iterator[tuple[torch.Tensor, int, int, Sequence[int]]]:
     """Yield each parameter of Megatron's DDP with its first element on this rank, the one after its last; the ranks."""
-    if getattr(getattr(module, "ddp_config", None), "use_distributed_optimizer", False) is not True:
-        return
     own: dict[str, Any] = vars(module)
+    if getattr(own.get("ddp_config"), "use_distributed_optimizer", False) is not True:
+        return
     for buffer in (*own["buffers"], *own.get("expert_parallel_buffers", ())):
         ranks = ranks_of(buffer.data_parallel_group)
         for parameter, (start, end, number) in buffer.param_index_map.items():
