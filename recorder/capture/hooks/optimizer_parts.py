@@ -9,6 +9,7 @@ Neither package is imported, and no parameter is gathered.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -73,8 +74,16 @@ def _of_stage_3(parameter: Any) -> _Place | None:
 
 
 def _chunk(shape: tuple[int, ...], begin: int, ranks: Sequence[int]) -> Chunk:
-    mesh = FlatMesh((len(ranks),), None, (ranks.index(torch.distributed.get_rank()),), [*ranks])
-    return Chunk(shape, None, compact([{"kind": "FlatShard", "offset": begin}]), mesh.text, "fsdp", begin)
+    placements, mesh = _over({"kind": "FlatShard", "offset": begin}, ranks)
+    return Chunk(shape, None, placements, mesh, "fsdp", begin)
+
+
+def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:
+    """Return the placements and the mesh of a part of the ranks' parameters, with further axes that this rank has."""
+    rank, own = torch.distributed.get_rank(), [(ranks, flat), *(axis for axis in axes if len(axis[0]) > 1)]
+    grid = [rank + sum(beside) for beside in itertools.product(*([one - rank for one in axis] for axis, _ in own))]
+    mesh = FlatMesh(tuple(len(axis) for axis, _ in own), None, tuple(axis.index(rank) for axis, _ in own), grid)
+    return compact([placement for _, placement in own]), mesh.text
 
 
 def find_megatron_parts(
@@ -85,14 +94,14 @@ def find_megatron_parts(
     The part of a 16-bit parameter is its `main_param`. Any other is a view into the parameter's memory, and one of the
     tensors that an optimizer has (`updated`).
     """
-    places = {id(one): (begin, end, ranks) for module in modules for one, begin, end, ranks in _places_in(module)}
+    places = {id(parameter): place for module in modules for parameter, place in _places_in(module)}
     views = {(one.data_ptr(), one.shape): one for one in updated} if places else {}
     found, elsewhere = list[FlatParameter](), list[OriginalSlice]()
     for hooked, name, parameter in parameters if places else ():
         if (place := places.get(id(parameter))) is None:
             continue
-        begin, end, ranks = place
-        shape, (chunk, note) = tuple(parameter.shape), _part_of_marked(hooked, parameter, begin, ranks)
+        begin, end, *groups = place
+        shape, (chunk, note) = tuple(parameter.shape), _part_of_marked(hooked, parameter, begin, *groups)
         part = OriginalSlice(hooked, name, shape, (), -begin, begin, end, chunk, note)
         address = parameter.data_ptr() + begin * parameter.element_size()
         flat = getattr(parameter, "main_param", None) if getattr(parameter, "main_param_sharded", False) else None
@@ -107,11 +116,18 @@ def find_megatron_parts(
     yield from found
 
 
-def _places_in(module: nn.Module) -> Iterator[tuple[torch.Tensor, int, int, Sequence[int]]]:
-    """Yield each parameter of Megatron's DDP with its first element on this rank, the one after its last; the ranks."""
+def _places_in(
+    module: nn.Module,
+) -> Iterator[tuple[torch.Tensor, tuple[int, int, Sequence[int], Sequence[int]]]]:
+    """Yield each parameter of Megatron's DDP with the range of this rank's elements.
+
+    Behind the range stand the ranks with the other elements, and those with the same ones, in other instances of the
+    optimizer.
+    """
     own: dict[str, Any] = vars(module)
     if getattr(own.get("ddp_config"), "use_distributed_optimizer", False) is not True:
         return
+    copies = ranks_of(own.get("inter_dist_opt_group"))
     for buffer in (*own["buffers"], *own.get("expert_parallel_buffers", ())):
         ranks = ranks_of(buffer.data_parallel_group)
         for parameter, (start, end, number) in buffer.param_index_map.items():
@@ -119,27 +135,26 @@ def _places_in(module: nn.Module) -> Iterator[tuple[torch.Tensor, int, int, Sequ
             size = bucket.grad_data.numel() // len(ranks)
             first = bucket.offset + size * ranks.index(torch.distributed.get_rank())
             begin, stop = (min(max(edge, start), end) - start for edge in (first, first + size))
-            yield parameter, begin, stop, ranks
+            yield parameter, (begin, stop, ranks, copies)
 
 
 def _part_of_marked(
-    hooked: HookedModule, parameter: torch.Tensor, begin: int, ranks: Sequence[int]
+    hooked: HookedModule, parameter: torch.Tensor, begin: int, ranks: Sequence[int], copies: Sequence[int]
 ) -> tuple[Chunk | None, str | None]:
     """Return the chunk of a part of a parameter that may be cut by tensor parallel, too; a note if nothing names it."""
-    shape, rank = tuple(parameter.shape), torch.distributed.get_rank()
-    local, beside = hooked.marked_chunk(parameter, parameter), [*group_ranks("TENSOR_MODEL_PARALLEL")]
+    shape, local, beside = tuple(parameter.shape), hooked.marked_chunk(parameter, parameter), _tensor_ranks(parameter)
     if local is not None and local.mesh is not None:
         beside = json.loads(local.mesh)["ranks"]
-    if getattr(parameter, "allreduce", True) is False:  # an expert's, which other ranks do not have
-        beside = beside if local is not None else []
     if len(beside) > 1 and is_marked(parameter) is (local is None):
         return None, compact({"no_layout": "marked"})
-    if len(beside) < 2:
-        return _chunk(shape, begin, ranks), None
+    cut = {"kind": "Replicate"} if local is None else json.loads(local.placements)[0]
     flat = {"kind": "FlatShard", "offset": begin}
-    grid = [one + other - rank for one in ranks for other in beside]
-    mesh = FlatMesh((len(ranks), len(beside)), None, (ranks.index(rank), beside.index(rank)), grid).text
+    placements, mesh = _over(flat, ranks, (copies, {"kind": "Replicate"}), (beside, cut))
     if local is None:
-        return Chunk(shape, None, compact([flat, {"kind": "Replicate"}]), mesh, "fsdp", begin), None
-    placements = compact([flat, *json.loads(local.placements or "[]")])
+        return Chunk(shape, None, placements, mesh, "fsdp", begin), None
     return Chunk(local.global_shape, local.offsets, placements, mesh, "fsdp", begin, flat_shape=shape), None
+
+
+def _tensor_ranks(parameter: torch.Tensor) -> Sequence[int]:
+    """Return the ranks with copies of a parameter that is not cut; none of an expert's, which they do not have."""
+    return () if getattr(parameter, "allreduce", True) is False else group_ranks("TENSOR_MODEL_PARALLEL")
