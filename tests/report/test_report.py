@@ -533,4 +533,26 @@ def test_the_map_is_written_as_a_picture_without_a_browser(cli: Cli, tmp_path: P
     assert len(rows) == 15 and abs((columns[0] - 300) / 1100 * 20 - 15) < 0.1, "one row, at step 15 of 20"
     assert len(np.unique(pixels[:, 300:].reshape(-1, 3), axis=0)) > 20
     assert "exists" in cli("report", run, "--png", "map", "-o", out).err
-    assert "expected map" in cli("report", run, "--png", "graph").err
+    assert "expected map or loss" in cli("report", run, "--png", "graph").err
+
+
+def test_the_loss_is_written_as_a_picture_without_a_browser(cli: Cli, tmp_path: Path) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "loss.png"
+    writer = HandmadeWriter(run, 0)
+    losses = [*np.linspace(4.0, 1.0, 2000), np.nan]
+    rows = [
+        make_row(seq, np.array(loss, np.float32), step=seq, module_path="", site="scalar", name="loss", encoding=None)
+        for seq, loss in enumerate(losses)
+    ]
+    writer.add_shard([rows], kind="stats")
+    writer.finish()
+    assert cli("report", run, "--png", "loss", "-o", out).out.startswith(f"{out}: ")
+    with Image.open(out) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    (heights, columns), (_, bad) = (
+        (pixels == color).all(axis=-1).nonzero() for color in ((36, 87, 197), (230, 0, 122))
+    )
+    first, last = (float(heights[columns == column].mean()) for column in (columns.min(), columns.max()))
+    assert last - first > 130 and {*bad} == {1398, 1399}, "the loss falls, and is not finite at the last step"
+    write_run(tmp_path / "modules", Shape(ranks=2, steps=10))
+    assert "no values for --png loss" in cli("report", tmp_path / "modules", "--png", "loss").err

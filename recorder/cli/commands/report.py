@@ -25,7 +25,7 @@ EPILOG = "Examples: recorder report recordings -o report.html    recorder report
 
 def command(
     path: RunPath = None,
-    out: Annotated[Path | None, out_option("PATH", "The file; without: report.html, or map.png.")] = None,
+    out: Annotated[Path | None, out_option("PATH", "The file; without: report.html, or PANEL.png.")] = None,
     against: Annotated[str | None, run_option(help="A second run, to be drawn beside the first.")] = None,
     align: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def command(
         ),
     ] = None,
     png: Annotated[
-        str | None, typer.Option(metavar="PANEL", help="Draw this panel alone, as PNG, without a browser: map.")
+        str | None, typer.Option(metavar="PANEL", help="Draw a panel alone, as PNG, without a browser: map or loss.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> Reply:
@@ -54,7 +54,7 @@ def command(
     run = open_run(path)
     run.keep_columns()
     if png is not None:
-        return _picture(run, png, out or Path("map.png"), force)
+        return _picture(run, png, out or Path(f"{png}.png"), force)
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
     more = [] if align is None else [tokens_block(_aligned(run, align))]
     out = out or Path("report.html")
@@ -76,9 +76,9 @@ def command(
 
 
 def _picture(run: Run, panel: str, out: Path, force: bool) -> Reply:
-    if panel != "map":
-        raise LookupFailedError(f"--png {panel}: expected map; the buttons of the page save its other panels as PNG")
-    num_bytes = write_picture(run, out, force=force)
+    if panel not in ("map", "loss"):
+        raise LookupFailedError(f"--png {panel}: expected map or loss; the buttons of the page save its other panels")
+    num_bytes = write_picture(run, out, panel, force=force)
     members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
     return Reply(members=lambda: members, parts=lambda: [f"{out}: {size(num_bytes)}"])
 
