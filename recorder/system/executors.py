@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -29,12 +30,17 @@ _ALONE_S = 60.0
 _LOOK_S = 1.0
 _RAY_PORT = 10001
 """The port of a Ray cluster for clients, where the address names none."""
+_RAY_TRIES = 3
+"""The most tries to connect to Ray. Its head forks a process for each, and 8 of 73 died in gRPC's handler of forks
+(https://github.com/ray-project/ray/issues/63202), which Ray's client reports after 40 s.
+"""
 _LOST = "the scheduler of the cluster is gone"
 _KILLED = "several workers died over the same unit of work (see their logs: most likely they need more memory)"
 _PACKAGES = ("torch-recorder", "pyarrow", "numpy", "zstandard", "ml_dtypes")
 """The packages whose versions decide the bytes of the results."""
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
 def versions() -> dict[str, str]:
@@ -139,9 +145,13 @@ def _open_ray(address: str) -> Iterator[tuple[Executor, int]]:
         parts = urlsplit(address)
         # Ray's own client looks for a missing cluster for 35 s.
         socket.create_connection((parts.hostname or "", parts.port or _RAY_PORT), _CONNECT_S).close()
-        client = ray.init(address, logging_level=logging.CRITICAL, log_to_driver=False)
+        connect = partial(ray.init, address, logging_level=logging.CRITICAL, log_to_driver=False)
+        client = _connect_ray(address, connect)
     except ValueError as error:
         raise ClusterError(f"{address}: is no address of a cluster ({error}); it is like ray://host:10001") from error
+    except ConnectionAbortedError as error:
+        text = f"has started no process for this command in {_RAY_TRIES} tries ({' '.join(str(error).split())})"
+        raise ClusterError(f"{address}: {text}; start its head with GRPC_ENABLE_FORK_SUPPORT=0 set there") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: other versions of Ray or Python
         text = f"no Ray cluster that can be used ({' '.join(str(error).split())})"
         raise ClusterError(f"{address}: {text}; `ray start --head` starts one") from error
@@ -159,6 +169,14 @@ def _open_ray(address: str) -> Iterator[tuple[Executor, int]]:
             yield executor, num_workers
         finally:
             executor.shutdown()
+
+
+def _connect_ray(address: str, connect: Callable[[], T]) -> T:
+    for number in range(2, _RAY_TRIES + 1):
+        with suppress(ConnectionAbortedError):
+            return connect()
+        _logger.warning("%s: has started no process for this command; try %d of %d", address, number, _RAY_TRIES)
+    return connect()
 
 
 def _call(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -76,6 +77,38 @@ def test_no_cluster_is_said(cli: Cli, run: Path) -> None:
     assert result.exit_code == 2
     assert result.err.startswith(f"recorder: ray://127.0.0.1:{port}: no Ray cluster that can be used")
     assert "`ray start --head` starts one" in result.err and result.err.count("\n") == 1
+
+
+def test_a_head_that_starts_no_process_is_asked_again(
+    cli: Cli, cluster: Nodes, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    here, connect, numbers = cli("stats", run, "--global"), ray.init, itertools.count(1)
+
+    def fail_twice(*arguments: object, **options: object) -> object:
+        if next(numbers) < 3:
+            raise ConnectionAbortedError("Initialization failure from server:\nTraceback")
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr("ray.init", fail_twice)
+    there = cli("stats", run, "--global", "--scheduler", cluster.address)
+    assert (there.exit_code, there.out) == (0, here.out)
+    assert [line.rpartition("; ")[2] for line in there.err.splitlines()] == ["try 2 of 3", "try 3 of 3"]
+
+
+def test_a_head_that_never_starts_a_process_is_said(
+    cli: Cli, cluster: Nodes, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise ConnectionAbortedError("Initialization failure from server:\nTraceback")
+
+    monkeypatch.setattr("ray.init", fail)
+    result = cli("stats", run, "--scheduler", cluster.address)
+    assert result.exit_code == 2
+    last = result.err.splitlines()[-1]
+    assert "in 3 tries (Initialization failure from server: Traceback)" in last
+    assert last.endswith("start its head with GRPC_ENABLE_FORK_SUPPORT=0 set there")
 
 
 def test_without_ray_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
