@@ -17,10 +17,36 @@ import recorder
 from recorder.analyze.export.tables import RunTables, ask
 from recorder.errors import LookupFailedError
 from recorder.run.run import Run
+from tests.rigs import jobs
 from tests.rigs.merging import make_small_run
 
 PAGE = Path(__file__).parents[3] / "docs" / "sql.md"
 QUESTIONS = dict(re.findall(r"^([A-Z][^\n]*?\?).*?\n\n```sql\n(.*?)```", PAGE.read_text(), re.M | re.S))
+_UNEVEN = """
+import torch
+import torch.distributed as dist
+import recorder
+from tests.rigs.leaving import leave
+
+RULES = "site=scalar keep=stats; site=grad keep=probe"
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with recorder.attach(model, enabled=True, dir="recordings", rules=RULES):
+        for step in range(12):
+            loss = model(torch.randn(3, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if (step, dist.get_rank()) == (5, 1):
+                model.module[0].weight.grad *= 2
+            optimizer.step()
+            recorder.scalar("loss", loss.detach())
+    leave()
+"""
+"""A training of two ranks, one of which doubles a gradient at step 5."""
 
 
 def train(folder: Path, *, bad_step: int | None) -> Run:
@@ -44,10 +70,13 @@ def train(folder: Path, *, bad_step: int | None) -> Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """A sound run, one with a NaN at step 8, and one of two ranks, of which one has two gradients."""
+    """A sound run, one with a NaN at step 8, one of handmade files, and one of two ranks that are uneven at step 5."""
     folder = tmp_path_factory.mktemp("runs")
     made = [train(folder / "sound", bad_step=None), train(folder / "bad", bad_step=8)]
-    return [*made, recorder.open_run(make_small_run(folder / "small" / "small"))]
+    (folder / "uneven.py").write_text(_UNEVEN)
+    jobs.succeeded(jobs.ranks(folder, folder / "uneven.py", RECORDER_NAME="uneven"))
+    made.append(recorder.open_run(make_small_run(folder / "small" / "small")))
+    return [*made, recorder.open_run(folder / "recordings")]
 
 
 @pytest.fixture(scope="module", params=["runs", "catalog"])
@@ -81,8 +110,8 @@ def test_what_would_change_something_is_refused(
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_question_is_answered(of: Any, runs: list[Run], question: str) -> None:
     answer = ask(QUESTIONS[question], of)
-    sound, bad, small = "sound", "bad", "small"
-    assert [run.name for run in runs] == [sound, bad, small]
+    sound, bad, small, uneven = "sound", "bad", "small", "uneven"
+    assert [run.name for run in runs] == [sound, bad, small, uneven]
     rows = answer.rows
     host, today = os.uname().nodename, datetime.now(UTC).date()
     match question.split()[:4]:
@@ -91,25 +120,30 @@ def test_a_question_is_answered(of: Any, runs: list[Run], question: str) -> None
         case ["Which", "host", *_]:
             assert rows[0][0] == host and rows[0][2] >= 1
         case ["What", "was", "the", "gradient"]:
-            assert {name for name, _ in rows} == {sound, bad} and all(norm > 0 for _, norm in rows)
+            assert {name for name, _ in rows} == {sound, bad, uneven} and all(norm > 0 for _, norm in rows)
+            at_fault = ask(QUESTIONS[question].replace("step = 10", "step = 8"), of).rows
+            assert {name for name, norm in at_fault if math.isnan(norm)} == {bad}
             frame = runs[0].probe().to_pandas().query("site == 'grad' and step == 10")
             assert dict(rows)[sound] == pytest.approx((frame.l2**2).sum() ** 0.5)
         case ["Where", "does", *_]:
-            assert {(name, step) for name, _, step in rows} == {(sound, 11), (bad, 11), (small, 3)}
+            assert {(name, step) for name, _, step in rows} == {(sound, 11), (bad, 11), (small, 3), (uneven, 11)}
+            table = runs[3].dataset().to_table().to_pandas()
+            losses = table.query("site == 'scalar' and name == 'loss' and step == 11")["mean"]
+            assert len(losses) == 2 and {row[0]: row[1] for row in rows}[uneven] == pytest.approx(losses.mean())
         case ["Which", "runs", "were", "killed,"]:
             assert rows == []
         case ["Which", "modules", *_]:
             assert rows and {"nonfinite"} <= {row[1] for row in rows}
         case ["Which", "gradients", *_]:
-            assert {row[0] for row in rows} == {sound, bad} and all(
+            assert {row[0] for row in rows} == {sound, bad, uneven} and all(
                 ".weight" in row[2] or ".bias" in row[2] for row in rows
             )
             assert [math.isnan(row[1]) for row in rows if row[0] == bad] == [True]
             assert [row[3] for row in rows if row[0] == bad] == [8]
         case ["At", "which", *_]:
-            assert rows == []
+            assert rows == [(uneven, 5, "0", "weight", pytest.approx(2))]
         case ["How", "many", *_]:
-            assert [(day, number) for day, number, _ in rows][-1] == (today, 2)
+            assert [(day, number) for day, number, _ in rows][-1] == (today, 3)
         case ["Which", "runs", "are", "damaged,"]:
             assert rows == []
         case _:
