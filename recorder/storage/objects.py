@@ -121,6 +121,8 @@ class ObjectStore:
         self._client = Client(scheme, bucket)
         self._lock = Lock()
         self._threads = local()
+        self._nodes: dict[str, tuple[FileFacts, dict[str, tuple[int, dict[str, Any]]]]] = {}
+        """By key, what a node's document shows and the listing's facts of that document, which outlive a refresh."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -198,13 +200,17 @@ class ObjectStore:
         return self._shown[run.key]
 
     def _read_node(self, path: ObjectPath) -> dict[str, tuple[int, dict[str, Any]]]:
+        if (seen := self.look_at(path)) == self._nodes.get(path.key, (None,))[0]:
+            return self._nodes[path.key][1]
         try:
             shown = Members(self.read_json(path)).all_inner("writers")
         except RunError:  # the next look reads it again
             return {}
         last_ns = max((one.count("changed_ns") for one in shown.values()), default=0)
-        ahead_ns = self.look_at(path).changed_ns - last_ns  # the store's clock may differ from the node's
-        return {key: (one.count("changed_ns") + ahead_ns, one.raw) for key, one in shown.items()}
+        ahead_ns = seen.changed_ns - last_ns  # the store's clock may differ from the node's
+        statuses = {key: (one.count("changed_ns") + ahead_ns, one.raw) for key, one in shown.items()}
+        self._nodes[path.key] = seen, statuses
+        return statuses
 
     def open_sealed(self, path: ObjectPath) -> RemoteFile:
         """Open an object of the listing, without any request."""

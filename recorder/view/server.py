@@ -45,7 +45,7 @@ from ..report.page import live_page, live_policy
 from ..report.top import told_by_check
 from ..run.finding import FLEET, ListedRun, find_run, fleet_runs, runs_in
 from ..run.run import Run
-from ..run.status import ENDED, RunWatch
+from ..run.status import ENDED, RankNow, RunWatch
 from ..storage.locations import Location, location_of, store_of
 from ..storage.objects import ObjectPath
 from .drawing import Drawing
@@ -169,7 +169,7 @@ class ViewServer:
         if run is None:
             return _missing()
         try:
-            ranks = await run_sync(RunWatch(location_of(str(run.location))).look)
+            ranks = await run_sync(run.ranks)
         except RecorderError as error:
             return PlainTextResponse(f"{error}\n", 502, headers=_HEADERS)
         told = {"name": run.name, "found": self._watching.found(run), "ranks": [rank.members() for rank in ranks]}
@@ -267,6 +267,8 @@ class WatchedRun:
         self._boot = secrets.token_hex(4)
         self._drawing = Drawing(location, manifest)
         self._lock = threading.Lock()
+        self._ranks = RunWatch(location_of(str(location)))  # in a store of its own, which each look refreshes
+        self._ranks_lock = threading.Lock()
         self._stopped = threading.Event()
         self._wanted = threading.Event()
         self._num_watching = 0
@@ -293,6 +295,10 @@ class WatchedRun:
         self._stopped.set()
         self._wanted.set()
         self._thread.join(_CLOSE_S)
+
+    def ranks(self) -> list[RankNow]:
+        with self._ranks_lock:
+            return self._ranks.look()
 
     @property
     def now(self) -> str:

@@ -169,11 +169,16 @@ def test_the_fleet_is_listed_and_a_run_has_its_ranks_without_a_listing_of_the_ru
         with store.counting() as counts:
             status, text = ask("run/team%2Frun-a/ranks")
         ranks = json.loads(text)["ranks"]
-        assert (counts["LIST"], status) == (1, 200), "no listing of thousands of objects"
+        assert (counts["LIST"], counts["GET"], status) == (1, 0, 200), "one listing, and no document twice"
         assert [(one["rank"], one["step"], one["dropped"], one["free_bytes"]) for one in ranks] == [
             (0, 5, {}, None), (1, 5, {"pool_full": 2}, 7), (2, 7, {}, None)
         ]  # fmt: skip
         assert ranks[1]["findings"][0]["text"] == FOUND["text"]
+        show(writers[1], 6)
+        assert ship(tmp_path, to)[0] == 0
+        with store.counting() as counts:
+            ranks = json.loads(ask("run/team%2Frun-a/ranks")[1])["ranks"]
+        assert ([one["step"] for one in ranks], counts["GET"]) == ([5, 6, 7], 1)
         assert ask("run/team%2Frun-b/ranks")[0] == 404
         assert ask("run/..%2Frun-a/ranks")[0] == 404
 
