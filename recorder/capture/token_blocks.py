@@ -195,6 +195,10 @@ class TokenBlocks:
             self._pending[origin.root], call.number, call.ids = (call.number, None), None, None
             return
         values = {name: value for name, value in leaves if value.is_floating_point()}
+        of_head = values.get("log_probs")  # of a head that makes no logits, as TRL's; 0 where no label asks for one
+        if of_head is not None and of_head.shape == (len(ids), ids.shape[1] - 1):
+            own = of_head.detach().float().masked_fill(of_head == 0, torch.nan)
+            self._add(origin, "logprobs", moment, {"shape": tuple(own.shape)}, own)
         logits = values.get("logits", next(iter(values.values())) if len(values) == 1 else None)
         shape = () if logits is None else tuple(logits.shape)
         rows = token_rows(shape, (ids.shape[0], ids.shape[1]), call.num_kept)
@@ -202,8 +206,8 @@ class TokenBlocks:
             is_kept = call.num_kept > 0 and shape[:2] == (1, call.num_kept)
             by_sample = logits.detach().reshape(1 if is_kept else len(ids), -1, shape[-1])
             if (num := by_sample.shape[1] - 1) and not is_kept:
-                own = [_logprobs(rows[:-1], of[-num:]) for rows, of in zip(by_sample, ids, strict=True)]
-                self._add(origin, "logprobs", moment, {"shape": (len(ids), num)}, torch.cat(own))
+                told = [_logprobs(rows[:-1], of[-num:]) for rows, of in zip(by_sample, ids, strict=True)]
+                self._add(origin, "logprobs", moment, {"shape": (len(ids), num)}, torch.cat(told))
             self._pending[origin.root] = call.number, (by_sample[0] if is_kept else by_sample[:, -1]).clone()
         call.number = call.ids = None
 
