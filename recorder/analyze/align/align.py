@@ -145,7 +145,7 @@ def align(
         logprobs=_logprobs(joined), values=search.values, experts=search.experts,
         bounds=f"10 times what {names} differ in, and what 16 bits round" if names else ASSUMED,
         parting=parting, search=search, weights=search.weights, weights_step=of_weights,
-        notes=[*search.notes, *_unpaired(ours, theirs, len({value.module_path for value in search.values}))],
+        notes=[*search.notes, *_unpaired(ours, theirs, search.few_compared)],
     )  # fmt: skip
 
 
@@ -177,10 +177,9 @@ def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
     return NO_RENAMES
 
 
-def _unpaired(trainer: Side, engine: Side, num_compared: int) -> Iterator[str]:
-    if 5 * num_compared < (num := sum(root == trainer.root for root, _ in trainer.run.modules)):
-        rule = "RECORDER_RULES='leaf=yes site=output keep=tokens'"
-        yield f"{num_compared} of {num} modules were recorded for these tokens on both sides; record all with {rule}"
+def _unpaired(trainer: Side, engine: Side, few: str) -> Iterator[str]:
+    if few:
+        yield f"{few}; record all with RECORDER_RULES='leaf=yes site=output keep=tokens; site=param keep=fingerprint'"
     paths = dict.fromkeys(name.module_path for name in trainer.values if name.site == "output")
     theirs = {name.module_path for name in engine.values}
     if alone := [path for path in paths if path and path not in theirs]:

@@ -37,16 +37,14 @@ def _members(trainer: Run, engine: Run | None, found: Aligned) -> dict[str, Any]
 def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -> Iterator[str | StateLine | Table]:
     yield f"trainer: {trainer.name} ({trainer.path}), step {found.step}"
     yield f"engine: {engine.name} ({engine.path})" if engine else "engine: the calls of the same run that decode"
-    what = (
-        f"{counted(found.num_tokens, 'token')} of {counted(found.num_samples, 'sample')}, joined by {found.joined_by}"
-    )
+    samples = f"{counted(found.num_samples, 'sample')}, joined by {found.joined_by}"
     is_told = bool(found.values) and found.search.unsure is None
     yield StateLine("fault" if not found.is_fine else "ok" if is_told else "note", found.told)
     if found.parting is not None:
         (bad, prompts), (bad_decoded, decoded) = found.parting.at_once, found.parting.one_by_one
         where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"
         yield f"where: {where}; first {_at(found.parting.first)}; worst {_at(found.parting.worst)}"
-    yield f"compared: {what}; bounds are {found.bounds}"
+    yield f"compared: {counted(found.num_tokens, 'token')} of {samples}; bounds are {found.bounds}"
     for one in found.tokens[:most]:
         yield StateLine("fault" if one.is_finding else "note", one.text)
     if (apart := found.logprobs) is not None:
@@ -63,9 +61,8 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         share, of_engine = (load[fullest] / max(sum(load), 1) for load in (its.load_trainer, its.load_engine))
         text = f"most other choices at {block!r}, for {its.num_other} of {its.num_tokens} tokens"
         text += f"; expert {fullest} has {share:.0%} of its choices (engine: {of_engine:.0%})"
-        yield StateLine(
-            "note" if its.num_other else "ok", f"experts of {counted(len(found.experts), 'router')}: {text}"
-        )
+        state = "note" if its.num_other else "ok"
+        yield StateLine(state, f"experts of {counted(len(found.experts), 'router')}: {text}")
     if found.num_unknown:
         advice = "left out; say whose they are with recorder.tokens(sample_ids=...)"
         yield StateLine("note", f"the tokens of {counted(found.num_unknown, 'call')} are not known: {advice}")
@@ -73,9 +70,8 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         yield StateLine("note", note)
     if found.parting is not None:
         yield _values_table(found.values, found.parting.value, most)
-        rows = [
-            (f"{one.first} to {one.last}", str(one.num_tokens), f"{one.mean:.2g}") for one in found.parting.positions
-        ]
+        bins = found.parting.positions
+        rows = [(f"{one.first} to {one.last}", str(one.num_tokens), f"{one.mean:.2g}") for one in bins]
         titles = ("positions", "tokens", "mean apart")
         yield table_of(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
 
@@ -124,7 +120,5 @@ def _values_table(values: Sequence[ValueApart], first: ValueApart, most: int | N
     ]  # fmt: skip
     titles = ("module", "value", "beyond", "median", "largest", "bound", "trainer", "engine")
     title = f"values in the order of execution, from just before the first that parts ({len(shown)} of {len(values)})"
-    numbers = ("beyond", "median", "largest", "bound")
-    return table_of(
-        titles, rows, numbers=numbers, whole=("module",), drops=("median", "trainer", "engine"), title=title
-    )
+    numbers, drops = ("beyond", "median", "largest", "bound"), ("median", "trainer", "engine")
+    return table_of(titles, rows, numbers=numbers, whole=("module",), drops=drops, title=title)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...system.text import counted
+from ...system.text import counted, listed
 from .calls import Array, Floats, Integers
 from .sequences import JoinedTokens, TokenAt, ValuePair, wide
 from .tokens import Side, ValueName
-from .weights import EQUAL, MERGED, TRAINER_ONLY, UNKNOWN, WRONG, WeightState, told_weight
+from .weights import EQUAL, MERGED, OTHER, TRAINER_ONLY, UNKNOWN, WRONG, WeightState, told_weight
 
 Flags = npt.NDArray[np.bool_]
 BOUNDS = {"float64": 2e-10, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}
@@ -36,6 +36,8 @@ _FLOOR = 0.1
 _SMALL = 0.5
 """A token whose sketch is smaller than this share of the median token's counts as so large: one in 100 is by chance."""
 
+_NO_ADAPTER, _NUM_ERRORS = 2e-3, 6.0
+"""An adapter was not merged if the engine has its output less than so many times, give or take six standard errors."""
 _MAX_AGREEING = 16
 """What parts is followed by another value that parts within so many outputs: those of one layer of a transformer, since
 the norm of the first residual may hide a scale from all of attention."""
@@ -140,6 +142,10 @@ class Search:
         self.experts: dict[str, ExpertsApart] = {}
         self._num_chosen: list[tuple[int, str]] = []
         """The number of values before each router that chooses so many experts on one side alone, and a sentence."""
+        self._merged: dict[str, float] = {}
+        """How many times the engine has the adapter of each module that it has merged."""
+        self.few_compared = ""
+        """How few of the engine's modules both sides have, as a clause; empty where they are a fifth of all."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
@@ -177,8 +183,11 @@ class Search:
             )  # fmt: skip
             if explained < apart.max() and not is_beyond.any():
                 unsure.append(self.values[-1])
-        is_other = [value.dtype_trainer != value.dtype_engine for value in self.values]
-        self._first_other = is_other.index(True) if True in is_other else -1
+        num_both = len({value.module_path for value in self.values})
+        num = sum(root == self._engine.root and ".experts." not in path for root, path in self._engine.run.modules)
+        if 5 * num_both < num:
+            self.few_compared = f"{num_both} of {num} modules were recorded for these tokens on both sides"
+        self._first_other = next((i for i, one in enumerate(self.values) if one.dtype_trainer != one.dtype_engine), -1)
         if self._first_other == 0:
             ours, theirs = self.values[0].dtype_trainer, self.values[0].dtype_engine
             text = f"the trainer computes in {ours}, the engine in {theirs}: what the narrower type rounds is noise"
@@ -194,15 +203,15 @@ class Search:
             if own:
                 text = f"{own[0].text} differs by up to {own[0].largest:.2g}, and what follows does not"
                 self.notes.append(f"{text}{why} (values: {len(own)})")
-        unsure += [] if self.noise else others
-        self.unsure = max(unsure, key=lambda value: value.largest, default=None)
-        self.weights = [self._judged(state, first) for state in self.weights]
+        self.unsure = max(unsure + ([] if self.noise else others), key=lambda value: value.largest, default=None)
+        judged = [self._judged(state, first) for state in self.weights]
+        other = UNKNOWN if any(state.state == TRAINER_ONLY for state in judged) else OTHER  # it moves what follows
+        self.weights = [state._replace(state=other) if state.state == OTHER else state for state in judged]
         return None if first is None else self._parting(first, compared[first])
 
     def _bound(self, name: ValueName, pair: ValuePair) -> tuple[float, float]:
         """Return the difference from which on a value parts, and the one up to which it agrees for certain."""
-        types = pair.dtype_trainer, pair.dtype_engine
-        self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in types))
+        self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]))
         assumed = max(self._coarsest, _TIMES_BEFORE * self._before)
         if not (measured := [own[name] for _, own in self.noise if name in own]):
             return assumed, _TELLING
@@ -272,7 +281,29 @@ class Search:
             and (one.name.module_path == path or not one.name.module_path.startswith(block))
             for one in self.compared
         )  # fmt: skip
-        return state._replace(state=MERGED if is_merged else UNKNOWN if at > until else TRAINER_ONLY)
+        told = "" if at > until else self._adapter_of(path, is_merged)
+        return state._replace(state=told or (MERGED if is_merged else UNKNOWN if at > until else TRAINER_ONLY))
+
+    def _adapter_of(self, path: str, is_merged: bool) -> str:
+        """Return what the engine has of an adapter whose module is given the same; "" if nobody can tell.
+
+        Sketches add up: merged is what the base layer computes, and so many times what `lora_B` does; DoRA rescales it.
+        """
+        parts = tuple(f"{path}.{part}." for part in ("base_layer", "lora_B", "lora_magnitude_vector"))
+        names = (name for name in self._trainer.values if f"{name.module_path}.".startswith(parts))
+        pairs = [pair for name in names if (pair := self.joined.pair(name, ValueName(path, "output", "", 0)))]
+        if len(pairs) < 2 or not np.array_equal(pairs[0].slots, pairs[1].slots) or not pairs[1].trainer.any():
+            return ""
+        apart, adapter = pairs[0].engine - pairs[0].trainer, pairs[1].trainer
+        times = float((apart * adapter).sum() / (adapter**2).sum())
+        rest = np.linalg.norm(apart - times * adapter)
+        error = rest / np.linalg.norm(adapter) / np.sqrt(apart.size)
+        if abs(times) < _NO_ADAPTER + _NUM_ERRORS * error:
+            return TRAINER_ONLY if error < _NO_ADAPTER else ""
+        if not is_merged and len(pairs) == 2 and rest > self._coarsest * np.linalg.norm(pairs[0].engine):
+            return OTHER
+        self._merged[path] = times
+        return MERGED
 
     def _parting(self, number: int, one: ComparedTokens) -> Parting:
         positions = self.joined.positions[one.slots]
@@ -304,7 +335,10 @@ class Search:
         before_it = [one for one in self.compared[:number] if np.isin(beyond, one.slots).any()]
         inside = [one for one in self.weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
         if wrong := self._wrong_until(number):
-            return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
+            one_each = {one.name.partition(".lora_")[0]: one for one in reversed(wrong)}  # of an adapter's two
+            told = "; ".join(map(told_weight, [*one_each.values()][:-4:-1]))
+            merged = f"; merged are the adapters of {listed(map(repr, self._merged), 3)}" if self._merged else ""
+            return "weights", f"weights differ: {told}{merged}"
         if (self.joined.begins > self.joined.bases)[beyond].all():
             text = "the trainer has packed these samples behind others without position_ids or cu_seqlens"
             return "inputs", f"inputs differ: {text}, and each attends to those before it"
@@ -323,7 +357,9 @@ class Search:
         if text := next((text for at, text in self._num_chosen if at <= number), ""):
             return "module", text
         if "Dropout" in self._class_name(path):
-            return "module", "it drops elements on one side alone, or others on each; evaluation mode turns it off"
+            return "module", "dropout drops elements on one side alone, or others on each; evaluation mode turns it off"
+        if why := self.few_compared or ("" if before_it else "nothing that runs before it was compared"):
+            return "module", f"{why}, so it is this module, or any before it"
         for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
@@ -331,15 +367,18 @@ class Search:
                 why = " (an adapter that was not merged, or that is switched off?)" if "lora" in alone[0] else ""
                 return "module", f"{alone[0]!r} runs in the {side} alone{why}"
         of_weights = "its weights and " if any(one[:2] == (f"{path}.weight", EQUAL) for one in inside) else ""
-        before = f"{of_weights}what runs before it agree" if before_it else "nothing that runs before it was compared"
-        if name.site == "input" and not before_it:
-            return "module", f"{before}: it may be any of what hands it on"
+        before = f"{of_weights}what runs before it agree"
+        parent = path.rpartition(".")[0]
+        if scales := {f"{times:.2g}" for of, times in self._merged.items() if of.startswith(f"{parent}.")}:
+            before += f", adapters are merged {', '.join(sorted(scales))} times (lora_alpha / r?)"
         if name.site == "input":
             code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
             return "module", f"{before}, {code}"
         if not any(one.module_path == path and one.site == "input" for one in self.values):
-            is_attended = "Attention" in self._class_name(path.rpartition(".")[0])
-            of_attention = " (as by dropout inside the attention, in training mode)" if is_attended else ""
+            # A first token sees itself alone: no mask, scale or position moves what attention hands on of it.
+            first = self.compared[number].is_beyond[self.joined.positions[self.compared[number].slots] == 0]
+            is_dropped = "Attention" in self._class_name(parent) and first.size and first.all() and not scales
+            of_attention = " (as by dropout inside the attention, in training mode)" if is_dropped else ""
             handed = f"or what it is handed{of_attention}: its inputs were not compared"
             return "module", f"{before}, so it is the module itself, {handed}"
         return "module", f"{before}, so the module itself computes something else"
@@ -376,9 +415,9 @@ class Search:
     def _compare_experts(self, name: ValueName) -> None:
         pair = self.joined.pair(name)
         block = name.module_path.rpartition(".")[0]
-        if pair is None and name.site == "output":
+        if pair is None and (self._trainer.root, f"{block}.experts") in self._trainer.run.modules:
             ours, theirs = self._trainer.pick(name), self._engine.pick(self._engine.like(name))
-            if ours is not None and theirs is not None and 1 < max(ours[3], theirs[3]) <= _MAX_EXPERTS:
+            if ours and theirs and ours[3] != theirs[3]:
                 text = f"{name.module_path!r} chooses {counted(ours[3], 'expert')} of a token in the trainer"
                 self._num_chosen.append((len(self.values), f"{text}, and {theirs[3]} in the engine"))
         if pair is None or not 1 < pair.trainer.shape[1] <= _MAX_EXPERTS:

@@ -118,11 +118,14 @@ def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[To
     theirs, ours = engine.samples[number].sure, trainer.samples[match.number].tokens
     name = trainer.name_of(match.number)
     if match.shift and not match.num_joined:
-        side, longer = ("trainer", ours) if match.shift > 0 else ("engine", theirs)
-        front = longer[: abs(match.shift)]
-        why = "padding that no mask names" if len(set(front)) == 1 and len(front) > 1 else "another tokenizer's BOS"
-        text = f"{name}: the {side} alone has {counted(len(front), 'token')} in front: {front[:8]} ({why}?)"
-        yield TokensApart(text, is_finding=True, sample=name, position=0)
+        side, longer, shorter = ("trainer", ours, theirs) if match.shift > 0 else ("engine", theirs, ours)
+        num, at = abs(match.shift), next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        at = 0 if longer[num:][:at] == shorter[:at] or longer[at + num :][:num] != shorter[at:][:num] else at
+        own = longer[at : at + num]
+        where, why = (f"at position {at}", "another chat template") if at else ("in front", "another tokenizer's BOS")
+        why = "padding that no mask names" if len(set(own)) == 1 and num > 1 else why
+        text = f"{name}: the {side} alone has {counted(num, 'token')} {where}: {own[:8]} ({why}?)"
+        yield TokensApart(text, is_finding=True, sample=name, position=at)
         return
     position = match.num_joined
     if position < min(len(ours), len(theirs)):
@@ -209,9 +212,9 @@ class JoinedTokens:
         number, position = int(self.samples[slot]), int(self.positions[slot])
         return TokenAt(self.name_of(number), position, int(self.tokens[slot]), apart)
 
-    def pair(self, name: ValueName) -> ValuePair | None:
-        """Return a value's numbers at the tokens at which both sides have it; None if there are none."""
-        ours, theirs = self._trainer.pick(name), self._engine.pick(self._engine.like(name))
+    def pair(self, name: ValueName, engine: ValueName | None = None) -> ValuePair | None:
+        """Return a value, and the same or another one of the engine, at the tokens of both; None if there are none."""
+        ours, theirs = self._trainer.pick(name), self._engine.pick(engine or self._engine.like(name))
         if ours is None or theirs is None or ours[3] != theirs[3]:
             return None
         slots, at, at_theirs = np.intersect1d(ours[1], theirs[1], return_indices=True)

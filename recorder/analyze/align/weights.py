@@ -22,8 +22,8 @@ from ...system.text import counted
 from ..diff.renames import NO_RENAMES, Renames
 
 EQUAL, STALE, DIFFERS, UNKNOWN = "equal", "stale", "differs", "not comparable"
-TRAINER_ONLY, ENGINE_ONLY, MERGED = "in the trainer alone", "in the engine alone", "merged"
-WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY)
+TRAINER_ONLY, ENGINE_ONLY, MERGED, OTHER = "in the trainer alone", "in the engine alone", "merged", "merged otherwise"
+WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY, OTHER)
 _MODULUS = 1 << 64
 _ROUNDED = 2**-8
 """How far the norms of a tensor in two types may be apart, relatively: a rounding of bfloat16."""
@@ -115,7 +115,7 @@ def compare_weights(
         if name in theirs:
             states.append(_state(trainer, engine, name, one, theirs[name], now))
         elif name in fused or not _is_tied(one, name, ours):
-            states.append(fused.get(name) or WeightState(name, alone))
+            states.append(fused.get(name) or WeightState(name, UNKNOWN if ".base_layer." in name else alone))
     rest = [name for name in theirs.keys() - {*ours, *parts, *packed} if not _is_tied(theirs[name], name, theirs)]
     for name in sorted(rest):  # the trainer records only what its optimizers update; an adapter moves the parameters
         path, _, own = name.rpartition(".")
@@ -225,4 +225,5 @@ def told_weight(state: WeightState) -> str:
         DIFFERS: f"{name} equals the trainer's at no recorded step",
         TRAINER_ONLY: f"{name} is in the trainer alone (an adapter that was not merged?)",
         ENGINE_ONLY: f"{name} is in the engine alone (a tie that was lost?)",
+        OTHER: f"the engine has merged another adapter than that of {name}, as of an earlier update",
     }.get(state.state, f"{name}: {state.state}")

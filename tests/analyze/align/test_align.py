@@ -157,6 +157,18 @@ SAMPLES: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], str, 
 }
 
 
+@pytest.mark.parametrize("at", [1, 4])
+def test_tokens_that_another_chat_template_puts_between_are_named_where_they_stand(at: int, tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids[:1], mask[:1])
+    longer = torch.cat([sequences[:, :at], torch.tensor([[33, 34]]), sequences[:, at:]], 1)
+    score(tmp_path / "trainer", llama(), longer, None)
+    with pytest.raises(LookupFailedError, match="no token in common") as raised:
+        aligned(tmp_path)
+    words = f"sample 0: the trainer alone has 2 tokens at position {at}: [33, 34] (another chat template?)"
+    assert words in str(raised.value)
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_samples_that_differ_are_named_with_the_first_token(name: str, tmp_path: Path, cli: Cli) -> None:
     change, words, position = SAMPLES[name]
@@ -509,7 +521,9 @@ def test_an_adapter_that_was_merged_is_no_fault_and_one_that_was_not_is_named(
         )
     else:
         assert found.parting is not None and "layers.2.self_attn.v_proj.lora_A.weight is in" in found.told, found.told
-        assert "layers.0" not in found.told and f"first: {prefix}model.layers.2." in printed.out
+        assert f"merged are the adapters of '{prefix}model.layers.0.self_attn.v_proj'" in found.told
+        assert "layers.0" not in found.told.partition("; merged")[0]
+        assert f"first: {prefix}model.layers.2." in printed.out
         assert "2 of 6 comparable parameters" in printed.out and "most of the engine's" not in printed.out
 
 

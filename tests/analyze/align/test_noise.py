@@ -139,7 +139,8 @@ def test_a_trainer_of_few_modules_is_said_with_what_to_record(tmp_path: Path) ->
     rules = {"rules": "module='' site=input,output keep=tokens"}
     score(tmp_path / "trainer", llama(), sequences, whole_mask(mask), rules)
     notes = aligned(tmp_path).notes
-    assert any("RECORDER_RULES='leaf=yes site=output keep=tokens'" in note for note in notes), notes
+    wanted = "RECORDER_RULES='leaf=yes site=output keep=tokens; site=param keep=fingerprint'"
+    assert any(wanted in note for note in notes), notes
     assert any(note.startswith("1 of ") for note in notes), notes
 
 
