@@ -206,7 +206,7 @@ class RecordedWriter:
         is_gone = self.manifest.is_running is False
         how = "its process ended without closing" if is_gone else "not closed, out of sight from here and quiet"
         end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
-        num_lost = self.balance.num_missing
+        num_lost = self.balance.num_missing - max(self._num_synced_gone, 0)
         rows = "1 row that was on its way is" if num_lost == 1 else f"{num_lost} rows that were on their way are"
         # Values that were observed after the last flush are not in the accounts.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
@@ -218,12 +218,16 @@ class RecordedWriter:
 
         Also empty if the writer closed or is recording, and if damaged shards are reported anyway.
         """
-        num_gone = self.balance.synced - self.balance.retired_rows - self.num_rows
+        num_gone = self._num_synced_gone
         if num_gone <= 0 or self.state != "unclosed" or self.problems:
             return ""
         there = f"{self.balance.synced} rows had been synced, {self.balance.retired_rows} of them removed"
         lost = f"{counted(num_gone, 'row')} lost after they were safe, or on the way where a daemon ships the run"
         return f"{there}, and {self.num_rows} are there: {lost}"
+
+    @property
+    def _num_synced_gone(self) -> int:
+        return self.balance.synced - self.balance.retired_rows - self.num_rows
 
     @property
     def problems(self) -> list[str]:

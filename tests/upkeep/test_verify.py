@@ -248,3 +248,13 @@ def test_synced_rows_that_are_gone_are_a_fault_and_rows_on_their_way_a_note(
         assert any(one.is_fault for one in found) == is_lost
         assert any(lost in check.text for check in checks_of(open_run(run)) if check.state == "missing") == is_lost
         assert is_lost or any("has 10 rows, expected by its accounts are 15" in one.text for one in found)
+
+
+def test_synced_rows_that_are_gone_are_not_counted_as_on_their_way_too(writer: HandmadeWriter) -> None:
+    rows = payload_rows()
+    writer.add_shard([rows], is_sealed=False)
+    accounts = ledger(len(rows), len(rows) + 5) | {"synced": len(rows) + 3}
+    writer.finish(pid=1 << 22, host=os.uname().nodename, state="recording", ledger=accounts)
+    texts = [one.text for one in findings(writer.directory.parents[1])]
+    assert any("3 rows lost after they were safe" in text for text in texts)
+    assert any("at least 2 rows that were on their way are lost" in text for text in texts)
