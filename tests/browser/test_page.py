@@ -790,3 +790,8 @@ def test_the_spectrum_of_a_weight_says_its_stable_rank(open_page: Open, tmp_path
     first = opened.pixels("#panel-images .tile")
     tall = [(first[:, column, 3] > 0).mean() for column in (4, 300)]
     assert tall[0] == pytest.approx(0.5, abs=0.03) and tall[1] < 0.03  # half of the largest of both records
+    opened.page.emulate_media(color_scheme="dark")
+    opened.redrawn()
+    dark = opened.pixels("#panel-images .tile")
+    assert dark.shape == first.shape and dark[-1, 4].tolist() != first[-1, 4].tolist()
+    assert opened.page.locator("#panel-images .image").count() == 2

@@ -13,16 +13,17 @@ class ImagesPanel {
     this.listens = [];
   }
   build(section) {
-    this.section = section;
+    this.body = el("div", {});
+    section.append(this.body);
   }
   update() {
-    if (this.isDrawn) return;
-    this.isDrawn = true;
+    if (this.wasDark === isDark()) return;
+    this.wasDark = isDark();
     const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
     this.palette = Array.from({ length: 256 }, (_, i) => rgb(mixed(VIRIDIS, i / (NOT_FINITE_PIXEL - 1))));
     this.palette[NOT_FINITE_PIXEL] = rgb(BAD_COLOR);
     const spectra = "Of a weight the singular values, from the largest on; the stable rank is the sum of their squares over the largest square.";
-    put(this.section, el("p", { class: "note" }, [this.title !== "Spectra" && "From recorded tensors of one rank, made small. Bright is large; the first and the last record of a value have one scale.", this.title !== "Images" && spectra].filter(Boolean).join(" ")),
+    this.body.replaceChildren(el("p", { class: "note" }, [this.title !== "Spectra" && "From recorded tensors of one rank, made small. Bright is large; the first and the last record of a value have one scale.", this.title !== "Images" && spectra].filter(Boolean).join(" ")),
       el("div", { class: "images" }, this.block.data.images.map((one) => this.image(one))));
   }
   image(one) {
