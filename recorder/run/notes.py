@@ -374,5 +374,8 @@ def strays(run: Run) -> Iterator[str]:
                 yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
         directories = store.list_directory(folder, directories=True)
         named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
+        for inner in directories if folder in folders else ():  # the glob of polars looks below a writer's directory
+            files = store.list_directory(folder / inner, directories=False)
+            named += [f"{inner}/{name}" for name in files if name.endswith(".arrow")][:_MAX_STRAYS]
         for name in named:
             yield f"{folder / name}: none of the run's shards, and who reads the run by *.arrow reads it; move it away"

@@ -216,6 +216,15 @@ def test_what_is_no_shard_and_readers_by_name_take_for_one_is_a_fault(
         (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
 
 
+def test_a_file_below_a_writers_directory_is_a_fault_too(run_path: Path) -> None:
+    folder = next(run_path.glob("rank=00000/*/")) / "copy"
+    folder.mkdir()
+    assert faults(run_path) == []
+    (folder / "tensors-000000.arrow").touch()
+    (fault,) = faults(run_path)
+    assert str(folder / "tensors-000000.arrow") in fault and "none of the run's shards" in fault
+
+
 def test_each_of_several_strays_of_a_directory_is_named(run_path: Path) -> None:
     folder = next(run_path.glob("rank=00000/*/"))
     os.mkfifo(folder / "a.arrow")
