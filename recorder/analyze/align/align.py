@@ -12,7 +12,8 @@ from ...errors import LookupFailedError
 from ...run.run import Run
 from ...system.text import counted, listed
 from ..diff.renames import NO_RENAMES, Rename, Renames
-from .search import ExpertsApart, LogprobsApart, Parting, Search, ValueApart
+from .apart import ExpertsApart, LogprobsApart, Parting, ValueApart
+from .search import Search
 from .sequences import JoinedTokens, TokensApart, compare_tokens, match_samples
 from .tokens import ENGINE, TRAINER, Side
 from .weights import WRONG, ModelParameters, WeightState, compare_weights, told_weight

@@ -11,7 +11,7 @@ from ...run.reply import Reply, StateLine, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, number
 from .align import CLIP, Aligned
-from .search import ValueApart
+from .apart import ValueApart
 from .sequences import TokenAt
 from .weights import EQUAL, MERGED, UNKNOWN, WRONG, told_weight
 
