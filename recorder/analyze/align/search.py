@@ -247,7 +247,9 @@ class Search:
         value, path = self.values[number], name.module_path
         if name.site == "input":
             path = path.rpartition(".")[0]
-        before_it = [one for one in self.compared[:number] if np.isin(beyond, one.slots).any()]
+        num_before = sum(bool(np.isin(beyond, one.slots).mean() > 0.5) for one in self.compared[:number])
+        if not self.few_compared and 5 * num_before < number:
+            self.few_compared = f"{num_before} of the {number} values before it were recorded for these tokens"
         inside = [one for one in self.weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
         if wrong := self._wrong_until(number):
             one_each = {one.name.partition(".lora_")[0]: one for one in reversed(wrong)}  # of an adapter's two
@@ -273,7 +275,7 @@ class Search:
             return "module", text
         if "Dropout" in self._class_name(path):
             return "module", "dropout drops elements on one side alone, or others on each; evaluation mode turns it off"
-        if why := self.few_compared or ("" if before_it else "nothing that runs before it was compared"):
+        if why := self.few_compared or ("" if number else "nothing that runs before it was compared"):
             return "module", f"{why}, so it is this module, or any before it"
         for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
@@ -291,9 +293,11 @@ class Search:
             return "module", f"{before}, {code}"
         if not any(one.module_path == path and one.site == "input" for one in self.values):
             # A first token sees itself alone: no mask, scale or position moves what attention hands on of it.
-            first = self.compared[number].is_beyond[self.joined.positions[self.compared[number].slots] == 0]
-            is_dropped = "Attention" in self._class_name(parent) and first.size and first.all() and not scales
-            of_attention = " (as by dropout inside the attention, in training mode)" if is_dropped else ""
+            is_beyond = self.compared[number].is_beyond
+            first = is_beyond[self.joined.positions[self.compared[number].slots] == 0]
+            is_at_all = first.size and first.all() and is_beyond.mean() > 0.9
+            is_dropped = "Attention" in self._class_name(parent) and is_at_all and not scales
+            of_attention = " (as by dropout in training mode, or by a rounded cache)" if is_dropped else ""
             handed = f"or what it is handed{of_attention}: its inputs were not compared"
             return "module", f"{before}, so it is the module itself, {handed}"
         return "module", f"{before}, so the module itself computes something else"

@@ -15,6 +15,8 @@ from .tokens import Side, ValueName
 _MAX_SAMPLES = 32
 """The most samples without a partner that are looked at, and eight times as many of the trainer's beside each."""
 _MAX_SHIFT = 4
+_LEAST_SHARED = 4
+"""The least tokens that a sample shares with one of the engine, as a prompt, to be told beside it."""
 _NUM_LOOKED_AT = 64
 """The first tokens of two samples by which they are found to be one."""
 
@@ -93,8 +95,22 @@ def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None])
     told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, match)]
     if absent := matches.count(None):
         text = f"{absent} of the engine's {counted(len(engine.samples), 'sample')} are not in the trainer"
+        taken = {match.number for match in matches if match}
+        rest = [one.sure for one, match in zip(engine.samples, matches, strict=True) if match is None]
+        for number, own in enumerate(one.tokens for one in trainer.samples):
+            shared = max(0 if number in taken else _num_shared(own, one) for one in rest)
+            if shared >= _LEAST_SHARED:
+                name = trainer.name_of(number)
+                text += f"; {name} begins with {shared} tokens of one of these, and the engine did not write the rest"
+                break
         told.append(TokensApart(text, is_finding=absent == len(matches)))
     return told
+
+
+def _num_shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return how many tokens two samples share from the first on."""
+    both = min(len(ours), len(theirs))
+    return next((at for at in range(both) if ours[at] != theirs[at]), both)
 
 
 def _num_same(ours: Sequence[int], theirs: Sequence[int], shift: int) -> int:

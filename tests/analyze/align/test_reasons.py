@@ -11,6 +11,7 @@ from torch import nn
 
 import recorder
 from recorder.analyze.align.align import Aligned
+from tests.rigs import rollouts
 from tests.rigs.rollouts import RULES, aligned, gpt2, llama, mixtral, prompts, score, whole_mask, write
 
 PRESET: dict[str, Any] = {"rules": "", "preset": "rollout"}
@@ -140,7 +141,7 @@ def test_dropout_that_is_left_on_is_called_so(is_inside: bool, tmp_path: Path) -
     assert found is not None
     told = found.value.text, found.text
     if is_inside:
-        assert told[0] == "'model.layers.0.self_attn.o_proj' output" and "dropout inside the attention" in told[1], told
+        assert told[0] == "'model.layers.0.self_attn.o_proj' output" and "dropout in training mode" in told[1], told
     else:
         assert told[0] == "'transformer.h.0.attn.resid_dropout' output", told
         assert "dropout drops elements on one side alone, or others on each" in told[1], told
@@ -197,3 +198,35 @@ def test_log_probabilities_of_a_head_without_logits_are_those_of_its_labels(tmp_
     found = aligned(tmp_path).logprobs
     assert found is not None and abs(found.largest.apart) < 1e-4
     assert found.num_tokens == 2 * len(ids), "the last token of a sample has none in the engine"
+
+
+def test_a_fault_of_calls_without_modules_is_not_said_to_be_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preset records modules at the first calls and then at few; the calls between are at fault."""
+    monkeypatch.setattr(rollouts, "NUM_NEW", 12)
+    (ids, mask), engine, calls = prompts(), llama(), [0]
+    projection = engine.model.layers[0].self_attn.o_proj
+    plain = projection.forward
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return torch.as_tensor(plain(x) * (3 if calls[0] > 6 else 1))
+
+    projection.forward = late
+    sequences = write(tmp_path / "engine", engine, ids, mask, **PRESET)
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask), PRESET)
+    found = aligned(tmp_path)
+    assert found.parting is not None and found.parting.value.module_path == ""
+    assert "values before it were recorded for these tokens, so it is this module, or any before" in found.parting.text
+    assert any("record all with RECORDER_RULES" in note for note in found.notes)
+
+
+def test_a_completion_that_the_engine_did_not_write_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "NUM_NEW", 12)
+    (ids, mask), engine = prompts(), llama()
+    sequences = write(tmp_path / "engine", engine, ids, mask)
+    sequences[0, 6:] = torch.arange(20, 32)
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
+    (told,) = aligned(tmp_path).tokens
+    assert "begins with 6 tokens of one of these, and the engine did not write the rest" in told.text
