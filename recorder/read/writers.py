@@ -213,13 +213,20 @@ class RecordedWriter:
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
 
     @property
-    def synced_rows_gone(self) -> str:
-        """A sentence on rows that were synced and are gone, which a kill does not explain; empty if there are none.
+    def rows_gone(self) -> str:
+        """A sentence on rows that are gone, which neither retention nor a kill explains; empty if there are none.
 
-        Also empty if the writer closed or is recording, and if damaged shards are reported anyway.
+        Also empty if the writer is recording, or if damaged shards are reported anyway.
         """
+        if self._damage:
+            return ""
+        if self.manifest.state == "closed":
+            account = self.manifest.balance
+            retired = max([account.retired_rows, *(note.balance.retired_rows for note in self.retired_later)])
+            num_gone = account.written - retired - self.num_rows
+            return f"{num_gone} of {counted(account.written, 'row')} that were written are gone" if num_gone > 0 else ""
         num_gone = self._num_synced_gone
-        if num_gone <= 0 or self.state != "unclosed" or self.problems:
+        if num_gone <= 0 or self.state != "unclosed":
             return ""
         there = f"{self.balance.synced} rows had been synced, {self.balance.retired_rows} of them removed"
         lost = f"{counted(num_gone, 'row')} lost after they were safe, or on the way where a daemon ships the run"
@@ -232,6 +239,11 @@ class RecordedWriter:
     @property
     def problems(self) -> list[str]:
         """A message for each damage that makes rows missing."""
+        gone = self.rows_gone if self.manifest.state == "closed" else ""
+        return self._damage or ([f"{self.directory}: {gone}"] if gone else [])
+
+    @property
+    def _damage(self) -> list[str]:
         of_manifest = [self.manifest_problem] if self.manifest_problem else []
         return of_manifest + [damage for shard in self.all_shards for damage in shard.damage]
 

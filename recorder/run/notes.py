@@ -27,7 +27,7 @@ from ..read.run import RecordedRun
 from ..run.finding import typed_for
 from ..sites import FORMAT_VERSION, SITE_OF
 from ..storage.locations import Location, store_of
-from ..system.text import counted, named, printable, size, span
+from ..system.text import counted, listed, named, printable, size, span
 from .run import Run, RunDump
 from .selection import Selection
 from .status import CHANGED, UNCHANGED, Proof, RankNow
@@ -246,7 +246,7 @@ _MAX_LOADED_ROWS = 1_000_000
 
 
 def left_out(run: Run) -> str:
-    """Return a sentence that counts the rows missing from the run, which no answer considers; "" if there are none."""
+    """Return a sentence on the rows and ranks missing from the run, which no answer considers; "" if there are none."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
     around = [step for writer in run.writers for step in writer.steps_around_retired]
@@ -257,6 +257,9 @@ def left_out(run: Run) -> str:
         (sum(one.retired_rows for one in balances), f"removed for the quota{between}"),
     )
     told = [f"{counted(number, 'row')} {what}" for number, what in counts if number]
+    absent = [] if run.is_merged or not run.ranks else sorted({*range(run.world_size or 0)} - {*run.ranks})
+    ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
+    told += [f"{ranks} of {run.world_size}, of which nothing is here"] if absent else []
     return f"not looked at: {'; '.join(told)} (recorder doctor says of what)" if told else ""
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from recorder.analyze.doctor.reply import checks_of
+from recorder.analyze.first.first import first, reply_of
 from recorder.format.rundir import encode_status
 from recorder.read.messages import footer_blocks
 from recorder.read.shard import CheckedBatch, Shard
@@ -102,7 +103,9 @@ def test_rows_that_vanished_are_a_fault(writer: HandmadeWriter) -> None:
     writer.finish()
     next(writer.directory.glob("tensors-000001.arrow")).unlink()
     (fault,) = faults(writer.directory.parents[1])
-    assert "has 10 rows, expected by its accounts are 11" in fault
+    assert "1 of 11 rows that were written are gone" in fault
+    run = open_run(writer.directory.parents[1])
+    assert run.problems and reply_of(run, first(run)).exit_code == 1
 
 
 def test_retired_rows_are_expected_to_be_gone(writer: HandmadeWriter) -> None:

@@ -338,8 +338,8 @@ def _accounts(run: Run) -> Iterator[Check]:
     for writer in run.writers:
         where = f"{'global' if writer.rank is None else f'rank {writer.rank}'}, {writer.name}"
         yield from _balance(where, writer.balance)
-        if writer.synced_rows_gone:
-            yield Check("missing", f"{where}: {writer.synced_rows_gone}")
+        if writer.rows_gone and not writer.problems:
+            yield Check("missing", f"{where}: {writer.rows_gone}")
         if error := writer.manifest.restarted:
             yield Check("note", f"{where}: the writer failed once and began anew: {error}", is_strict=True)
         if writer.state == "recording":

@@ -459,6 +459,16 @@ def test_chunks_whose_position_nobody_knows_are_no_replicas(tmp_path: Path) -> N
     assert not found(write(tmp_path / "run", *ranks)).is_found
 
 
+def test_a_rank_of_which_nothing_is_here_is_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=3)
+    for rank in (0, 2):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([params(rank, [1.0])])
+        writer.finish()
+    notes = found(recorder.open_run(run)).notes
+    assert any("not looked at: rank 1 of 3, of which nothing is here" in note for note in notes)
+
+
 def test_groups_of_replicas_are_compared_apart(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", world_size=4)
     for rank in range(4):
