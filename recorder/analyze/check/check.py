@@ -21,6 +21,7 @@ from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import Replica, Width
+from ...checks.rules.programs import NotOptimized
 from ...checks.rules.values import ONE_BATCH
 from ...errors import ConfigError
 from ...rules import Rule, parse_rules
@@ -429,11 +430,13 @@ def command_of(typed: str, one: ToldFindings) -> str:
     worst = one.worst
     if not worst.site:
         return ""
-    is_replica = worst.rule == Replica.name  # compare all ranks, and the gradients that moved a parameter
-    site = "grad" if is_replica and worst.site in ("param", "optim") else worst.site
-    words = ["recorder", "stats", typed, worst.module_path, "--site", site]
+    if worst.rule == Replica.name:
+        return shlex.join(["recorder", "first", typed])
+    if worst.rule == NotOptimized.name:  # no row has the parameter
+        return shlex.join(["recorder", "show", typed, worst.module_path])
+    words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
-    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 and not is_replica else []
+    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
     return shlex.join(words)
 
 

@@ -240,7 +240,8 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
 def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
     differing, probed = answer.replica, answer.replica_probed
     if differing is None and probed is not None:
-        ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {_ranks(probed.ranks)} apart from the others"
+        ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {_ranks(probed.ranks)}"
+        ranks += " apart from the others" if probed.is_odd else " hold different ones"
         title = f"first replica that differs: step {probed.step}, {_named(*probed.key[1:])}, {ranks}"
         yield f"{run.name}: {title}, by the probe alone (equal at step {probed.equal_step}; no recorded step shows it)"
     elif differing is None:

@@ -28,7 +28,9 @@ class ApartByProbe(NamedTuple):
     equal_step: int
     """The last step before, at which all ranks had the same number."""
     ranks: tuple[int, ...]
-    """The ranks outside the largest group of equal ranks."""
+    """The ranks outside the largest group of equal ranks; all ranks where no group is the largest."""
+    is_odd: bool
+    """Whether a group is the largest: of two ranks nobody can say which of them is right."""
 
 
 def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[ApartByProbe]:
@@ -69,12 +71,11 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
         if key[2] not in found:
             rows = np.flatnonzero((values.ids == value) & (steps == first[value]))
             rows = rows[np.argsort(ranks[rows])]
-            _, firsts, inverse, counts = np.unique(
-                sizes[rows], return_index=True, return_inverse=True, return_counts=True
-            )
-            most = min(range(len(counts)), key=lambda group: (-counts[group], firsts[group]))
-            odd = tuple(ranks[rows][inverse != most].tolist())
-            found[key[2]] = ApartByProbe(key, int(first[value]), int(last_equal[value]), odd)
+            _, inverse, counts = np.unique(sizes[rows], return_inverse=True, return_counts=True)
+            largest = np.flatnonzero(counts == counts.max())
+            is_odd = inverse != largest[0] if len(largest) == 1 else np.ones(len(rows), np.bool_)
+            odd = tuple(ranks[rows][is_odd].tolist())
+            found[key[2]] = ApartByProbe(key, int(first[value]), int(last_equal[value]), odd, len(largest) == 1)
     return list(found.values())
 
 

@@ -181,11 +181,11 @@ def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool
     ddp = {"kind": "ddp", "ranks": [0, 1]}
     checked = check(replicas(tmp_path / "run", data_parallel=ddp, fingerprint=fingerprint))
     (one,) = [finding for finding in checked.findings if finding.rule == "replica"]
-    assert (one.severity, one.step, one.module_path, one.site, one.ranks) == (Severity.ERROR, 1, "up", "param", (1,))
+    assert (one.severity, one.step, one.module_path, one.site, one.ranks) == (Severity.ERROR, 1, "up", "param", (0, 1))
     assert "the first of 2 values at this site that differ" in one.detail
     assert not any(unjudged.rule == "replica" for unjudged in checked.unjudged)
     ((told, _),) = module.told_of([one])
-    assert module.command_of("some run", told) == "recorder stats 'some run' up --site grad --step 0:3"
+    assert module.command_of("some run", told) == "recorder first 'some run'"
 
 
 def test_check_says_that_it_reads_no_tensors_of_replicas_with_equal_statistics(tmp_path: Path) -> None:

@@ -58,14 +58,14 @@ def test_the_default_rules_are_enough_to_name_a_fault_and_one_finding_is_the_cau
 
 def test_a_replica_that_comes_apart_between_two_records_is_dated_by_the_probe(folder: Path) -> None:
     (one,) = judged(folder, f"{FLAG_ALONE}replica_apart_at_the_end", []).findings
-    assert (one.rule, one.step, one.ranks) == ("replica", 313, (1,))
+    assert (one.rule, one.step, one.ranks) == ("replica", 313, (0, 1))
     assert one.detail == "by the probe, equal at step 312"
     answer = recorder.first(recorder.open_run(folder / f"{FLAG_ALONE}replica_apart_at_the_end" / "recordings"))
     assert answer.is_found and answer.replica is None and answer.replica_probed is not None
     assert (answer.replica_probed.step, answer.replica_probed.equal_step, answer.replica_probed.ranks) == (
         313,
         312,
-        (1,),
+        (0, 1),
     )
 
 
