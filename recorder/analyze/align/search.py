@@ -286,8 +286,14 @@ class Search:
         of_weights = "its weights and " if any(one[:2] == (f"{path}.weight", EQUAL) for one in inside) else ""
         before = f"{of_weights}what runs before it agree"
         parent = path.rpartition(".")[0]
-        if scales := {f"{times:.2g}" for of, times in self._merged.items() if of.startswith(f"{parent}.")}:
-            before += f", adapters are merged {', '.join(sorted(scales))} times (lora_alpha / r?)"
+        scales: dict[str, list[str]] = {}
+        for of, times in self._merged.items():
+            if of.startswith(f"{parent}."):
+                scales.setdefault(f"{times:.2g}", []).append(of)
+        if scales:
+            odd, *others = sorted(scales, key=lambda times: len(scales[times]))
+            rest = f"{', '.join(others)} times, that of {listed(map(repr, scales[odd]), 3)} " if others else ""
+            before += f", adapters are merged {rest}{odd} times (lora_alpha / r?)"
         if name.site == "input":
             code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
             return "module", f"{before}, {code}"

@@ -17,6 +17,8 @@ _MAX_SAMPLES = 32
 _MAX_SHIFT = 4
 _LEAST_SHARED = 4
 """The least tokens that a sample shares with one of the engine, as a prompt, to be told beside it."""
+_LEAST_ALIKE = 0.8
+"""The least share of tokens that stay alike where tokens were inserted; a completion of another prompt has fewer."""
 _NUM_LOOKED_AT = 64
 """The first tokens of two samples by which they are found to be one."""
 
@@ -82,7 +84,8 @@ def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Ma
         for number in numbers
         for ours in (trainer.samples[number].tokens,)
         for shift in {*range(-_MAX_SHIFT, _MAX_SHIFT + 1), _num_alike(ours), -_num_alike(theirs)}
-        if 2 * _num_same(ours, theirs, shift) >= max(4, min(len(ours), len(theirs), _NUM_LOOKED_AT))
+        if (not shift or _is_inserted(ours, theirs, shift))
+        and 2 * _num_same(ours, theirs, shift) >= max(4, min(len(ours), len(theirs), _NUM_LOOKED_AT))
     ]
     if not tries:
         return None
@@ -105,6 +108,13 @@ def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None])
                 break
         told.append(TokensApart(text, is_finding=absent == len(matches)))
     return told
+
+
+def _is_inserted(ours: Sequence[int], theirs: Sequence[int], shift: int) -> bool:
+    """Whether two samples are alike but for tokens that one has in front, or somewhere between."""
+    begin = _num_shared(ours, theirs)
+    length = min(len(ours) - max(shift, 0), len(theirs) - max(-shift, 0), _NUM_LOOKED_AT)
+    return begin + _num_same(ours[begin:], theirs[begin:], shift) >= _LEAST_ALIKE * length
 
 
 def _num_shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -130,6 +140,14 @@ def _num_alike(tokens: Sequence[int]) -> int:
     return next((number for number, token in enumerate(tokens) if token != tokens[0]), 0)
 
 
+def _num_prompt(side: Side, sample: int) -> int:
+    """Return how many tokens of a sample were in calls that do not go on from a cache."""
+    ends = (
+        call.positions[(call.samples == sample) & ~call.is_continued].max(initial=-1) for call in side.calls.values()
+    )
+    return max(map(int, ends), default=-1) + 1
+
+
 def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[TokensApart]:
     theirs, ours = engine.samples[number].sure, trainer.samples[match.number].tokens
     name = trainer.name_of(match.number)
@@ -148,7 +166,8 @@ def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[To
         numbers = f"{ours[position]} in the trainer and {theirs[position]} in the engine"
         other = next((one for one, of in enumerate(trainer.samples) if of.tokens[: len(theirs)] == theirs), None)
         order = "" if other is None else f"; these are the tokens of the trainer's {trainer.name_of(other)}"
-        rows = [of.tokens for of in engine.samples if of.tokens[:position][:2] == theirs[:position][:2]]
+        prompt = theirs[: _num_prompt(engine, number)]
+        rows = [of.tokens for of in engine.samples if of.tokens[: len(prompt)] == prompt]
         has_other_end = ours[position + 1 : len(theirs)] != theirs[position + 1 : len(ours)]
         places = enumerate(ours[: len(theirs)])
         if not order and has_other_end and all(any(row[at : at + 1] == [of] for row in rows) for at, of in places):

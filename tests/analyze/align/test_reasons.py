@@ -230,3 +230,12 @@ def test_a_completion_that_the_engine_did_not_write_is_told(tmp_path: Path, monk
     score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
     (told,) = aligned(tmp_path).tokens
     assert "begins with 6 tokens of one of these, and the engine did not write the rest" in told.text
+
+
+def test_completions_that_change_their_prompts_are_no_beams(tmp_path: Path) -> None:
+    (ids, mask), engine = prompts(), llama()
+    sequences = write(tmp_path / "engine", engine, ids, mask)
+    sequences[[0, 1], 6:] = sequences[[1, 0], 6:]
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
+    told = [one.text for one in aligned(tmp_path).tokens if one.is_finding]
+    assert told and all("beams" not in text and "in front" not in text for text in told), told
