@@ -159,7 +159,8 @@ def find_target(path: str | None, key_file: str | None) -> Target:
     if is_shipped(location):
         from ..daemon.destination import parse_destination
 
-        store = parse_destination(str(location.parent))
+        folder = location.parent
+        store = parse_destination(str(folder.absolute() if isinstance(folder, Path) else folder))
     if key_file is not None and store is None:
         raise CommandError(f"--key-file {key_file}: {name} lies where it records; what is sent there is not signed")
     watch = RunWatch(location)

@@ -165,8 +165,6 @@ class Daemon:
                 self._wake.wait(0.1)
                 self._wake.clear()
             is_all_there = self._is_all_there() and not self._stop.is_set()
-            with contextlib.suppress(StoreError):  # the index is derived from the runs
-                self._summarise()
             self._finish()
             self.left = sum(len(writer.backlog) for run in self.runs for writer in run.all_writers)
             is_clean = not (self.counters.total("conflicts") or self.left or self.unshipped)
@@ -275,7 +273,7 @@ class Daemon:
                 self._carry(run, now_s)
                 if news := run.live_news():
                     self._submit("small", partial(tell, run, news), run)
-        if now_s >= self._next_summary_s or self._has_unlisted_run():
+        if now_s >= self._next_summary_s or self._is_index_late():
             self._next_summary_s = now_s + max(_SUMMARY_S, self.shared.settings.status_s)
             if is_open and not self._is_summary_due:
                 self._is_summary_due = True
@@ -286,10 +284,12 @@ class Daemon:
             self._next_state_s = now_s + _STATE_S
             self._write_state()
 
-    def _has_unlisted_run(self) -> bool:
-        """Tell whether the fleet's index lacks a run: commands find the runs of a destination by the index."""
-        fleet = self._fleet or ()
-        return any(run.is_known and not run.there.conflict and run.key not in fleet for run in self.runs)
+    def _is_index_late(self) -> bool:
+        """Tell whether the fleet's index lacks a run or the end of a run: commands find runs by the index."""
+        return self._fleet is not None and any(
+            run.is_known and not run.there.conflict and self._fleet.is_late(run.key, run.is_recording)
+            for run in self.runs
+        )
 
     _is_summary_due = False
 
@@ -429,11 +429,15 @@ class Daemon:
         write_state(self._state_path, state)
 
     def _finish(self) -> None:
-        """Wait until the deadline for running jobs, and leave the rest for the next start."""
+        """Wait until the deadline for running jobs and the last documents, and leave the rest for the next start."""
+        until_s = time.monotonic() + self.shared.settings.stop_s
         self._stop.set()
-        self._wait_for_jobs(self.shared.settings.stop_s)
+        self._wait_for_jobs(until_s)
+        if not self.health.problem and all(future.done() for future in self._under_way):
+            self._submit("errand", self._put_last_documents, None)  # a job of another lane ends at once after a stop
+            self._wait_for_jobs(until_s)
         self._over.set()
-        self._wait_for_jobs(_ERRAND_END_S)
+        self._wait_for_jobs(time.monotonic() + _ERRAND_END_S)
         num_parked = sum(not future.done() for future in self._under_way)
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
@@ -445,8 +449,13 @@ class Daemon:
         if not self.shared.is_once:
             logger.info("stopped")
 
-    def _wait_for_jobs(self, patience_s: float) -> None:
-        until_s = time.monotonic() + patience_s
+    def _put_last_documents(self) -> None:
+        """Put what commands show of this node's runs, because no later pass puts it."""
+        self._summarise()
+        for run in self.runs:
+            run.put_shown()
+
+    def _wait_for_jobs(self, until_s: float) -> None:
         while any(not future.done() for future in self._under_way) and time.monotonic() < until_s:
             time.sleep(0.02)
 

@@ -39,6 +39,8 @@ _PROBE = f"{FLEET}/_conditions"
 """The object with which a daemon tests whether a store honours the conditions of puts."""
 _JUDGES = b"judged\n"
 _MD5 = re.compile(r"[0-9a-f]{32}")
+_CUT_SCHEME = re.compile(rf"(file|{'|'.join(KINDS)})(?:[:/]+|$)", re.IGNORECASE)
+"""The beginning of a path that was probably meant to be a URL, such as ``s3//bucket``."""
 
 Answer = TypeVar("Answer")
 
@@ -382,6 +384,9 @@ def parse_destination(text: str, throttle: Throttle | None = None) -> Destinatio
     except NotARunError as error:
         raise ConfigError(f"to = {error}") from None
     if isinstance(location, Path):
+        if scheme_of(text) is None and (cut := _CUT_SCHEME.match(text)):
+            url = f"{cut[1].lower()}://{'/' * (cut[1].lower() == 'file')}{text[cut.end() :].lstrip('/')}"
+            raise ConfigError(f"to = {text!r}: is no URL; write {url!r}, or for the folder of this name './{text}'")
         return FolderDestination(Path(os.path.realpath(location)), throttle)
     return Bucket(location.scheme, location.bucket, location.key, throttle)
 

@@ -96,8 +96,10 @@ class FleetDocument:
         self._runs: dict[str, Any] = {}
         self._has_read = False
 
-    def __contains__(self, run: str) -> bool:
-        return run in self._runs
+    def is_late(self, run: str, is_recording: bool) -> bool:
+        """Tell whether the document lacks a run, or says of a run that has ended that it is recording."""
+        summary = self._runs.get(run)
+        return not isinstance(summary, dict) or (summary.get("state") == "recording" and not is_recording)
 
     def put(self, runs: Mapping[str, Any]) -> None:
         """Put the summaries of this node's runs, if any of them is new."""

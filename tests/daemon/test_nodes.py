@@ -200,6 +200,32 @@ def test_a_node_that_is_silent_is_so_in_the_list_and_in_top(
     assert {one["state"] for one in fleet_runs(location_of(to)).values()} == {"silent"}
 
 
+def test_the_end_of_a_run_is_listed_at_once(
+    tmp_path: Path, store: StoreServer, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recorder.daemon.daemon._SUMMARY_S", 1e6)
+    writers = a_node(tmp_path)
+    with at_work(tmp_path, to):
+        wait_until(lambda: [one["state"] for one in fleet_runs(location_of(to)).values()] == ["recording"])
+        for writer in writers:
+            writer.finish()
+            show(writer, 11, state="closed")
+        wait_until(lambda: [one["state"] for one in fleet_runs(location_of(to)).values()] == ["closed"])
+
+
+def test_a_daemon_that_stops_puts_once_more_what_it_shows(tmp_path: Path, store: StoreServer, to: str) -> None:
+    writers = a_node(tmp_path, num_ranks=1)
+    with at_work(tmp_path, to, status_s=1000.0) as daemon:
+        run = location_of(f"{to}/run-a")
+        wait_until(lambda: documents(store, to) and fleet_runs(location_of(to)))
+        wait_until(lambda: "run-a/_run.json" in objects(store, prefix_of(to)))
+        show(writers[0], 9)
+        wait_until(lambda: [(one.shown or {}).get("step") for one in daemon.runs[0].all_writers] == [9])
+        assert [rank.status.step for rank in RunWatch(run).look()] == [5]
+    assert [rank.status.step for rank in RunWatch(run).look()] == [9]
+    assert [one["last_step"] for one in fleet_runs(location_of(to)).values()] == [9]
+
+
 def test_a_number_that_no_document_may_have_stops_nothing(tmp_path: Path, store: StoreServer, to: str) -> None:
     writers = a_node(tmp_path)
     (writers[0].directory / STATUS).write_text('{"state": "recording", "step": 1, "waited_s": NaN}')

@@ -94,9 +94,9 @@ class RunShipper:
             else:
                 jobs.append(("small", self.there.put_documents))
         is_due = now_s >= self._next_shown_s or self.shared.is_once
-        if is_due and not is_shown and all(writer.shown is not None or writer.stuck for writer in self.all_writers):
+        if is_due and not is_shown and self._may_show:
             self._next_shown_s = now_s + self.shared.settings.status_s
-            jobs.append(("small", self._put_shown))
+            jobs.append(("small", self.put_shown))
         if not self.is_settled:
             self.settled_since_s = 0.0
         return jobs
@@ -111,9 +111,16 @@ class RunShipper:
     def _node_name(self) -> str:
         return f"{NODES}/{self.shared.node}.json"
 
-    def _put_shown(self) -> None:
-        is_noted = not self.is_recording
-        self.there.put_document(self._node_name, self._node_document(), is_ours=lambda there: True, is_noted=is_noted)
+    @property
+    def _may_show(self) -> bool:
+        is_of_it = self.has_looked and not self.there.conflict
+        return is_of_it and all(writer.shown is not None or writer.stuck for writer in self.all_writers)
+
+    def put_shown(self) -> None:
+        """Put what this node's writers show of themselves, if the destination has something older."""
+        if self._may_show and not self._is_shown:
+            is_ours, is_noted = (lambda there: True), not self.is_recording
+            self.there.put_document(self._node_name, self._node_document(), is_ours=is_ours, is_noted=is_noted)
 
     def _node_document(self) -> bytes:
         """Return what this node's writers show of themselves; of an earlier writer of a rank no more than its state.
