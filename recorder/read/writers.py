@@ -222,8 +222,8 @@ class RecordedWriter:
             return ""
         if self.manifest.state == "closed":
             account = self.manifest.balance
-            retired = max([account.retired_rows, *(note.balance.retired_rows for note in self.retired_later)])
-            num_gone = account.written - retired - self.num_rows
+            num_retired = account.retired_rows + sum(one.retired_rows for one in self.retired_shards.values())
+            num_gone = account.written - num_retired - self.num_rows
             return f"{num_gone} of {counted(account.written, 'row')} that were written are gone" if num_gone > 0 else ""
         num_gone = self._num_synced_gone
         if num_gone <= 0 or self.state != "unclosed":

@@ -245,6 +245,10 @@ _MAX_LOADED_ROWS = 1_000_000
 """The most rows to load. They come in batches with rows of other steps, and a million rows take seconds."""
 
 
+_MAX_WORLD_SIZE = 1 << 16
+"""The largest world size whose absent ranks are named: a damaged file may say any number."""
+
+
 def left_out(run: Run) -> str:
     """Return a sentence on the rows and ranks missing from the run, which no answer considers; "" if there are none."""
     run.load_balances()
@@ -257,7 +261,9 @@ def left_out(run: Run) -> str:
         (sum(one.retired_rows for one in balances), f"removed for the quota{between}"),
     )
     told = [f"{counted(number, 'row')} {what}" for number, what in counts if number]
-    absent = [] if run.is_merged or not run.ranks else sorted({*range(run.world_size or 0)} - {*run.ranks})
+    world_size = run.world_size or 0
+    is_known = bool(run.ranks) and not run.is_merged and world_size <= _MAX_WORLD_SIZE
+    absent = sorted({*range(world_size)} - {*run.ranks}) if is_known else []
     ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
     told += [f"{ranks} of {run.world_size}, of which nothing is here"] if absent else []
     return f"not looked at: {'; '.join(told)} (recorder doctor says of what)" if told else ""
