@@ -271,6 +271,7 @@ def test_the_probe_of_a_run_that_goes_on_is_drawn_and_judged_as_far_as_it_is_on_
             optimizer.step()
             optimizer.zero_grad()
         (run,) = tmp_path.iterdir()
+        wait_until(lambda: recorder.open_run(run).probe().num_rows)  # no further row comes that would ask for a look
         drawn = draw(run)
         wait_until(lambda: drawn.refresh() or (drawn.collected is not None and drawn.axes.is_probed))
         blocks = read(drawn.blocks())
