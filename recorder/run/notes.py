@@ -245,8 +245,16 @@ _MAX_LOADED_ROWS = 1_000_000
 """The most rows to load. They come in batches with rows of other steps, and a million rows take seconds."""
 
 
-_MAX_WORLD_SIZE = 1 << 16
+_MAX_WORLD_SIZE = 1 << 20
 """The largest world size whose absent ranks are named: a damaged file may say any number."""
+
+
+def absent_ranks(run: Run) -> list[int]:
+    """Return the ranks of the run of which nothing is here; none of a merged run, which need not say them."""
+    if run.is_merged or not run.ranks or not 0 < (run.world_size or 0) <= _MAX_WORLD_SIZE:
+        return []
+    present = {*run.ranks}
+    return [rank for rank in range(run.world_size or 0) if rank not in present]
 
 
 def left_out(run: Run) -> str:
@@ -261,11 +269,9 @@ def left_out(run: Run) -> str:
         (sum(one.retired_rows for one in balances), f"removed for the quota{between}"),
     )
     told = [f"{counted(number, 'row')} {what}" for number, what in counts if number]
-    world_size = run.world_size or 0
-    is_known = bool(run.ranks) and not run.is_merged and world_size <= _MAX_WORLD_SIZE
-    absent = sorted({*range(world_size)} - {*run.ranks}) if is_known else []
-    ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
-    told += [f"{ranks} of {run.world_size}, of which nothing is here"] if absent else []
+    if absent := absent_ranks(run):
+        ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
+        told.append(f"{ranks} of {run.world_size}, of which nothing is here")
     return f"not looked at: {'; '.join(told)} (recorder doctor says of what)" if told else ""
 
 

@@ -84,8 +84,8 @@ def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Ma
         for number in numbers
         for ours in (trainer.samples[number].tokens,)
         for shift in {*range(-_MAX_SHIFT, _MAX_SHIFT + 1), _num_alike(ours), -_num_alike(theirs)}
-        if (not shift or _is_inserted(ours, theirs, shift))
-        and 2 * _num_same(ours, theirs, shift) >= max(4, min(len(ours), len(theirs), _NUM_LOOKED_AT))
+        if 2 * _num_same(ours, theirs, shift) >= max(4, min(len(ours), len(theirs), _NUM_LOOKED_AT))
+        and (not shift or _is_inserted(ours, theirs, shift))
     ]
     if not tries:
         return None
@@ -101,7 +101,7 @@ def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None])
         taken = {match.number for match in matches if match}
         rest = [one.sure for one, match in zip(engine.samples, matches, strict=True) if match is None]
         for number, own in enumerate(one.tokens for one in trainer.samples):
-            shared = max(0 if number in taken else _num_shared(own, one) for one in rest)
+            shared = 0 if number in taken else max(_num_shared(own, one) for one in rest[:_MAX_SAMPLES])
             if shared >= _LEAST_SHARED:
                 name = trainer.name_of(number)
                 text += f"; {name} begins with {shared} tokens of one of these, and the engine did not write the rest"

@@ -47,9 +47,9 @@ def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str
     severity = Severity.WARNING if one.is_assumed else Replica.severity
     what = NEVER_EQUAL if one.was_never_equal else what
     since = probed.step if probed is not None and probed.step < value.step else None
-    sizes = [len(ranks) for ranks in one.groups]
-    has_odd = len(sizes) < 2 or sizes[0] > max(sizes[1:])  # of two ranks nobody can say which one is right
-    ranks = [rank for ranks in one.groups[1 if has_odd and len(sizes) > 1 else 0 :] for rank in ranks]
+    # The largest group stands first, and is right; of two ranks nobody can say which one is.
+    has_odd = len(one.groups) > 1 and len(one.groups[0]) > len(one.groups[1])
+    ranks = [rank for ranks in one.groups[has_odd:] for rank in ranks]
     return _of(value.step, value.key, ranks, details, severity, what, float(len(one.groups)), since)
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ...records import KEEP_RING
 from ...rules import EVERY, Rule
+from ...run.notes import absent_ranks
 from ...run.run import RecordedWriter, Run
 from .accounts import ACCOUNTED, MISSED, DroppedTail, accounted, dropped_tail, lost_steps
 from .gaps import Gap, Gaps, absent, explain
@@ -30,7 +31,6 @@ _MAX_SELECTED_STEPS = 500_000
 """The most steps that are all judged. In a longer range, only the steps with rows are judged."""
 _MAX_CELLS = 1 << 30
 """The most steps x rules x ranks. If no two ranks share a view, each combination takes a byte of memory."""
-_MAX_ABSENT = 1 << 20
 
 
 class SiteTotal(NamedTuple):
@@ -214,7 +214,7 @@ def compare(run: Run) -> Expectation:
     gaps = Gaps(slots, axis)
     for view in views:
         explain(gaps, view, has_rows=has_rows, called=called, graded=graded)
-    missing_ranks = _absent_ranks(run, ranks)
+    missing_ranks = absent_ranks(run)
     for group, view in asked.absent_views(missing_ranks, of_all.selected):
         absent(gaps, view, group)
     known_lost = accounted(gaps.lost, {one.rank: one.writers for one in ranks})
@@ -350,12 +350,6 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
 def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
     """Return whether writers of a merged run note that the source has lost rows, without saying at which steps."""
     return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
-
-
-def _absent_ranks(run: Run, ranks: Sequence[_Rank]) -> list[int]:
-    if run.is_merged or not run.world_size or run.world_size > _MAX_ABSENT or not ranks:
-        return []
-    return sorted(set(range(run.world_size)) - {one.rank for one in ranks if one.rank is not None})
 
 
 def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -> list[Uneven]:

@@ -396,6 +396,11 @@ class HookedModule:
         is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
         return None if is_known else '{"no_group":true,"no_layout":"marked"}'
 
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """Return the ranks over which the module cuts its tensors; empty if it cuts nothing."""
+        module = self._owner()
+        return () if module is None else tensor_ranks(module)
+
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
         """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None without."""
         module = self._owner() if is_marked(parameter) else None

@@ -9,7 +9,6 @@ Neither package is imported, and no parameter is gathered.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -41,9 +40,7 @@ def find_zero_parameters(parameters: _Parameters) -> Iterator[FlatParameter]:
             elsewhere.append(part)
         else:
             found.setdefault(id(flat), FlatParameter(flat, flat.numel())).slices.append(part)
-    for first in [*found.values()][:1]:
-        first.slices += elsewhere
-    yield from found.values()
+    yield from _with_empty([*found.values()], elsewhere)
 
 
 _Place = tuple[torch.Tensor | None, int, int, int, tuple[int, ...], Any]
@@ -80,10 +77,18 @@ def _chunk(shape: tuple[int, ...], begin: int, ranks: Sequence[int]) -> Chunk:
 
 def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:
     """Return the placements and the mesh of a part of the ranks' parameters, with further axes that this rank has."""
-    rank, own = torch.distributed.get_rank(), [(ranks, flat), *(axis for axis in axes if len(axis[0]) > 1)]
-    grid = [rank + sum(beside) for beside in itertools.product(*([one - rank for one in axis] for axis, _ in own))]
-    mesh = FlatMesh(tuple(len(axis) for axis, _ in own), None, tuple(axis.index(rank) for axis, _ in own), grid)
-    return compact([placement for _, placement in own]), mesh.text
+    rank, more = torch.distributed.get_rank(), [axis for axis in axes if len(axis[0]) > 1]
+    mesh = FlatMesh((len(ranks),), None, (ranks.index(rank),), [*ranks])
+    for others, _ in more:
+        mesh = mesh.crossed((len(others),), (others.index(rank),), others)
+    return compact([flat, *(placement for _, placement in more)]), mesh.text
+
+
+def _with_empty(found: Sequence[FlatParameter], elsewhere: Sequence[OriginalSlice]) -> Sequence[FlatParameter]:
+    """Let the first flat tensor record the parameters of which all elements are on other ranks, too."""
+    for first in found[:1]:
+        first.slices += elsewhere
+    return found
 
 
 def find_megatron_parts(
@@ -111,9 +116,7 @@ def find_megatron_parts(
         elif flat is not None:
             found.append(FlatParameter(flat, flat.numel()))
             found[-1].slices.append(part)
-    for first in found[:1]:
-        first.slices += elsewhere
-    yield from found
+    yield from _with_empty(found, elsewhere)
 
 
 def _places_in(
@@ -142,9 +145,8 @@ def _part_of_marked(
     hooked: HookedModule, parameter: torch.Tensor, begin: int, ranks: Sequence[int], copies: Sequence[int]
 ) -> tuple[Chunk | None, str | None]:
     """Return the chunk of a part of a parameter that may be cut by tensor parallel, too; a note if nothing names it."""
-    shape, local, beside = tuple(parameter.shape), hooked.marked_chunk(parameter, parameter), _tensor_ranks(parameter)
-    if local is not None and local.mesh is not None:
-        beside = json.loads(local.mesh)["ranks"]
+    shape, local = tuple(parameter.shape), hooked.marked_chunk(parameter, parameter)
+    beside = _ranks_with_copies(parameter) if local is None else hooked.tensor_ranks()
     if len(beside) > 1 and is_marked(parameter) is (local is None):
         return None, compact({"no_layout": "marked"})
     cut = {"kind": "Replicate"} if local is None else json.loads(local.placements)[0]
@@ -155,6 +157,6 @@ def _part_of_marked(
     return Chunk(local.global_shape, local.offsets, placements, mesh, "fsdp", begin, flat_shape=shape), None
 
 
-def _tensor_ranks(parameter: torch.Tensor) -> Sequence[int]:
+def _ranks_with_copies(parameter: torch.Tensor) -> Sequence[int]:
     """Return the ranks with copies of a parameter that is not cut; none of an expert's, which they do not have."""
     return () if getattr(parameter, "allreduce", True) is False else group_ranks("TENSOR_MODEL_PARALLEL")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,16 +108,20 @@ class FlatMesh(NamedTuple):
 
     def with_axes(self, more: Any) -> FlatMesh:
         """Return this mesh with the axes of a tensor parallel mesh appended, as one regular grid."""
-        coordinate = more.get_coordinate()
-        own_rank = int(more.mesh[tuple(coordinate)])
-        beside = [int(rank) - own_rank for rank in more.mesh.flatten().tolist()]
-        names = (*(self.dim_names or ()), *(more.mesh_dim_names or ()))
-        shape = (*self.shape, *more.shape)
+        ranks = [int(rank) for rank in more.mesh.flatten().tolist()]
+        return self.crossed(tuple(more.shape), tuple(more.get_coordinate()), ranks, more.mesh_dim_names or ())
+
+    def crossed(
+        self, shape: tuple[int, ...], coordinate: tuple[int, ...], ranks: Sequence[int], names: Sequence[str] = ()
+    ) -> FlatMesh:
+        """Return this mesh with further axes appended, on which this rank has a coordinate, as one regular grid."""
+        own_rank = ranks[sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(coordinate))]
+        shapes, all_names = (*self.shape, *shape), (*(self.dim_names or ()), *names)
         return FlatMesh(
-            shape,
-            names if len(names) == len(shape) else None,
+            shapes,
+            all_names if len(all_names) == len(shapes) else None,
             (*self.coordinate, *coordinate),
-            [rank + step for rank in self.ranks for step in beside],
+            [rank + one - own_rank for rank in self.ranks for one in ranks],
         )
 
 
