@@ -193,3 +193,9 @@ AT_LEAST = "at_least"
 def full_name(path: str, name: str) -> str:
     """Return the name that a module's parameter, buffer or part has in the model."""
     return f"{path}.{name}" if path and name else path or name
+
+
+OBJECTIVE = "objective."
+"""The beginning of the names of the taps that `recorder.objective` makes, and of the scalars below."""
+OBJECTIVE_NORM, OBJECTIVE_COSINE = f"{OBJECTIVE}norm.", f"{OBJECTIVE}cosine."
+"""The scalars of objectives: the norm of the gradient of each, and ``objective.cosine.A:B`` of the gradients of two."""

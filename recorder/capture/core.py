@@ -57,7 +57,7 @@ from .hooks.root import Root
 from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
 from .nonfinite import FirstNonFinite
 from .probe import Probe, ProbedGroup
-from .program_values import Scalars, TapsByHand
+from .program_values import Objectives, Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
 from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
@@ -122,6 +122,7 @@ class Capture:
         self.roots: list[Root] = []
         self.past_roots: list[Root] = []
         self.root_calls = RootCalls()
+        self.objectives = Objectives(self)
         self.tap_rows = TapRows(self)
         self.aliases = Aliases(channel.put)
         self.is_open = True
@@ -146,7 +147,7 @@ class Capture:
         self.on_probed: Callable[[ProbedStep], None] | None = None
         """Takes the numbers of the probe at the end of each step. Set before the first value."""
         self.scalars = Scalars(self, self.roots)
-        self.taps_by_hand = TapsByHand(self, self.roots)
+        self.taps_by_hand = TapsByHand(self, self.roots, self.objectives)
         self.rule_commands = RuleCommands(
             settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows
         )

@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..records import Moment, Origin
+from ..sites import OBJECTIVE, OBJECTIVE_COSINE, OBJECTIVE_NORM
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
@@ -128,28 +129,126 @@ class Scalars:
         self.capture.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)
 
 
+class SharedTensor:
+    """A tensor that several objectives share, and the directions of the gradients that have come back to it."""
+
+    __slots__ = ("__weakref__", "_arrived", "_keep", "_moment", "_names", "_origin", "_owner")
+
+    def __init__(self, owner: Objectives, origin: Origin, moment: Moment, keep: int) -> None:
+        self._owner, self._origin, self._moment, self._keep = owner, origin, moment, keep
+        self._names: list[str] = []
+        self._arrived: dict[str, torch.Tensor] = {}
+        """By objective, the gradient divided by its norm, until those of all objectives are there."""
+
+    def add(self, name: str) -> None:
+        if name not in self._names:
+            self._names.append(name)
+
+    def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Record the norm of the gradient of an objective, and its cosine with each that came before."""
+        try:
+            if gradient is not None and len(self._names) > 1 and self._owner.is_open:
+                with torch.no_grad():
+                    self._measure(name, gradient)
+        except UnsupportedKind:
+            pass
+        except Exception as error:
+            self._owner.capture.site_failed(self._origin, error)
+
+    def _measure(self, name: str, gradient: torch.Tensor) -> None:
+        local, chunk = plain(gradient)
+        if chunk is not None or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        flat = local.reshape(-1).to(torch.float64 if local.dtype == torch.float64 else torch.float32)
+        norm = torch.linalg.vector_norm(flat)
+        unit = flat / norm.clamp_min(1e-30)
+        self._record(f"{OBJECTIVE_NORM}{name}", norm)
+        for other in self._names:
+            if other != name and (known := self._arrived.get(other)) is not None and known.shape == unit.shape:
+                pair = sorted((name, other), key=self._names.index)
+                self._record(f"{OBJECTIVE_COSINE}{pair[0]}:{pair[1]}", torch.dot(known, unit))
+        self._arrived[name] = unit
+        if len(self._arrived) == len(self._names):
+            self._arrived.clear()
+
+    def _record(self, name: str, value: torch.Tensor) -> None:
+        origin, moment = self._origin._replace(name=name), self._moment
+        repeat = self._owner.repeat(moment.step, origin)
+        self._owner.capture.observe(origin, moment, "forward", 0, repeat, self._keep, value)
+
+
+class Objectives:
+    """Finds the tensors that several objectives share. The norms and cosines need no rule that records taps."""
+
+    def __init__(self, capture: CaptureForHooks) -> None:
+        self.capture = capture
+        self._shared: weakref.WeakValueDictionary[tuple[object, ...], SharedTensor] = weakref.WeakValueDictionary()
+        self._repeats: dict[Origin, int] = {}
+        self._step = -1
+
+    @property
+    def is_open(self) -> bool:
+        return self.capture.is_open
+
+    def repeat(self, step: int, origin: Origin) -> int:
+        """Return how often a scalar was recorded at this step before."""
+        if step != self._step:
+            self._step = step
+            self._repeats.clear()
+        number = self._repeats.get(origin, 0)
+        self._repeats[origin] = number + 1
+        return number
+
+    def shared(self, tap: Origin, moment: Moment, tensor: torch.Tensor, *, is_kept: bool) -> SharedTensor | None:
+        """Return what the objectives of this tensor have in common; None for other taps, and for a loss."""
+        if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
+            return None
+        mask = self.capture.masks[self.capture.selection.rule_set_of_name("scalar", OBJECTIVE_COSINE)]
+        keep = scalar_keep(mask or int(is_kept))
+        try:
+            local, chunk = plain(tensor)
+        except UnsupportedKind:
+            return None
+        if not keep or chunk is not None:
+            return None
+        key = (tap.root, moment.step, moment.micro_step, local.data_ptr(), local.shape)
+        known = self._shared.get(key)
+        if known is None:
+            origin = Origin(tap.root, tap.module_path, "scalar", "")
+            known = SharedTensor(self, origin, Moment(moment.step, None, "train"), keep)
+            self._shared[key] = known
+        known.add(tap.name.removeprefix(OBJECTIVE))
+        return known
+
+
 class TapsByHand:
     """The values that the program passes to `recorder.tap`. Training threads call the methods."""
 
-    def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
+    def __init__(self, capture: CaptureForHooks, roots: Sequence[Root], objectives: Objectives) -> None:
         self._capture = capture
         self._roots = roots
+        self._objectives = objectives
 
     def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Record a tensor by name, and with the phase ``backward`` the gradient that arrives at the tensor."""
         capture = self._capture
         root, path = self._locate(module)
         rule_set = capture.selection.rule_set_of_name("tap", name)
-        if not capture.masks[rule_set] or root is None or capture.is_disarmed("tap", name):
+        is_kept = capture.masks[rule_set] or name.startswith(OBJECTIVE)
+        if not is_kept or root is None or capture.is_disarmed("tap", name):
             return
         slice_, phase = root.slice_now()
         key = (root.name, path, "tap", name)
         call = slice_.enter(phase, key)
         graph = slice_.new_graph(phase, key, call, with_grad=torch.is_grad_enabled())
         keep = capture.keep_of(rule_set, call)
+        origin = Origin(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
+        if graph is not None and requires_gradient(tensor):
+            shared = self._objectives.shared(origin, slice_.moment, tensor, is_kept=bool(keep))
+            if shared is not None:
+                tensor.register_hook(functools.partial(shared.gradient, name.removeprefix(OBJECTIVE)))
         if not keep:
             return
-        origin = Origin(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
         is_in_region = root.is_over_meshes and has_owner(tensor)
         chunk = capture.aliases.chunk_of_alias(tensor) if is_in_region else None
         capture.observe(origin, slice_.moment, phase, call, 0, keep, tensor, chunk=chunk)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..errors import TapError
-from ..sites import VALUES_OF_CALLS
+from ..sites import OBJECTIVE, VALUES_OF_CALLS
 from ..system.text import one_line
 from . import graphs, ops
 
@@ -354,7 +354,8 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
     The result is a view of the tensor, recording or not, so that training is the same with the recorder and without.
     The objective must read the shared tensor only through this view. The values are recorded under the name of the tap
-    ``objective.NAME``, and ``recorder check`` compares the gradients.
+    ``objective.NAME``. Where the gradients of several objectives come back to one tensor, the norm of each and the
+    cosine of each two are recorded as scalars, which ``recorder check`` judges.
 
     A loss may be passed as well, before it is added to the total: then its value is recorded, and its gradient, which
     is its weight in the total. How strongly an objective pulls at a shared part of the model is shown only by the
@@ -367,7 +368,7 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TapError(
             f"objective: the name is {type(name).__name__} {one_line(name)[:50]!r}; expected a constant text"
         )
-    return tap(f"objective.{name}", tensor.view_as(tensor))
+    return tap(f"{OBJECTIVE}{name}", tensor.view_as(tensor))
 
 
 def _tap_by_hand(name: Any, tensor: Any) -> Any:

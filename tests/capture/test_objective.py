@@ -46,10 +46,16 @@ def test_each_objective_has_its_own_gradient_and_training_stays_as_it_is(tmp_pat
     torch.manual_seed(0)
     model = Net()
     main, aux, shared = model(torch.randn(5, 4))
+    pulls = []
     for name, loss in (("main", main), ("aux", 0.3 * aux)):
         (expected,) = torch.autograd.grad(loss, shared, retain_graph=True)
         gradient = found.run.array("", "tap", step=0, name=f"objective.{name}", phase="backward")
         assert np.array_equal(gradient, expected.numpy())
+        pulls.append(expected.flatten())
+        norm = found.run.array("", "scalar", step=0, name=f"objective.norm.{name}")
+        assert np.isclose(norm, expected.norm())
+    cosine = found.run.array("", "scalar", step=0, name="objective.cosine.main:aux")
+    assert np.isclose(cosine, torch.cosine_similarity(pulls[0], pulls[1], dim=0), atol=1e-6)
     checked = recorder.check(found.run, rules=["objectives"], thresholds={"objectives": {"records": 2, "ratio": 1.01}})
     assert [(one.rule, one.site) for one in checked.findings] == [("objectives", "tap")]
 

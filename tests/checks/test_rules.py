@@ -14,6 +14,7 @@ from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
 from recorder.checks.rules.curves import Jump, LossStuck, Overfitting, Spike
 from recorder.checks.rules.parameters import (
     Exploding,
+    Flip,
     Initialisation,
     NoGradient,
     Objectives,
@@ -578,6 +579,22 @@ def test_an_objective_that_drowns_another_is_named() -> None:
     assert objectives(1.0, 5.0) == []
     for main, aux, expected in ((1.0, 50.0, "objective.aux"), (1.0, 0.0, "objective.main")):
         assert [(one.name, one.step) for one in objectives(main, aux)] == [(expected, 9)]
+
+
+@pytest.mark.parametrize(
+    ("before", "since", "expected"),
+    [(0.6, -0.4, [(59, 50)]), (0.6, 0.1, []), (0.0, 0.0, []), (-0.4, 0.6, []), (0.05, -0.6, [])],
+)
+def test_objectives_that_agreed_and_oppose_each_other_are_named(
+    before: float, since: float, expected: list[tuple[int, int]]
+) -> None:
+    recorded = Recorded()
+    for step in range(120):
+        cosine = (before if step < 50 else since) + noise(step, shape=(), scale=0.1)
+        recorded.add(step, "trunk", cosine, site="scalar", name="objective.cosine.main:aux")
+    found = said(recorded, Flip)
+    assert [(one.step, one.since) for one in found] == expected
+    assert all("'main' and 'aux'" in one.what and one.detail.startswith("cosine about 0.6") for one in found)
 
 
 def test_the_weights_of_losses_are_no_gradients_that_drown_others() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ...observe.selection import unit_dim_of
 from ...records import Moment, Origin
-from ...sites import GRADIENT_OF
+from ...sites import GRADIENT_OF, OBJECTIVE
 from ...taps.module_taps import Where
 from .callbacks import CaptureForHooks
 from .module import HookedModule
@@ -35,6 +35,21 @@ class CaptureForTaps(CaptureForHooks, Protocol):
     @property
     def roots(self) -> Sequence[Root]: ...
 
+    @property
+    def objectives(self) -> ObjectivesOfTaps: ...
+
+
+class SharedByTaps(Protocol):
+    """The part of a tensor that objectives share which taps in graphs need."""
+
+    def gradient(self, name: str, gradient: torch.Tensor | None) -> None: ...
+
+
+class ObjectivesOfTaps(Protocol):
+    """The part of `Objectives` that taps in graphs need."""
+
+    def shared(self, tap: Origin, moment: Moment, tensor: torch.Tensor, *, is_kept: bool) -> SharedByTaps | None: ...
+
 
 @dataclass(slots=True)
 class _TappedCall:
@@ -44,6 +59,7 @@ class _TappedCall:
     repeat: int
     node: int
     """The sequence number that autograd gave to the node whose forward ran."""
+    shared: SharedByTaps | None = None
     num_gradients: int = 0
 
 
@@ -88,13 +104,16 @@ class TapRows:
             graph = call, 0
         elif key in self._calls:
             graph = None  # a recompute: the gradient belongs to the forward's call
-        if slice_.moment.mode != "no_grad" and graph is not None:
-            self._remember(key, tap, slice_.moment, *graph)
         keep = capture.keep_of(tap.rule_set, call)
+        if slice_.moment.mode != "no_grad" and graph is not None:
+            shared = capture.objectives.shared(tap.origin, slice_.moment, value, is_kept=bool(keep))
+            self._remember(key, tap, slice_.moment, *graph, shared)
         if keep:
             self._observe(tap.origin, slice_.moment, phase, call, 0, keep, value, None)
 
-    def _remember(self, key: _Key, tap: _RootTap, moment: Moment, call: int, repeat: int) -> None:
+    def _remember(
+        self, key: _Key, tap: _RootTap, moment: Moment, call: int, repeat: int, shared: SharedByTaps | None
+    ) -> None:
         if moment.step != self._step:
             self._step = moment.step
             kept = {old: [c for c in calls if c.moment.step >= moment.step] for old, calls in self._calls.items()}
@@ -105,7 +124,7 @@ class TapRows:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = []
         # Autograd numbers nodes for each thread, so the node whose forward runs now has the latest number.
-        calls.append(_TappedCall(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1))
+        calls.append(_TappedCall(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1, shared))
         del calls[:-_MAX_CALLS]
 
     def saw_gradient(self, gradient: torch.Tensor, key: _Key, *, is_total: bool) -> None:
@@ -120,6 +139,8 @@ class TapRows:
         call.num_gradients += 1
         tap = call.tap
         tap.root.gradient_at_tap(call.moment)
+        if call.shared is not None:
+            call.shared.gradient(key[0].removeprefix(OBJECTIVE), gradient)
         keep = self._capture.keep_of(tap.gradient_rule_set, call.call)
         if keep:
             note = None if is_total else _NOTE

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...sites import SKIPPED
+from ...sites import OBJECTIVE, OBJECTIVE_COSINE, SKIPPED
 from ..normal import EXACT, Movement
 from ..rows import (
     Catalog,
@@ -192,10 +193,6 @@ class NoGradient(StreakRule):
         yield from self._waiting.finish()
 
 
-PREFIX = "objective."
-"""The prefix of the names of the taps that `recorder.objective` makes."""
-
-
 class Objectives(StreakRule):
     name = "objectives"
     sentence = "The gradient of one objective at a shared tensor drowns that of another."
@@ -210,7 +207,7 @@ class Objectives(StreakRule):
         self._has_shared = False
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.site == "tap" and key.phase == "backward" and key.name.startswith(PREFIX)
+        return key.site == "tap" and key.phase == "backward" and key.name.startswith(OBJECTIVE)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the largest and the smallest root mean square among the objectives of one module."""
@@ -232,6 +229,93 @@ class Objectives(StreakRule):
         if not self._has_shared:
             self.why_not_judged = "needs the tensor that the objectives share: what they were handed are single numbers"
         return ()
+
+
+@dataclass(slots=True)
+class _Agreement:
+    """How the gradients of two objectives stood to each other, until the cosines below zero of the end."""
+
+    num: int = 0
+    cosine: float = 0.0
+    positive: float = 0.0
+    """The share of cosines above zero. Both means are of all records, later mostly of the last ones."""
+    below: list[float] = field(default_factory=list)
+    """The cosines since the last one above zero."""
+    since: int = 0
+    found: Finding | None = None
+    balance: int = 0
+    """Since the finding, the cosines below zero less those above it."""
+
+    def add(self, step: int, cosine: float, window: float) -> None:
+        if cosine < 0:
+            self.since = self.since if self.below else step
+            self.below.append(cosine)
+            return
+        for one in [*self.below, cosine]:
+            self.num += 1
+            weight = 1 / min(self.num, window)
+            self.cosine += (one - self.cosine) * weight
+            self.positive += ((one > 0) - self.positive) * weight
+        self.below.clear()
+
+
+class Flip(CheckRule):
+    name = "flip"
+    sentence = "The gradients of two objectives agreed at a shared tensor, and oppose each other from a step on."
+    sites, columns = ("scalar",), ("mean",)
+    settings = (
+        Setting("cosine", 0.15, "before, and as far below zero since", CALIBRATED),
+        Setting("share", 0.85, "of cosines above zero before", CALIBRATED),
+        Setting("before", 15, "records", CALIBRATED),
+        Setting("records", 10, "records", CALIBRATED),
+        Setting("window", 100, "records", "ours: how far the rule looks back"),
+    )
+    needs = "needs two objectives of one tensor: recorder.objective('main', hidden) in the model, and site=scalar"
+    advice = "look at what changed at this step: data, weights of the losses, labels of one objective"
+
+    def set_up(self) -> None:
+        self._pairs: dict[int, _Agreement] = {}
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.site == "scalar" and key.name.startswith(OBJECTIVE_COSINE)
+
+    def add(self, rows: Rows) -> Iterable[Finding]:
+        ids, firsts = grouped(rows.lanes, rows.steps)
+        means = np.bincount(ids, rows["mean"]) / np.bincount(ids)
+        for at, cosine in sorted(zip(firsts.tolist(), means.tolist(), strict=True), key=lambda one: rows.steps[one[0]]):
+            lane, step = int(rows.lanes[at]), int(rows.steps[at])
+            pair = self._pairs.setdefault(lane, _Agreement())
+            if not math.isfinite(cosine):
+                continue
+            pair.add(step, cosine, self.thresholds["window"])
+            if pair.found is not None:
+                pair.balance += 1 if cosine < 0 else -1
+            elif len(pair.below) >= self.thresholds["records"]:
+                pair.balance = len(pair.below)
+                pair.found = self._judge(lane, step, pair)
+        return ()
+
+    def _judge(self, lane: int, step: int, pair: _Agreement) -> Finding | None:
+        least, since = self.thresholds["cosine"], float(np.mean(pair.below))
+        has_agreed = pair.num >= self.thresholds["before"] and pair.positive >= self.thresholds["share"]
+        if not has_agreed or pair.cosine < least or since > -least:
+            return None
+        first, second = self.catalog.key_of(lane).name.removeprefix(OBJECTIVE_COSINE).split(":", 1)
+        what = f"the gradients of the objectives {first!r} and {second!r} agreed, and oppose each other since"
+        one = self.finding(lane, step, what, "cosine", since, -least, since=pair.since)
+        return one._replace(
+            detail=f"cosine about {pair.cosine:.2f} before, and {since:.2f} in the records up to step {step}"
+        )
+
+    def finish(self) -> Iterable[Finding]:
+        if not self._pairs:
+            self.why_not_judged = self.needs
+        for pair in self._pairs.values():
+            if (one := pair.found) is not None and pair.balance < 0:
+                what = one.what.replace("oppose each other since", "opposed each other for a while")
+                one = one._replace(severity=Severity.NOTE, what=what)
+            if one is not None:
+                yield one
 
 
 class Update(StreakRule):

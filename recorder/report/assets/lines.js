@@ -168,7 +168,7 @@ class Chart {
       context.strokeRect(left, y, width, 0);
       context.setLineDash([]);
       Object.assign(context, { font: `${11 * ratio}px system-ui, sans-serif`, fillStyle: cssColor("--accent") });
-      context.fillText(level.toExponential(), left + 4 * ratio, y - 4 * ratio);
+      if (level) context.fillText(level.toExponential(), left + 4 * ratio, y - 4 * ratio);
     }
     const bad = new Set(shown.flatMap((line) => line.bad));
     context.fillStyle = BAD_COLOR;

@@ -64,7 +64,7 @@ class App {
     this.panes = new PanesPanel(this, blocks.has("panes") ? await blocks.get("panes") : null);
     const { panels: wanted } = document.documentElement.dataset;
     this.panels = [
-      this.against, this.head, blocks.has("tokens") ? new TokensPanel(this, await blocks.get("tokens")) : null, this.panes, new MapPanel(this), this.lines, new NumbersPanel(this, wanted === undefined ? "rest" : "all"),
+      this.against, this.head, blocks.has("tokens") ? new TokensPanel(this, await blocks.get("tokens")) : null, this.panes, new MapPanel(this), this.lines, new NumbersPanel(this, "objectives"), new NumbersPanel(this, wanted === undefined ? "rest" : "all"),
       new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null),
       new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new DepthPanel(this), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
     ].filter((panel) => panel?.isShown && (wanted === undefined || wanted.split(" ").includes(panel.id)));

@@ -3,13 +3,14 @@
 const MAX_SCALARS = 8, TRACK_PIXELS = 118, STRIP_PIXELS = 72, LOG_FROM = 50;
 
 class NumbersPanel {
-  /** `part` is "head" for the loss and the norm, "rest" for the others, "all" in a pane. */
+  /** `part` is "head" for the loss and the norm, "objectives" for theirs, "rest" for the others, "all" in a pane. */
   constructor(app, part = "rest") {
-    Object.assign(this, { app, part, id: "numbers", title: "Numbers", charts: [] });
-    const shown = app.run.scalars.slice().sort((a, b) => this.rank(a) - this.rank(b));
+    const isObjectives = part === "objectives";
+    Object.assign(this, { app, part, id: isObjectives ? "objectives" : "numbers", title: isObjectives ? "Objectives" : "Numbers", charts: [] });
+    const shown = app.run.scalars.filter((one) => part === "all" || one.name.startsWith("objective.") === isObjectives).sort((a, b) => this.rank(a) - this.rank(b));
     const isHead = (one) => this.rank(one) < 2 && shown.findIndex((other) => this.rank(other) === this.rank(one)) === shown.indexOf(one);
     const isRate = (one) => /^lr\.|^grad_scale$/.test(one.name);
-    this.scalars = shown.filter((one) => part === "all" || (!isRate(one) && isHead(one) === (part === "head")));
+    this.scalars = shown.filter((one) => part === "all" || isObjectives || (!isRate(one) && isHead(one) === (part === "head")));
     this.rates = part === "head" ? shown.filter(isRate) : [];
     this.isShown = this.scalars.length > 0 || part === "head";
     this.listens = ["from", "to", "step", "each"];
@@ -27,7 +28,7 @@ class NumbersPanel {
   async update() {
     const { app } = this, { run, other, state } = app, flags = this.part === "head" ? app.flags() : [];
     const pictures = this.scalars.length || this.rates.length ? await Promise.all([run.picture("mean", "scalars"), other?.scalars.length ? other.picture("mean", "scalars") : null]) : [];
-    const drawn = this.scalars.slice(0, MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
+    const drawn = this.part === "objectives" ? this.ofObjectives(pictures) : this.scalars.slice(0, MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
     if (this.part === "head" && !this.scalars.some((one) => this.rank(one) === 1)) drawn.push(this.gradientNorms());
     const some = [...drawn.filter(Boolean), ...this.strips(pictures)];
     some.forEach((one, index) => {
@@ -35,7 +36,7 @@ class NumbersPanel {
       chart.height = one.isStrip ? STRIP_PIXELS : TRACK_PIXELS;
       this.body.append(chart.element);
       const values = one.lines.flatMap((line) => line.values).filter((value) => value > 0), isWide = Math.max(...values) > LOG_FROM * Math.min(...values);
-      const more = isLast && this.scalars.length > MAX_SCALARS ? `${plural(this.scalars.length - MAX_SCALARS, "more number")} not drawn` : "";
+      const more = isLast && this.part !== "objectives" && this.scalars.length > MAX_SCALARS ? `${plural(this.scalars.length - MAX_SCALARS, "more number")} not drawn` : "";
       chart.draw({ ...one, isLog: isWide && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast || this.part !== "head",
         flags: index ? flags.map((flag) => ({ ...flag, label: "" })) : flags, about: [...(one.about ?? []), more].filter(Boolean) });
     });
@@ -56,6 +57,20 @@ class NumbersPanel {
     lines = lines.filter((line) => line.bad.length || line.values.some((value) => value !== null && value !== undefined));
     const title = `${series.name || series.site}${series.mode === "train" ? "" : ` (${series.mode})`}`;
     return { title, about: series.path === "" ? [] : [`of ${pathText(series.path)}`], steps, lines };
+  }
+  /** Two pictures for each shared tensor: the norms of the gradients of its objectives, and the cosines between them. */
+  ofObjectives(pictures) {
+    const isEach = this.app.state.get("each") !== "0", paths = [...new Set(this.scalars.map((one) => one.path))];
+    return paths.slice(0, MAX_SCALARS / 2).flatMap((path) => [["objective.norm.", "norms of the gradients"], ["objective.cosine.", "cosines between the gradients"]].map(([start, title]) => {
+      const some = this.scalars.filter((one) => one.path === path && one.name.startsWith(start));
+      const groups = some.map((series, number) => {
+        const { steps, lines } = this.linesOf(series, ...pictures, isEach), name = series.name.slice(start.length).replace(":", " and ");
+        const isOne = lines.length === 1;
+        return [steps, lines.map((line) => ({ ...line, label: isOne ? name : `${name}, ${line.label}`, style: { ...line.style, stroke: lineColor(number) } }))];
+      });
+      const [steps, lines] = joinSteps(groups);
+      return { title, steps, lines, level: start === "objective.cosine." ? 0 : null, about: [`of objectives in ${pathText(path)}`] };
+    }).filter((one) => one.lines.length));
   }
   /** The learning rates and the scale of the gradients in flat pictures; those that never change in one line of text. */
   strips(pictures) {
