@@ -57,7 +57,7 @@ from .hooks.root import Root
 from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
 from .nonfinite import FirstNonFinite
 from .probe import Probe, ProbedGroup
-from .program_values import Objectives, Scalars, TapsByHand
+from .program_values import Scalars, SharedTensors, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
 from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
@@ -122,7 +122,7 @@ class Capture:
         self.roots: list[Root] = []
         self.past_roots: list[Root] = []
         self.root_calls = RootCalls()
-        self.objectives = Objectives(self)
+        self.objectives = SharedTensors(self)
         self.tap_rows = TapRows(self)
         self.aliases = Aliases(channel.put)
         self.is_open = True

@@ -134,7 +134,7 @@ class SharedTensor:
 
     __slots__ = ("__weakref__", "_arrived", "_keep", "_moment", "_names", "_origin", "_owner")
 
-    def __init__(self, owner: Objectives, origin: Origin, moment: Moment, keep: int) -> None:
+    def __init__(self, owner: SharedTensors, origin: Origin, moment: Moment, keep: int) -> None:
         self._owner, self._origin, self._moment, self._keep = owner, origin, moment, keep
         self._names: list[str] = []
         self._arrived: dict[str, torch.Tensor] = {}
@@ -177,7 +177,7 @@ class SharedTensor:
         self._owner.capture.observe(origin, moment, "forward", 0, repeat, self._keep, value)
 
 
-class Objectives:
+class SharedTensors:
     """Finds the tensors that several objectives share. The norms and cosines need no rule that records taps."""
 
     def __init__(self, capture: CaptureForHooks) -> None:
@@ -224,7 +224,7 @@ class Objectives:
 class TapsByHand:
     """The values that the program passes to `recorder.tap`. Training threads call the methods."""
 
-    def __init__(self, capture: CaptureForHooks, roots: Sequence[Root], objectives: Objectives) -> None:
+    def __init__(self, capture: CaptureForHooks, roots: Sequence[Root], objectives: SharedTensors) -> None:
         self._capture = capture
         self._roots = roots
         self._objectives = objectives

@@ -46,7 +46,7 @@ class SharedByTaps(Protocol):
 
 
 class ObjectivesOfTaps(Protocol):
-    """The part of `Objectives` that taps in graphs need."""
+    """The part of `SharedTensors` that taps in graphs need."""
 
     def shared(self, tap: Origin, moment: Moment, tensor: torch.Tensor, *, is_kept: bool) -> SharedByTaps | None: ...
 
