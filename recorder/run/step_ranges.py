@@ -174,7 +174,7 @@ def _fill(
 
 def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> None:
     """Append the pending rows to the files of their ranges, as one more Arrow stream in each file."""
-    if not pending:
+    if not any(table.num_rows for table in pending):
         return
     table = pa.concat_tables(pending).unify_dictionaries().combine_chunks()
     pending.clear()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import recorder
@@ -15,7 +16,7 @@ from recorder.analyze.stats import statistics
 from recorder.errors import ClusterError
 from recorder.run import step_ranges
 from recorder.run.selection import Selection
-from recorder.run.step_ranges import spread_over
+from recorder.run.step_ranges import cut_rows, spread_over
 from tests.rigs.merging import make_small_run
 
 
@@ -65,3 +66,11 @@ def test_a_process_that_sees_other_files_is_refused(
     monkeypatch.setattr(step_ranges.RunAsOpened, "of", classmethod(lambda cls, run: wrong))
     with pytest.raises(ClusterError, match=f"worker {socket.gethostname()} .*{said}"):
         statistics(run, Selection(), by=["step"], mapper=spread_over(executor, 2))
+
+
+def test_a_reader_that_yields_no_row_leaves_every_range_empty(tmp_path: Path) -> None:
+    run = recorder.open_run(make_small_run(tmp_path / "run"))
+    ranges = [(0, 1), (1, 100)]
+    empty = pa.table({"step": pa.array([], pa.int64())})
+    with cut_rows(run, ranges, lambda writers, steps: iter([empty, empty])) as tables_of:
+        assert [sum(table.num_rows for table in tables_of(steps)) for steps in ranges] == [0, 0]
