@@ -81,6 +81,8 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
         return {"run": run.run_id, **shown}
 
     def parts() -> Iterator[str | Table]:
+        if run.problems:
+            yield "note: the run is damaged, and what cannot be read was left out; recorder verify says where"
         steps = f"step {answer.first_step}"
         if answer.last_step > answer.first_step:
             steps = f"steps {answer.first_step} to {answer.last_step}"
@@ -101,4 +103,4 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
         if answer.num_contradictions > 1:
             yield f"{answer.num_contradictions - 1} more contradict theirs; recorder first names replicas that differ"
 
-    return Reply(members=members, parts=parts, exit_code=int(answer.contradiction is not None))
+    return Reply(members=members, parts=parts, exit_code=int(bool(run.problems) or answer.contradiction is not None))

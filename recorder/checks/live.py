@@ -26,6 +26,7 @@ from operator import attrgetter
 import numpy as np
 
 from ..records import Measured, ProbedSeries, ProbedStep, Staged
+from ..sites import GRADIENTS
 from ..system import log
 from .book import Thresholds, make_rules
 from .engine import Engine
@@ -172,7 +173,8 @@ class LiveChecks:
         if due:
             self._engine.add(concatenate(due))
         self._engine.flush()
-        for finding in self._engine.take():
+        # The forward comes before the backward, and of several steps the first.
+        for finding in sorted(self._engine.take(), key=lambda one: (one.step, one.site in GRADIENTS)):
             self._on_finding(finding)
 
     def _end_step(self, probed: ProbedStep, rows: list[tuple[object, ...]]) -> None:

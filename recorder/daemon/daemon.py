@@ -167,6 +167,7 @@ class Daemon:
             is_all_there = self._is_all_there() and not self._stop.is_set()
             self._finish()
             self.left = sum(len(writer.backlog) for run in self.runs for writer in run.all_writers)
+            self.left += sum(len(run.backlog) for run in self.runs if run.there.was_pruned)
             is_clean = not (self.counters.total("conflicts") or self.left or self.unshipped)
             return int(not (is_all_there and is_clean))
 

@@ -204,7 +204,8 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{where}: not JSON: {error}") from error
+        why = f"not JSON: {error}" if text.strip() else "the file is empty"
+        raise CorruptError(f"{where}: {why}") from error
     if not isinstance(value, dict):
         raise CorruptError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value

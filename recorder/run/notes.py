@@ -374,7 +374,8 @@ def strays(run: Run) -> Iterator[str]:
     folders = {writer.directory for writer in run.writers}
     irregular: dict[str, None] = {}
     """The links, pipes and devices in a folder, the only files for which a store asks whether they are a part."""
-    for folder in sorted({run.path, *(one.parent for one in folders), *folders}, key=str):
+    known = {run.path, *(one.parent for one in folders), *folders}
+    for folder in sorted(known, key=str):
 
         def is_stray(name: str, folder: Location = folder) -> bool:
             is_shard = folder in folders and parse_shard_name(name) is not None
@@ -389,7 +390,9 @@ def strays(run: Run) -> Iterator[str]:
                 yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
         directories = store.list_directory(folder, directories=True)
         named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
-        for inner in directories if folder in folders else ():  # the glob of polars looks below a writer's directory
+        for inner in directories:  # the glob of polars looks below them, too
+            if folder / inner in known:
+                continue
             files = store.list_directory(folder / inner, directories=False)
             named += [f"{inner}/{name}" for name in files if name.endswith(".arrow")][:_MAX_STRAYS]
         for name in named:

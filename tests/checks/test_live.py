@@ -67,6 +67,16 @@ def test_the_last_step_is_judged_at_the_end() -> None:
     assert [one.rule for _, one in fed.said] == ["nonfinite"]
 
 
+def test_of_one_step_the_forward_is_told_before_the_gradients() -> None:
+    fed = Fed()
+    for step in range(130):
+        sound(fed, step, 30.0 if step == 120 else 1.0)
+        if step == 120:
+            fed.see(step, np.full(8, 1e6), "down", site="grad", name="weight", phase="optimizer")
+    assert [(one.rule, one.site) for _, one in fed.said][0] == ("spike", "scalar")
+    assert {one.site for _, one in fed.said[1:]} == {"grad"}
+
+
 def test_a_spike_of_the_loss_and_a_jump_of_the_gradients_are_told_once() -> None:
     fed = Fed()
     for step in range(130):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recorder.format.rundir import RUN_MANIFEST, encode_manifest, read_json
@@ -272,6 +273,21 @@ def test_each_of_several_strays_of_a_directory_is_named(cli: Cli, run: Path) -> 
     for name in "abcd":
         assert lines(found, "note", f"{folder / name}.arrow", "none of the run's shards"), name
     assert codes(cli, run) == (0, 1)
+
+
+def test_a_shard_that_is_gone_is_no_early_end_of_its_rank(cli: Cli, run: Path) -> None:
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        rows = training(5, rank)
+        writer.add_shard([rows], kind="stats", with_index=False)
+        probe = make_row(len(rows), np.ones(5), step=0, rank=rank, site="probe", name="output")
+        writer.add_shard([[probe]], kind="probe")
+        writer.finish(roots=root(), rules=[RULE], ledger=ledger(len(rows) + 1))
+    next(run.glob("rank=00001/*/stats-*.arrow")).unlink()
+    found = cli("doctor", run)
+    assert found.exit_code == 1 and "closed its record before" not in found.out
+    assert lines(found, "missing", "rank 1, steps 0..4")
+    assert cli("layouts", run).exit_code == 1
 
 
 def test_a_forged_count_of_removed_rows_is_not_told_as_a_fact(cli: Cli, run: Path) -> None:

@@ -46,6 +46,20 @@ def test_a_prune_removes_what_is_old_and_neither_marked_nor_under_way(
     assert (code, daemon.counters.total("uploads")) == (0, 0), "a node does not put it there again"
 
 
+def test_once_says_what_a_pruned_run_did_not_ship(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    assert ship(tmp_path, to)[0] == 0
+    destination = parse_destination(to, Throttle(0))
+    (plan,) = plan_prune(destination, older_than_s=1.0, now_s=time.time() + LATER_S)
+    assert prune(destination, plan.run)
+    assert ship(tmp_path, to)[0] == 0, "all of it was there"
+    late = HandmadeWriter(run, 2)
+    late.add_shard([[make_row(0, np.ones(64, np.float32), rank=2)]])
+    late.finish(state="closed")
+    code, daemon = ship(tmp_path, to)
+    assert code == 1 and daemon.left > 0
+
+
 def test_a_run_that_changes_between_the_look_and_the_prune_stays(tmp_path: Path, store: StoreServer, to: str) -> None:
     small_run(tmp_path)
     assert ship(tmp_path, to)[0] == 0

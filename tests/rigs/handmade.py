@@ -15,7 +15,7 @@ import pyarrow as pa
 from recorder.columns import METADATA_COLUMNS, SCHEMA
 from recorder.format.codec import Encoder, max_encoded_bytes
 from recorder.format.integrity import batch_metadata, seal_metadata
-from recorder.format.rundir import index_name, open_name, rank_dir, shard_name
+from recorder.format.rundir import SHARD_KINDS, index_name, open_name, rank_dir, shard_name
 from recorder.numerics.dtypes import item_bytes
 
 Row = dict[str, Any]
@@ -138,7 +138,7 @@ class HandmadeWriter:
         self.directory.mkdir(parents=True)
         _grow_world(run / "_run.json", rank + 1)
         self.num_rows = 0
-        self._num_shards = {"tensors": 0, "stats": 0}
+        self._num_shards = dict.fromkeys(SHARD_KINDS, 0)
         self.manifest: dict[str, Any] = {
             "format": "recorder",
             "version": [1, 0],

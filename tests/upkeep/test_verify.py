@@ -228,6 +228,15 @@ def test_a_file_below_a_writers_directory_is_a_fault_too(run_path: Path) -> None
     assert str(folder / "tensors-000000.arrow") in fault and "none of the run's shards" in fault
 
 
+def test_a_shard_in_a_folder_that_is_no_writers_is_a_fault(run_path: Path) -> None:
+    shard = next(run_path.glob("rank=00000/*/*.arrow"))
+    folder = run_path / "notes"
+    folder.mkdir()
+    shutil.copy(shard, folder)
+    (fault,) = faults(run_path)
+    assert str(folder / shard.name) in fault and "none of the run's shards" in fault
+
+
 def test_each_of_several_strays_of_a_directory_is_named(run_path: Path) -> None:
     folder = next(run_path.glob("rank=00000/*/"))
     os.mkfifo(folder / "a.arrow")

@@ -163,7 +163,7 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
         if cause != _PASSED and (is_open is not None or balance.observed or cause == DAMAGED):
             yield _Gaps.anytime(cause, np.zeros(1, np.int64), np.full(1, _END), balance.observed)
         return
-    yield from _gaps_between(balance, rows, spans, usual_between)
+    yield from _gaps_between(writer, rows, spans, usual_between)
     rest = balance.observed - int(rows.seq[-1]) - 1
     at_end = min((kind for _, high, kind in spans if high == _END), default=None) if rest > 0 else None
     cause = next((one for one in (at_end, is_open, usual if rest > 0 else _PASSED) if one is not None), _PASSED)
@@ -173,8 +173,9 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
 
 
 def _gaps_between(
-    balance: Balance, rows: NumberedRows, spans: Sequence[tuple[int, int, int]], usual: int
+    writer: RecordedWriter, rows: NumberedRows, spans: Sequence[tuple[int, int, int]], usual: int
 ) -> Iterator[_Gaps]:
+    balance = writer.balance
     indices = np.flatnonzero(np.diff(rows.seq) > 1)
     before, after = rows.seq[indices], rows.seq[indices + 1]
     first, last = rows.step[indices], rows.step[indices + 1]
@@ -187,6 +188,10 @@ def _gaps_between(
         for low, high, kind in spans:
             if kind == cause:
                 causes[(after > low + 1) & (before < high - 1)] = cause
+    # A row of the probe has the first step of its block, and is numbered after the last step of the block.
+    own = np.flatnonzero(~np.isin(rows.shard, [i for i, shard in enumerate(writer.all_shards) if shard.is_of_probe]))
+    steps_after = np.append(rows.step[own], _END)[np.searchsorted(own, np.searchsorted(rows.seq, after))]
+    last = np.where((causes == DAMAGED) | (causes == UNACCOUNTED), np.maximum(last, steps_after), last)
     for cause in CAUSES:
         of = causes == cause
         if of.any():

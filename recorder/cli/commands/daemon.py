@@ -206,7 +206,7 @@ def _prune_reply(
         state = "would go" if goes else "stays"
         if goes and is_wanted:
             try:
-                state = "removed" if prune(destination, run) else "stays: it has changed just now"
+                state = "removed" if prune(destination, run) else "stays: was changed or marked meanwhile"
             except StoreError as error:
                 state, exit_code = f"failed: {error}", 1
         entries.append({"run": run.key, "bytes": run.num_bytes, "objects": run.num_objects, "state": state, "why": why})

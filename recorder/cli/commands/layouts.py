@@ -17,7 +17,7 @@ def command(path: RunPath = None) -> Reply:
     assumed. `recorder show MODULE --where` draws one value. The command looks at the first steps of the run, up to
     200,000 rows of all ranks, and says which.
 
-    Exit code 1: the ranks' values contradict a layout. The first such value is named.
+    Exit code 1: the ranks' values contradict a layout, of which the first value is named, or the run is damaged.
     """
     run = open_run(path)
     return reply_of(run, layouts(run))

@@ -161,7 +161,8 @@ class RunShipper:
     @property
     def backlog(self) -> list[Stamp]:
         """The sealed files that the destination has not confirmed, listed now, as no job ends while the store hangs."""
-        if self.is_settled or self.there.conflict or self.unreadable:
+        is_out = self.there.conflict and not self.there.was_pruned
+        if self.is_settled or is_out or self.unreadable:
             return []
         found: list[Stamp] = []
         with contextlib.suppress(OSError), self.there.open() as folder:
@@ -270,7 +271,7 @@ class RunShipper:
                     told = news.setdefault(key, {**first, "module_path": one.module, "text": one.text})
                     told["ranks"].append(writer.rank)
         self._seen_findings |= news.keys()
-        return list(news.values())
+        return sorted(news.values(), key=lambda one: (one["step"], one["severity"] != "error"))  # the cause first
 
     def look_again(self) -> None:
         self._next_look_s = 0.0

@@ -192,6 +192,7 @@ def test_a_run_that_cannot_be_read_is_said_and_a_merged_one_left_out(tmp_path: P
         ("select nothing from rows", 'column "nothing" not found'),
         ("select from from", "syntax error"),
         ("select * from row", "Table with name row does not exist"),
+        ("select * from read_text('/etc/hostname')", "disabled by configuration"),
     ],
 )
 def test_a_wrong_question_is_answered_in_duckdbs_words(tmp_path: Path, cli: Cli, question: str, why: str) -> None:
