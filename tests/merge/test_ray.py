@@ -34,6 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", UNIT_BYTES)
     monkeypatch.setattr("recorder.run.step_ranges.MAX_ROWS", 20)
+    monkeypatch.setattr("recorder.analyze.check.reading.RANGE_ROWS", 20)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_merge_is_the_same_to_the_last_byte(cli: Cli, cluster: Nodes, run: Pat
     assert_is_merge(tmp_path / "there", run)
 
 
-@pytest.mark.parametrize("command", ["stats RUN --global --by module", "diff RUN OTHER"])
+@pytest.mark.parametrize("command", ["stats RUN --global --by module", "diff RUN OTHER", "check OTHER"])
 def test_questions_have_the_same_answer(cli: Cli, cluster: Nodes, run: Path, tmp_path: Path, command: str) -> None:
     paths = {"RUN": run, "OTHER": make_astray(tmp_path / "other", 0.01)}
     words = [paths.get(word, word) for word in command.split()]

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import recorder
+from recorder.analyze.check.check import check
 from recorder.analyze.stats import statistics
 from recorder.errors import ClusterError
 from recorder.run import step_ranges
@@ -36,6 +37,15 @@ def test_processes_answer_as_this_one_does(executor: Executor, run: recorder.Run
     here = statistics(run, Selection(), by=["step"])
     there = statistics(run, Selection(), by=["step"], mapper=spread_over(executor, 2))
     assert there.table.equals(here.table) and there.notes == here.notes
+
+
+def test_processes_read_for_check(executor: Executor, run: recorder.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recorder.analyze.check.reading.RANGE_ROWS", 20)
+    here = check(run)
+    assert check(run, mapper=spread_over(executor, 2)) == here
+    monkeypatch.setattr(step_ranges, "versions", lambda: {"pyarrow": "1.0"})
+    with pytest.raises(ClusterError, match="install the same version"):
+        check(run, mapper=spread_over(executor, 2))
 
 
 def test_an_executor_that_ended_is_no_damage(run: recorder.Run) -> None:

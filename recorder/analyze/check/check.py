@@ -28,6 +28,7 @@ from ...rules import Rule, parse_rules
 from ...run.notes import left_out
 from ...run.reply import Reply, StateLine, Table, table_of
 from ...run.run import Run
+from ...run.step_ranges import Mapper, map_serially
 from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
 from ..doctor.slots import read_rules
 from .reading import RunRows
@@ -65,6 +66,7 @@ def check(
     own: Sequence[type[CheckRule]] = (),
     baselines: Sequence[Run] = (),
     widths: Sequence[Run] = (),
+    mapper: Mapper = map_serially,
 ) -> Checked:
     """Judge a training by the statistics of its values.
 
@@ -76,6 +78,7 @@ def check(
         baselines: runs of the same training that went well. The rules `unusual` and `invariant` compare the run with
             them. A finding that a rule also makes in these runs is only a note.
         widths: runs of the same training at other widths, for the rule `width`.
+        mapper: reads ranges of steps of `run`, in this process or in others. The rules run here.
 
     Raises:
         ConfigError: there is no rule of a name (the message names the nearest), or one of `own` has the name of an
@@ -86,7 +89,7 @@ def check(
         raise ConfigError(f"rule {min(twice)!r}: a package brings a rule of that name; give yours another name")
     known = [*RULES, *installed, *own]
     chosen = [find_rule(name, known) for name in dict.fromkeys(rules)] or known
-    rows = RunRows(run, [name for rule in chosen for name in rule.columns])
+    rows = RunRows(run, [name for rule in chosen for name in rule.columns], mapper=mapper)
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
     normal, known_to = _learnt(baselines, chosen, settings) if baselines else (None, [])
     others = [_sizes(one, int(settings.get(Width.name, {}).get("steps", Width.default("steps")))) for one in widths]

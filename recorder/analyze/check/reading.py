@@ -9,8 +9,8 @@ it cannot be computed from them. No Python loop runs over rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from ...numerics.keys import by_distinct, encode, group_rows
 from ...numerics.moments import integers, numbers
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import GlobalView, RecordedWriter, Run
-from ...run.step_ranges import Attempts, cut_rows, first_parts
+from ...run.step_ranges import Attempts, Mapper, cut_rows, first_parts, map_serially
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
@@ -57,12 +57,15 @@ class RunRows:
 
     `columns` are read besides the usual statistics, unless no version of the format has them. `steps` go from the first
     up to, but not including, the last; None means all. `catalog` may be that of earlier rows of the same run. The probe
-    is read if `steps` is None, because a block of the probe is written long after its first step.
+    is read if `steps` is None, because a block of the probe is written long after its first step. `mapper` reads
+    ranges of steps in this process or in others; the probe is read here.
     """
 
     def __init__(
-        self, run: Run, columns: Sequence[str] = (), steps: Steps | None = None, catalog: Catalog | None = None
-    ) -> None:
+        self, run: Run, columns: Sequence[str] = (), steps: Steps | None = None, catalog: Catalog | None = None,
+        mapper: Mapper = map_serially,
+    ) -> None:  # fmt: skip
+        self._mapper = mapper
         self._details = _details(columns)
         self._run = run
         self._numbers = _numbers(columns)
@@ -99,9 +102,8 @@ class RunRows:
         """Yield the rows of the next steps, sorted by step, rank and `seq`."""
         attempts = Attempts(self._run)
         ranges = self._ranges()
-        with cut_rows(self._run, ranges, self._tables) as tables_of:
-            for steps in ranges:
-                table = pa.concat_tables([self._schema.empty_table(), *tables_of(steps)]).unify_dictionaries()
+        with self._read(ranges) as tables:
+            for table in tables:
                 counts = attempts.counting(table)
                 if not counts.all():
                     self.num_superseded += int((~counts).sum())
@@ -113,6 +115,25 @@ class RunRows:
                     self.num_rows += len(rows) - num_probed
                     self.num_probed += num_probed
                     yield rows
+
+    @contextmanager
+    def _read(self, ranges: list[Steps]) -> Iterator[Iterator[Any]]:
+        """Make an iterator over the table of each range."""
+        if self._mapper is map_serially or len(ranges) == 1:
+            with cut_rows(self._run, ranges, self._tables) as tables_of:
+                yield (self._joined(tables_of(steps)) for steps in ranges)
+            return
+        read = self._mapper(_RangeReader, (self._run, [*self._details, *self._numbers]), ((one,) for one in ranges))
+        with cut_rows(self._run, ranges, self._probes) as probes_of:
+            yield (
+                self._joined(
+                    [*([table] if table is not None else self._recorded(self._run.writers, steps)), *probes_of(steps)]
+                )
+                for steps, table in zip(ranges, read, strict=True)
+            )
+
+    def _joined(self, tables: Iterable[Any]) -> Any:
+        return pa.concat_tables([self._schema.empty_table(), *tables]).unify_dictionaries()
 
     def of_table(self, table: Any) -> Rows:
         """Return the rows of a table with the columns of `columns_read`; each step must be of one attempt only."""
@@ -132,6 +153,10 @@ class RunRows:
         return list(zip([_EVERY[0], *ends], [*ends, _EVERY[1]], strict=True))
 
     def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
+        yield from self._recorded(writers, steps)
+        yield from self._probes(writers, steps)
+
+    def _recorded(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         wanted = (*_ORDER, *self._numbers, *_TEXTS)
         sources = dict.fromkeys(SOURCES[name] for name in self._details)
         for table in first_parts(writers, steps, (*wanted, *sources), is_all=steps == _EVERY):
@@ -141,6 +166,8 @@ class RunRows:
                 table.column(name).dictionary_encode() if name in _TEXTS else table.column(name) for name in wanted
             ]
             yield pa.Table.from_arrays([*columns, *self._more(table)], schema=self._schema)
+
+    def _probes(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         if self._probe is not None:
             for writer in writers:
                 yield from self._probed(writer, steps)
@@ -201,6 +228,18 @@ class RunRows:
         pairs, ids = by_distinct(table, ("root", "rank"), part_and_peer)
         parts, peers = np.array(pairs, np.int64).reshape(-1, 2)[ids].T
         return np.array(series_of, np.int64)[groups.ids], parts, peers
+
+
+class _RangeReader(RunRows):
+    """Reads the rows of a range for another process, without the probe."""
+
+    def __init__(self, run: Run, columns: Sequence[str]) -> None:
+        super().__init__(run, columns, steps=_EVERY)
+
+    def __call__(self, steps: Steps) -> Any | None:
+        """Return the table of a range; None if the run is damaged, because the other process has to say so."""
+        table = self._joined(self._recorded(self._run.writers, steps))
+        return None if self._run.problems else table
 
 
 def columns_read(columns: Sequence[str]) -> list[str]:

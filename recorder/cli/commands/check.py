@@ -12,7 +12,7 @@ from ...errors import LookupFailedError
 from ...rules import hint
 from ...run.reply import Reply
 from ...run.run import open_run
-from ..options import RunPath, local_path
+from ..options import RunPath, SchedulerOption, local_path, mapper_for
 from ..paths import other_runs
 
 EPILOG = "Examples: recorder check recordings --set spike.sigmas=8    recorder check --list"
@@ -49,6 +49,7 @@ def command(
     is_verbose: Annotated[
         bool, typer.Option("--verbose", help="Name each rule that is not judged, and what it needs.")
     ] = False,
+    scheduler: SchedulerOption = None,
 ) -> Reply:
     """Say what is wrong with a training, rule by rule.
 
@@ -70,6 +71,8 @@ def command(
         return rules_reply(known, thresholds)
     run = open_run(path)
     given = (("--baseline", baselines or []), ("--width", widths or []))
-    checked = check(run, rule or [], thresholds, own, *(other_runs(*some, {"the run to check": run}) for some in given))
+    others = [other_runs(*some, {"the run to check": run}) for some in given]
+    with mapper_for(scheduler) as mapper:
+        checked = check(run, rule or [], thresholds, own, *others, mapper=mapper)
     fails_from = None if fail_on == _NEVER else _FAIL_ON.index(fail_on)
     return reply_of(run, checked, path or run.name, fails_from=fails_from, is_verbose=is_verbose or bool(rule))
