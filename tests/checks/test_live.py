@@ -73,7 +73,7 @@ def test_of_one_step_the_forward_is_told_before_the_gradients() -> None:
         sound(fed, step, 30.0 if step == 120 else 1.0)
         if step == 120:
             fed.see(step, np.full(8, 1e6), "down", site="grad", name="weight", phase="optimizer")
-    assert [(one.rule, one.site) for _, one in fed.said][0] == ("spike", "scalar")
+    assert next((one.rule, one.site) for _, one in fed.said) == ("spike", "scalar")
     assert {one.site for _, one in fed.said[1:]} == {"grad"}
 
 

@@ -264,10 +264,10 @@ class Flip(CheckRule):
     sentence = "The gradients of two objectives agreed at a shared tensor, and oppose each other from a step on."
     sites, columns = ("scalar",), ("mean",)
     settings = (
-        Setting("cosine", 0.15, "before, and as far below zero since", CALIBRATED),
-        Setting("share", 0.85, "of cosines above zero before", CALIBRATED),
-        Setting("before", 15, "records", CALIBRATED),
-        Setting("records", 10, "records", CALIBRATED),
+        Setting("cosine", 0.15, "before, and as far below zero since", "ours"),
+        Setting("share", 0.85, "of cosines above zero before", "ours"),
+        Setting("before", 15, "records", "ours"),
+        Setting("records", 10, "records", "ours"),
         Setting("window", 100, "records", "ours: how far the rule looks back"),
     )
     needs = "needs two objectives of one tensor: recorder.objective('main', hidden) in the model, and site=scalar"

@@ -71,8 +71,8 @@ def command(
         return rules_reply(known, thresholds)
     run = open_run(path)
     given = (("--baseline", baselines or []), ("--width", widths or []))
-    others = [other_runs(*some, {"the run to check": run}) for some in given]
+    sound, widened = (other_runs(*some, {"the run to check": run}) for some in given)
     with mapper_for(scheduler) as mapper:
-        checked = check(run, rule or [], thresholds, own, *others, mapper=mapper)
+        checked = check(run, rule or [], thresholds, own, sound, widened, mapper=mapper)
     fails_from = None if fail_on == _NEVER else _FAIL_ON.index(fail_on)
     return reply_of(run, checked, path or run.name, fails_from=fails_from, is_verbose=is_verbose or bool(rule))
