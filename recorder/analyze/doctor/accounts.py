@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...run.run import Balance, RecordedWriter
+from ...run.run import RecordedWriter
 from ...sites import PROBE, SITE_OF
 from .slots import SLOT_SITES
 

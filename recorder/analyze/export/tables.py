@@ -275,7 +275,7 @@ def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
                 for name, part in (one for run in of for one in tables_of(run, names)):
                     connection.register("_part", part)
                     connection.execute(f"insert into {name} from _part")
-            connection.execute("set enable_external_access = false")  # a query reads the tables, and no file beside them
+            connection.execute("set enable_external_access = false")  # a query reads the tables and no file
             asked = connection.execute(question)
             return Answered([column[0] for column in asked.description or ()], asked.fetchall())
         except duckdb.Error as error:
