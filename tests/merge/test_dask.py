@@ -97,6 +97,17 @@ def test_questions_have_the_same_answer(cli: Cli, cluster: Workers, run: Path, t
     assert json.loads(here.out)
 
 
+def test_a_catalog_has_the_same_findings(cli: Cli, cluster: Workers, run: Path, tmp_path: Path) -> None:
+    for name, options in (("here", []), ("there", ["--scheduler", cluster.address])):
+        made = cli("catalog", run.parent, "--catalog", tmp_path / name, *options)
+        assert made.exit_code == 0, made.err
+    answers = [
+        cli("sql", "select * from findings order by all", "--catalog", tmp_path / name, "--json").json["rows"]
+        for name in ("here", "there")
+    ]
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ...columns import METADATA_COLUMNS, SCHEMA
 from ...errors import CorruptError, LookupFailedError, UnsupportedError, not_installed
 from ...run.probe import PROBE_SCHEMA, probe_tables
 from ...run.run import Run
-from ...run.step_ranges import Attempts
+from ...run.step_ranges import Attempts, Mapper, map_serially
 from ..check.check import check
 
 _MAX_ROWS = 1 << 19
@@ -57,13 +58,15 @@ TABLES: dict[str, pa.Schema] = {
 
 
 def tables_of(
-    run: Run, names: Collection[str] = tuple(TABLES), *, max_rows: int = _MAX_ROWS
+    run: Run, names: Collection[str] = tuple(TABLES), *, max_rows: int = _MAX_ROWS, mapper: Mapper = map_serially
 ) -> Iterator[tuple[str, Any]]:
     """Yield the tables of a run in parts, each with its name; no part has more than about `max_rows` rows.
 
     Rows of steps that a restart repeated are left out, and so is what is damaged, of which `num_problems` is the count.
+    `mapper` reads ranges of steps for the findings, in this process or in others.
     """
-    makers = {"rows": _rows, "probe": _probe, "findings": _findings, "runs": _run}
+    makers: dict[str, Callable[[Run, int], Iterator[Any]]]
+    makers = {"rows": _rows, "probe": _probe, "findings": partial(_findings, mapper=mapper), "runs": _run}
     created = datetime.fromtimestamp((run.manifest.created_ns or 0) / 1e9, UTC)
     for name in (one for one in TABLES if one in names):
         for part in makers[name](run, max_rows):
@@ -96,14 +99,14 @@ def _run(run: Run, max_rows: int) -> Iterator[Any]:
     )  # fmt: skip
 
 
-def _findings(run: Run, max_rows: int) -> Iterator[Any]:
+def _findings(run: Run, max_rows: int, *, mapper: Mapper) -> Iterator[Any]:
     hosts = {writer.rank: writer.manifest.host or "" for writer in run.writers}
     found = [
         {
             **one._asdict(), "severity": one.severity.word, "first_step": one.first_step, "text": one.text,
             "ranks": list(one.ranks), "hosts": sorted({hosts[rank] for rank in one.ranks if rank in hosts}),
         }
-        for one in check(run).findings
+        for one in check(run, mapper=mapper).findings
     ]  # fmt: skip
     yield pa.Table.from_pylist(found, pa.schema(list(TABLES["findings"])[2:]))
 
@@ -184,12 +187,15 @@ class RunTables:
         """Return whether the run is registered as it is now."""
         return self._registered.get(run.run_id) == (sum(one.shard_bytes for one in run.writers), state_of(run))
 
-    def register(self, run: Run) -> int:
-        """Put the run into the tables, in place of what they have of it; return the number of its rows."""
+    def register(self, run: Run, mapper: Mapper = map_serially) -> int:
+        """Put the run into the tables, in place of what they have of it; return the number of its rows.
+
+        `mapper` reads ranges of steps for the findings, in this process or in others.
+        """
         from pyiceberg.expressions import EqualTo
 
         num_rows = 0
-        for name, parts in groupby(tables_of(run), lambda part: part[0]):
+        for name, parts in groupby(tables_of(run, mapper=mapper), lambda part: part[0]):
             with self._tables[name].transaction() as change, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Delete operation did not match any records")
                 change.delete(EqualTo("run_id", run.run_id))  # type: ignore[call-arg, arg-type] # its checker needs a plugin

@@ -7,13 +7,13 @@ from ...errors import LookupFailedError, RecorderError
 from ...run.finding import find_folder, find_run
 from ...run.reply import Aside, Reply
 from ...system.text import counted
-from ..options import CatalogPlace, RunsPath
+from ..options import CatalogPlace, RunsPath, SchedulerOption, mapper_for
 from ..paths import opened_runs
 
 EPILOG = "Examples: recorder catalog    recorder catalog recordings --catalog fleet-catalog --json"
 
 
-def command(path: RunsPath = None, catalog: CatalogPlace = None) -> Reply:
+def command(path: RunsPath = None, catalog: CatalogPlace = None, scheduler: SchedulerOption = None) -> Reply:
     """Register runs in an Iceberg catalog, as tables.
 
     Other programs read the tables, of all runs of a folder or a store: runs, rows (without tensors), probe and
@@ -36,13 +36,13 @@ def command(path: RunsPath = None, catalog: CatalogPlace = None) -> Reply:
         rows = counted(sum(registered.values()), "row")
         yield f"{where}: {counted(len(registered), 'run')} registered, {rows}; {num_known} were there as they are"
 
-    with opened_tables(where, is_new=True) as tables:
+    with mapper_for(scheduler) as mapper, opened_tables(where, is_new=True) as tables:
         for run in opened_runs(path, problems):
             try:
                 if tables.has(run):
                     num_known += 1
                     continue
-                registered[str(run.path)] = tables.register(run)
+                registered[str(run.path)] = tables.register(run, mapper)
                 problems.extend(run.problems)
             except RecorderError as error:
                 problems.append(str(error))
