@@ -7,6 +7,7 @@ the status of its answer is read, and a redirect is never followed.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -16,7 +17,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -44,15 +44,26 @@ def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
         finding |= {"run": run.key, "name": run.name, "command": command}
         logger.warning("%s; type: %s", _line(finding), command, extra={"finding": finding})
     url = run.shared.settings.webhook
-    rules = {rule for rule in {str(finding["rule"]) for finding in findings} if url and _is_first(run, rule)}
+    marks = {rule: _mark_of(run, rule) for rule in {str(finding["rule"]) for finding in findings}} if url else {}
+    rules = {rule: mark for rule, mark in marks.items() if _is_first(run, mark)}
+
+    def counted(result: str) -> None:
+        run.shared.counters.add("webhooks", result)
+        if result == "failed":  # whoever finds the same next may try
+            with contextlib.suppress(StoreError):
+                run.shared.destination.delete(list(rules.values()))
+
     if due := [finding for finding in findings if finding["rule"] in rules]:
-        tell_webhook(url, due, partial(run.shared.counters.add, "webhooks"))
+        tell_webhook(url, due, counted)
 
 
-def _is_first(run: RunShipper, rule: str) -> bool:
-    """Put the mark of today for a rule; return False if it was there. A store that fails stops no message."""
+def _mark_of(run: RunShipper, rule: str) -> str:
     name = re.sub(r"[^A-Za-z0-9.-]", "-", rule)[:60]
-    key = f"{run.key}/{_TOLD}/{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
+    return f"{run.key}/{_TOLD}/{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
+
+
+def _is_first(run: RunShipper, key: str) -> bool:
+    """Put the mark of today for a rule; return False if it was there. A store that fails stops no message."""
     try:
         run.shared.destination.put_if(key, encode_manifest({"node": run.shared.node, "time_ns": time.time_ns()}), None)
     except TakenError:
@@ -93,7 +104,8 @@ def message(findings: list[dict[str, Any]], *, is_slack: bool) -> dict[str, Any]
 
 def _line(finding: dict[str, Any]) -> str:
     ranks = ", ".join(map(str, finding["ranks"])) or "all"
-    return f"{finding['name']} ({finding['run']}), ranks {ranks}: {finding['rule']}: {finding['text']}"
+    which = f"rank {ranks}" if len(finding["ranks"]) == 1 else f"ranks {ranks}"
+    return f"{finding['name']} ({finding['run']}), {which}: {finding['rule']}: {finding['text']}"
 
 
 def _post(url: str, body: dict[str, Any]) -> int:

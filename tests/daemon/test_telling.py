@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
 import threading
 import time
 import urllib.request
@@ -138,7 +139,7 @@ def test_a_finding_moves_its_counter_and_is_posted_by_one_of_the_daemons(
     assert sorted(told) == ["nonfinite", "spike"] and body["number"] == 2
     assert told["nonfinite"]["command"] == f"recorder first file://{there}/{run.key}"
     assert told["spike"]["name"] == run.name and told["spike"]["ranks"] == [0]
-    line = f"{run.name} ({run.key}), ranks 0: nonfinite: step 50, '1' output"
+    line = f"{run.name} ({run.key}), rank 0: nonfinite: step 50, '1' output"
     assert line in body["text"] and line in caplog.text
     assert any('module="1"' in line and 'rule="nonfinite"' in line and line.endswith(" 1.0") for line in lines), lines
     assert any('module=""' in line and 'rule="jump"' in line and line.endswith(" 0.0") for line in lines), lines
@@ -147,6 +148,21 @@ def test_a_finding_moves_its_counter_and_is_posted_by_one_of_the_daemons(
     (spiked / "state2").mkdir()
     with at_work(spiked, str(there), **own, state=str(spiked / "state2")) as daemon:  # as another node sees the same
         wait_until(lambda: daemon.runs and not daemon.runs[0].live_news() and daemon.runs[0].is_settled)
+    assert len(receiver.bodies) == 1
+
+
+def test_a_message_that_could_not_be_posted_is_not_marked_as_posted(spiked: Path, receiver: Receiver) -> None:
+    there = spiked / "elsewhere"
+    for name in ("state3", "state4"):
+        (spiked / name).mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        refused = f"http://127.0.0.1:{server.getsockname()[1]}/hook"
+    with at_work(spiked, str(there), webhook=refused, state=str(spiked / "state3")) as daemon:
+        wait_until(lambda: daemon.counters.of("webhooks").get("failed"))
+        (run,) = daemon.runs
+        wait_until(lambda: not list((there / run.key / "_told").glob("*.json")))
+    with at_work(spiked, str(there), webhook=receiver.url, state=str(spiked / "state4")) as daemon:
+        wait_until(lambda: daemon.counters.of("webhooks").get("sent"))
     assert len(receiver.bodies) == 1
 
 

@@ -237,6 +237,11 @@ def test_a_shard_in_a_folder_that_is_no_writers_is_a_fault(run_path: Path) -> No
     assert str(folder / shard.name) in fault and "none of the run's shards" in fault
 
 
+def test_a_rank_of_which_nothing_is_here_is_told(run_path: Path) -> None:
+    shutil.rmtree(run_path / "rank=00001")
+    assert any(not one.is_fault and "of rank 1 of 2 nothing is here" in one.text for one in findings(run_path))
+
+
 def test_each_of_several_strays_of_a_directory_is_named(run_path: Path) -> None:
     folder = next(run_path.glob("rank=00000/*/"))
     os.mkfifo(folder / "a.arrow")

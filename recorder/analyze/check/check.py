@@ -438,6 +438,7 @@ def command_of(typed: str, one: ToldFindings) -> str:
     if worst.rule == NotOptimized.name:  # no row has the parameter
         return shlex.join(["recorder", "show", typed, worst.module_path])
     words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
+    words += ["--name", worst.name] if worst.site == "scalar" and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
     return shlex.join(words)
