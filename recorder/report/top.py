@@ -231,7 +231,7 @@ def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
 def _highlight(one: ToldFindings, typed: str) -> Highlight:
     worst = one.worst
     link: dict[str, Any] = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
-    link |= {"step": worst.step} if worst.step >= 0 else {}
+    link |= {"step": one.first_step} if worst.step >= 0 else {}
     lines = [command_of(typed, one)]
     if worst.rule == "nonfinite":
         steps = f"{max(one.first_step - 1, 0)}:{one.first_step + 1}"

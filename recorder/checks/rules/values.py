@@ -116,7 +116,7 @@ class NonFinite(CheckRule):
         elif key.site == "output" and inputs.any():
             what += ", and its input is: the module made it"
         elif key.site in ("output", "tap"):
-            what += ", and all values before it in this step are finite"
+            what += ", and all values recorded before it in this step are finite"
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
             self._num_skipped += self._last_skipped != step
