@@ -282,5 +282,6 @@ def test_two_daemons_that_do_not_know_of_each_other_ship_a_run_once(
         wait_until(
             lambda: all(run.is_settled for daemon in (one, two) for run in daemon.runs) and one.runs and two.runs
         )
-        assert one.counters.of("conflicts") == two.counters.of("conflicts") == {}
+        # Both are this node's, and either may see the other's document of the node; no file is in conflict.
+        assert {*one.counters.of("conflicts"), *two.counters.of("conflicts")} <= {"node"}
     assert objects(store, prefix_of(to)) == files(tmp_path / "recordings")
