@@ -257,6 +257,14 @@ def absent_ranks(run: Run) -> list[int]:
     return [rank for rank in range(run.world_size or 0) if rank not in present]
 
 
+def absence(run: Run) -> str:
+    """Return the words for the ranks of the run of which nothing is here; "" if there are none."""
+    if not (absent := absent_ranks(run)):
+        return ""
+    ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
+    return f"{ranks} of {run.world_size}, of which nothing is here"
+
+
 def left_out(run: Run) -> str:
     """Return a sentence on the rows and ranks missing from the run, which no answer considers; "" if there are none."""
     run.load_balances()
@@ -269,9 +277,7 @@ def left_out(run: Run) -> str:
         (sum(one.retired_rows for one in balances), f"removed for the quota{between}"),
     )
     told = [f"{counted(number, 'row')} {what}" for number, what in counts if number]
-    if absent := absent_ranks(run):
-        ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
-        told.append(f"{ranks} of {run.world_size}, of which nothing is here")
+    told += filter(None, [absence(run)])
     return f"not looked at: {'; '.join(told)} (recorder doctor says of what)" if told else ""
 
 

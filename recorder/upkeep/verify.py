@@ -20,12 +20,12 @@ from ..read import messages
 from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout, salvage
 from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.writers import RecordedWriter
-from ..run.notes import absent_ranks, strays, unsealed_note
+from ..run.notes import absence, strays, unsealed_note
 from ..run.run import Run
 from ..storage.locations import LOCAL, Location, store_of
 from ..storage.untrusted_files import ByteSource
 from ..system.processes import available_cores
-from ..system.text import counted, listed
+from ..system.text import counted
 
 Report = Callable[[int], None]
 """A function that takes the number of bytes checked since its last call; several threads call it."""
@@ -55,9 +55,8 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Verify
         yield VerifyResult(True, text)
     if note := unsealed_note(run):
         yield VerifyResult(False, note)
-    if absent := absent_ranks(run):
-        ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
-        yield VerifyResult(False, f"{run.path}: of {ranks} of {run.world_size} nothing is here")
+    if absent := absence(run):
+        yield VerifyResult(False, f"{run.path}: not looked at: {absent}")
 
 
 @contextmanager
