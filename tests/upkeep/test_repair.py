@@ -45,7 +45,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     A shard has room for several batches, also where the writer is behind and each has 1 or 2 MB.
     """
     folder = tmp_path_factory.mktemp("killed")
-    settings = recording(flush_interval_s="0.01", shard_bytes="8MiB", min_free_bytes="0", dir=str(folder))
+    settings = recording(flush_interval_s="0.01", shard_bytes="4MiB", min_free_bytes="0", dir=str(folder))
     settings |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "tests.campaigns.faults.training"]
     with subprocess.Popen(command, env=environment(settings), cwd=folder, stderr=subprocess.DEVNULL) as process:
@@ -59,7 +59,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     break
                 process.send_signal(signal.SIGCONT)
                 assert process.poll() is None and time.monotonic() < until_s
-                time.sleep(0.03)
+                time.sleep(0.1)
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL

@@ -1,4 +1,7 @@
-"""Real trainings with one silent error: `diff` names its module and its phase, and nothing in a sound one."""
+"""Real trainings with one silent error: `diff` names its module and its phase, and nothing in a sound one.
+
+A sample of the errors; `python -m tests.campaigns injected` has all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,30 @@ from recorder.cli.output import print_reply
 from recorder.merge.merge import merge_run
 from tests.campaigns.diff import injected, judging
 
+SAMPLE = ("skipped", "scale_on_one_rank", "momentum", "clipping_skipped")
+WITH_HINT = ("no_zero_grad", "old_gradient", "summed", "unclipped", "reduced_in_bf16", "doubled_loss")
+ERRORS = (
+    *SAMPLE, *WITH_HINT, "left_alone", "dropout_seed", "gradient_scaled_on_one_rank", "stale_buffer", "bit_flip",
+    "nan_on_one_rank", "other_recompute", "attention_scale", "wrong_start",
+)  # fmt: skip
+"""At least one of each phase, on all ranks and on one."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All trainings, forked from one process."""
+    """The trainings, forked from one process."""
     folder = tmp_path_factory.mktemp("injected")
-    injected.record(folder, list(injected.ERRORS))
+    injected.record(folder, list(ERRORS))
     return folder
 
 
-@pytest.mark.parametrize("name", injected.ERRORS)
+@pytest.mark.parametrize("name", ERRORS)
 def test_an_error_is_named_against_the_same_layout(folder: Path, name: str) -> None:
     verdict = judging.judge(injected.compared(folder, name), injected.ERRORS[name])
     assert verdict.word == "correctly", verdict
 
 
-SAMPLE = ("skipped", "scale_on_one_rank", "momentum", "clipping_skipped")
-
-
-@pytest.mark.parametrize("name", SAMPLE)  # the command has all of them
+@pytest.mark.parametrize("name", SAMPLE)
 def test_an_error_is_named_against_one_process_beyond_the_noise(folder: Path, name: str) -> None:
     verdict = judging.judge(injected.compared(folder, name, one=True), injected.ERRORS[name])
     assert verdict.word == "correctly", verdict
