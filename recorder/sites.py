@@ -198,4 +198,11 @@ def full_name(path: str, name: str) -> str:
 OBJECTIVE = "objective."
 """The beginning of the names of the taps that `recorder.objective` makes, and of the scalars below."""
 OBJECTIVE_NORM, OBJECTIVE_COSINE = f"{OBJECTIVE}norm.", f"{OBJECTIVE}cosine."
-"""The scalars of objectives: the norm of the gradient of each, and ``objective.cosine.A:B`` of the gradients of two."""
+"""The scalars of objectives: the norm of the gradient of each, and ``objective.cosine.A:B`` of the gradients of two.
+The name ends in ``#2`` at the second tensor that objectives of a module share in a micro-step, and so on."""
+
+
+def objectives_in(name: str, start: str) -> tuple[str, str]:
+    """Return the text after `start` in the name of a tap or scalar of objectives, and the ``#2`` behind it, if any."""
+    names, mark, number = name.removeprefix(start).rpartition("#")
+    return (names, mark + number) if names and number.isdecimal() else (name.removeprefix(start), "")

@@ -114,6 +114,8 @@ class OptimizerHooks:
         self._learned_at = -1
         self._last_gradient: LastGradient | None = None
         self._has_rescanned = False
+        self._num_groups: dict[int, int] = {}
+        """By the id of an optimizer, the number of its groups whose learning rates the manifest has."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
@@ -210,6 +212,7 @@ class OptimizerHooks:
         self._unknown.clear()
         self._learn()
         self._has_rescanned = False
+        self._num_groups.clear()
 
     def _rescan_after_first_step(self) -> None:
         """Look for wrappers at the first step after a new root, because the model may have been wrapped meanwhile."""
@@ -259,6 +262,8 @@ class OptimizerHooks:
         if not self._has_rescanned:
             self.name_of(optimizer)  # its tensors may be views into parameters, which the search looks for
             self._rescan_after_first_step()
+        if self._num_groups.get(id(optimizer)) != len(optimizer.param_groups):
+            self._note_rates(optimizer)
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer):
             # No forward can move the step: the root's own hooks are compiled away, or the root takes no hooks.
@@ -456,6 +461,20 @@ class OptimizerHooks:
                 repeat = _next_repeat(repeats, parameter)
                 for key, value in slices.items():
                     rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
+
+    def _note_rates(self, optimizer: Optimizer) -> None:
+        """Note in the manifest which learning rate each parameter has; an optimizer is new, or has a new group."""
+        self.name_of(optimizer)  # makes it one of the known
+        live = self._live()
+        self._num_groups = {id(one): len(one.param_groups) for one in live}
+        rates = {
+            id(parameter): f"lr.{self.name_of(one)}.{i}"
+            for one in live
+            for i, group in enumerate(one.param_groups)
+            for parameter in group["params"]
+        }
+        for root in self._capture.roots:
+            root.inventory.note_rates(rates)
 
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)

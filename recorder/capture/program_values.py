@@ -37,6 +37,8 @@ _MAX_LOSSES = 64
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a name. People give shorter ones, and a reader takes a batch with a longer one for damaged."""
 _FOUND = '{"found":"backward"}'
+_MAX_SHARED = 8
+"""The most tensors of a module and micro-step whose objectives have names of their own; the others share the last."""
 
 
 class Scalars:
@@ -132,17 +134,20 @@ class Scalars:
 class SharedTensor:
     """A tensor that several objectives share, and the directions of the gradients that have come back to it."""
 
-    __slots__ = ("__weakref__", "_arrived", "_keep", "_moment", "_names", "_origin", "_owner")
+    __slots__ = ("__weakref__", "_arrived", "_keep", "_moment", "_names", "_number", "_origin", "_owner")
 
     def __init__(self, owner: SharedTensors, origin: Origin, moment: Moment, keep: int) -> None:
         self._owner, self._origin, self._moment, self._keep = owner, origin, moment, keep
         self._names: list[str] = []
+        self._number = ""
         self._arrived: dict[str, torch.Tensor] = {}
         """By objective, the gradient divided by its norm, until those of all objectives are there."""
 
     def add(self, name: str) -> None:
         if name not in self._names:
             self._names.append(name)
+            if len(self._names) == 2:
+                self._number = self._owner.number(self._moment, self._origin)
 
     def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
         """Record the norm of the gradient of an objective, and its cosine with each that came before."""
@@ -172,7 +177,7 @@ class SharedTensor:
             self._arrived.clear()
 
     def _record(self, name: str, value: torch.Tensor) -> None:
-        origin, moment = self._origin._replace(name=name), self._moment
+        origin, moment = self._origin._replace(name=name + self._number), self._moment._replace(micro_step=None)
         repeat = self._owner.repeat(moment.step, origin)
         self._owner.capture.observe(origin, moment, "forward", 0, repeat, self._keep, value)
 
@@ -184,6 +189,8 @@ class SharedTensors:
         self.capture = capture
         self._shared: weakref.WeakValueDictionary[tuple[object, ...], SharedTensor] = weakref.WeakValueDictionary()
         self._repeats: dict[Origin, int] = {}
+        self._num_shared: dict[tuple[Origin, int | None], int] = {}
+        """By module and micro-step, the tensors so far that several objectives share."""
         self._step = -1
 
     @property
@@ -192,12 +199,23 @@ class SharedTensors:
 
     def repeat(self, step: int, origin: Origin) -> int:
         """Return how often a scalar was recorded at this step before."""
-        if step != self._step:
-            self._step = step
-            self._repeats.clear()
+        self._at(step)
         number = self._repeats.get(origin, 0)
         self._repeats[origin] = number + 1
         return number
+
+    def number(self, moment: Moment, origin: Origin) -> str:
+        """Return what the names end in at the next tensor that objectives of a module share in this micro-step."""
+        self._at(moment.step)
+        key = origin, moment.micro_step
+        self._num_shared[key] = number = min(self._num_shared.get(key, 0) + 1, _MAX_SHARED)
+        return f"#{number}" if number > 1 else ""
+
+    def _at(self, step: int) -> None:
+        if step != self._step:
+            self._step = step
+            self._repeats.clear()
+            self._num_shared.clear()
 
     def shared(self, tap: Origin, moment: Moment, tensor: torch.Tensor, *, is_kept: bool) -> SharedTensor | None:
         """Return what the objectives of this tensor have in common; None for other taps, and for a loss."""
@@ -215,7 +233,7 @@ class SharedTensors:
         known = self._shared.get(key)
         if known is None:
             origin = Origin(tap.root, tap.module_path, "scalar", "")
-            known = SharedTensor(self, origin, Moment(moment.step, None, "train"), keep)
+            known = SharedTensor(self, origin, Moment(moment.step, moment.micro_step, "train"), keep)
             self._shared[key] = known
         known.add(tap.name.removeprefix(OBJECTIVE))
         return known

@@ -83,6 +83,8 @@ class RecordedModule:
     """By site, the first step without its hooks, which the recorder removed because they kept failing."""
     frozen: tuple[str, ...] = ()
     """The parameters that require no gradient."""
+    rates: Mapping[str, str] = field(default_factory=dict)
+    """By name of each parameter that an optimizer has, the scalar of its learning rate, such as ``lr.AdamW.0``."""
     untrained: tuple[str, ...] = ()
     """The parameters that have a gradient and that no optimizer has."""
     evaluated: int | None = None
@@ -109,6 +111,7 @@ class RecordedModule:
             **members.plain(cls, "class_name", "has_dtensors", "is_compiled"),
             class_name=members.text("class"),
             tied=members.texts_of("tied") if "tied" in raw else {},
+            rates=members.texts_of("rates") if "rates" in raw else {},
             has_dtensors=members.flag("dtensor"),
             is_compiled=members.flag("compiled"),
             disarmed={site: step for site, step in disarmed.items() if step < _NEVER},

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, SCHEMA, STATISTICS
 from ..errors import CorruptError
+from ..format.manifest import RecordedModule
 from ..numerics.keys import Integers, codes, group, group_rows
 from ..numerics.moments import combine_rows, integers, numbers
 from ..read.run import list_paths
@@ -262,11 +263,21 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}
-    are_frozen = {p: "param" in info.sites and 0 < len(info.params) == len(info.frozen) for p, info in infos.items()}
+    are_told = any(info.rates for info in infos.values())
+    why = {path: _why_no_parameters(info, are_told=are_told) for path, info in infos.items()}
     facts = {path: [info.class_name, info.source] for path, info in infos.items()}
-    rows = [[path, *facts.get(path, ["", ""]), are_frozen.get(path, False)] for path in paths]
+    rows = [[path, *facts.get(path, ["", ""]), why.get(path, "")] for path in paths]
     block = PageBlock(name="modules", data={"modules": rows, "num_executed": len(order)})
     return block, {path: number for number, path in enumerate(paths)}
+
+
+def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
+    """Return why no optimizer's step gives rows of a module's parameters; empty where one does, or nobody knows."""
+    if "param" not in info.sites or not info.params:
+        return ""
+    if len(info.params) == len(info.frozen):
+        return "frozen"
+    return "in no optimizer" if are_told and not info.rates and len(info.tied) < len(info.params) else ""
 
 
 MAX_RANKS = 8

@@ -133,8 +133,8 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
     return PageBlock(
         name="against",
         data={
-            "a": a.name,
-            "b": b.name,
+            "a": f"{a.path.parent.name}/{a.name}",
+            "b": f"{b.path.parent.name}/{b.name}",
             "pairs": pairs,
             "verdict": compared.verdict,
             "num_compared": compared.num_compared,

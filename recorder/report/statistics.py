@@ -314,7 +314,7 @@ class StatisticsBlocks:
                 "statistics": list(self.names),
                 "global_steps": self.global_steps,
                 "has_global": self.lanes.has_global,
-                "series": [_described(axes, modules, key) for key in self.series],
+                "series": [[*_described(axes, modules, key), *self._rate_of(key)] for key in self.series],
                 "scalars": [_described(axes, modules, key) for key in self.scalars],
                 "reasons": [[number, int(whole), why] for (number, whole), why in self.reasons.items()],
                 "ranks": self.lanes.ranks[:: max(len(self.lanes.ranks) // _MAX_RANK_BINS, 1)],
@@ -322,6 +322,11 @@ class StatisticsBlocks:
                 "sites": self._sites,
             },
         )
+
+    def _rate_of(self, key: DrawnSeries) -> list[str]:
+        """Return the name of a parameter's learning rate, if known; a value of all ranks may be of any root."""
+        known = {path: one.rates for (_, path), one in self._run.modules.items()} if key.site == "param" else {}
+        return [rate] if (rate := known.get(key.module_path, {}).get(key.name)) else []
 
     def steps_known(self) -> dict[str, Any]:
         """Return the columns of the cubes and the number of steps in them, for the axes of the page."""

@@ -60,6 +60,47 @@ def test_each_objective_has_its_own_gradient_and_training_stays_as_it_is(tmp_pat
     assert [(one.rule, one.site) for one in checked.findings] == [("objectives", "tap")]
 
 
+class Twice(Net):
+    """The objectives share two tensors of one module; the second has objectives of other norms."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        main, aux, shared = super().forward(x)
+        second = 3 * shared.detach().requires_grad_()
+        main = main + recorder.objective("main", second).sum()
+        return main, aux + 2 * recorder.objective("aux", second).sum(), shared
+
+
+def test_two_tensors_that_objectives_share_have_names_of_their_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    with flagged(tmp_path, "site=scalar keep=stats") as found:
+        for _ in range(2):
+            main, aux, _ = model(torch.randn(5, 4))
+            (main + aux).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for step in (0, 1):
+        cosines = [
+            float(found.run.array("", "scalar", step=step, name=f"objective.cosine.main:aux{n}")) for n in ("", "#2")
+        ]
+        assert cosines[1] == pytest.approx(1) and abs(cosines[0]) < 0.99
+        assert float(found.run.array("", "scalar", step=step, name="objective.norm.aux#2")) == pytest.approx(
+            2 * 20**0.5
+        )
+
+
+def test_the_objective_whose_loss_turned_nan_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with flagged(tmp_path, "site=scalar,output keep=stats") as found:
+        for step in range(3):
+            main, aux, _ = model(torch.randn(5, 4))
+            (main + aux * (float("nan") if step == 2 else 1.0)).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert (bad := recorder.first(found.run).nonfinite) is not None and bad.objectives == ["aux"]
+    (one,) = [one for one in recorder.check(found.run).findings if one.rule == "nonfinite"]
+    assert one.name == "loss" and one.what.endswith("objective 'aux' alone is not finite")
+
+
 def test_a_name_that_is_no_text_is_refused() -> None:
     with pytest.raises(TapError, match="objective: the name is int"):
         recorder.objective(3, torch.ones(1))  # type: ignore[arg-type]

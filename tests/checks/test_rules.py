@@ -181,7 +181,11 @@ def losses(value: Any, steps: int = 40) -> Recorded:
         (lambda step: 2.3 * 1.1**step, "risen"),
         (lambda step: 2.3 * 0.9**step, None),
         (lambda step: 2.3 + float(noise(step, shape=(), scale=0.2)), None),
+        (lambda step: 3 * 0.8**step if step < 20 else 0.03 * 21, "leapt"),
+        (lambda step: 3 * 0.5**step if step < 20 else 1e-4, None),
+        (lambda step: 3 * 0.8**step if step < 20 else 0.03 * 21 * 0.7 ** (step - 20), None),
     ],
+    ids=["still", "rising", "falling", "noise", "a leap of 21 times", "a leap of almost nothing", "a spike that falls"],
 )
 def test_a_loss_that_stands_still_or_rises_is_named(value: Any, words: str | None) -> None:
     found = said(losses(value), LossStuck)
@@ -595,6 +599,31 @@ def test_objectives_that_agreed_and_oppose_each_other_are_named(
     found = said(recorded, Flip)
     assert [(one.step, one.since) for one in found] == expected
     assert all("'main' and 'aux'" in one.what and one.detail.startswith("cosine about 0.6") for one in found)
+
+
+@pytest.mark.parametrize(("cosine", "steps", "is_told"), [(-0.4, 60, True), (-0.4, 20, False), (0.0, 60, False)])
+def test_objectives_that_oppose_each_other_all_the_while_are_a_note(cosine: float, steps: int, is_told: bool) -> None:
+    recorded = Recorded()
+    for step in range(steps):
+        values = cosine + noise(step, shape=(), scale=0.1)
+        recorded.add(step, "trunk", values, site="scalar", name="objective.cosine.main:aux#2")
+    found = said(recorded, Flip)
+    assert [(one.severity, one.step) for one in found] == [(Severity.NOTE, 0)] * is_told
+    assert all("'main' and 'aux' at tensor #2 oppose each other from the first" in one.what for one in found)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"), [(["aux"], "; objective 'aux' alone is not finite"), ([], ""), (["main", "aux"], "")]
+)
+def test_a_loss_that_is_not_finite_names_the_objective_that_is_not(bad: list[str], words: str) -> None:
+    recorded = Recorded()
+    for step in range(4):
+        recorded.add(step, "", np.nan if step == 2 else 1.0, site="scalar", name="loss")
+        for name in ("main", "aux"):
+            is_bad = step == 2 and name in bad
+            recorded.add(step, "", np.nan if is_bad else 1.0, site="scalar", name=f"objective.norm.{name}")
+    (one,) = said(recorded, NonFinite)
+    assert one.what == f"the value is not finite{words}"
 
 
 def test_the_weights_of_losses_are_no_gradients_that_drown_others() -> None:

@@ -11,7 +11,7 @@ from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN, NUMBERS
-from ...system.text import counted, number, steps_in_words
+from ...system.text import counted, listed, number, steps_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
 from .probed_replicas import ApartByProbe, apart_by_probe
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue
@@ -224,6 +224,8 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
         counts = [f"{count} {kind}" for count, kind in kinds if count]
         name = name if other.site in NUMBERS else f"its {name}"
         yield "at the same step", f"{name} holds {' and '.join(counts)}"
+    if bad.objectives:
+        yield "objective", f"{listed(map(repr, bad.objectives), 4)} alone: the gradient of each other one is finite"
     probed = None if bad.probed is None else bad.probed.last_step
     if probed is not None and (bad.last_healthy is None or bad.last_healthy.step < probed):
         yield "last healthy", f"step {probed} (by keep=probe, which has one number of it at every step)"

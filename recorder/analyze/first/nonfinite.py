@@ -18,7 +18,7 @@ from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
-from ...sites import GRADIENTS, NUMBERS, SKIPPED, is_loss, may_mask
+from ...sites import GRADIENTS, NUMBERS, OBJECTIVE_NORM, SKIPPED, is_loss, may_mask, objectives_in
 from ...system.text import steps_in_words
 from .timeline import FirstRows, RecordedValue, Timeline, is_counted_at_least
 
@@ -70,6 +70,8 @@ class NonFiniteTensor(NamedTuple):
     """The number of gradients of parameters, on all ranks, that are not finite at the step, if the value is one."""
     beside: list[OtherNonFinite]
     """Other values of the module, and losses, that hold NaN or infinities at this step on this rank."""
+    objectives: list[str]
+    """The objectives whose gradient is not finite at this step on this rank, where that of another is."""
 
 
 class NonFiniteFinder:
@@ -274,7 +276,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=_is_skipped(timeline, row),
         probed=None,
         num_gradients=int(np.count_nonzero(is_gradient)) if is_gradient[row] else 0,
-        beside=list(_beside(timeline, state, row)),
+        beside=list(_beside(timeline, state, row)), objectives=_objectives(timeline, state, row),
     )  # fmt: skip
 
 
@@ -351,6 +353,21 @@ def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFi
     for first in bad[group([timeline.codes[name][bad] for name in ("site", "name")]).firsts].tolist():
         site, name = (timeline.table.column(column)[first].as_py() for column in ("site", "name"))
         yield OtherNonFinite(site, name, int(state.nan[first]), int(state.inf[first]))
+
+
+def _objectives(timeline: Timeline, state: _Counts, row: int) -> list[str]:
+    is_one = holds(timeline.table.column("site"), "scalar".__eq__)
+    is_one &= holds(timeline.table.column("name"), lambda name: (name or "").startswith(OBJECTIVE_NORM))
+    for name in ("step", "rank"):
+        is_one &= timeline.codes[name] == timeline.codes[name][row]
+    rows = np.flatnonzero(is_one)
+    state.complete(rows)
+    states: dict[str, bool] = {}
+    for one in rows.tolist():
+        name = objectives_in(timeline.table.column("name")[one].as_py(), OBJECTIVE_NORM)[0]
+        states[name] = states.get(name, False) or bool(state.nan[one] or state.inf[one])
+    bad = [name for name, is_bad in states.items() if is_bad]
+    return bad if len(bad) < len(states) else []
 
 
 def _is_loss(table: Any) -> npt.NDArray[np.bool_]:

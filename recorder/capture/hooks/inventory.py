@@ -25,6 +25,7 @@ from ...system.text import listed
 from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
 from ..dtensors import is_dtensor
+from ..marks import main_parameter
 from . import callbacks
 from .module import HookedModule
 from .parameter_rows import FsdpParameter
@@ -229,6 +230,17 @@ class Inventory:
         for i, names in untrained.items():
             if names != self._modules[i].get("untrained"):
                 self._add(i, {"untrained": names})
+
+    def note_rates(self, rates: Mapping[int, str]) -> None:
+        """Note the learning rate of each parameter, by the parameter's id or that of the optimizer's copy of it."""
+        for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
+            own = {
+                name: rate
+                for name, parameter in hooked.own("_parameters")
+                if (rate := rates.get(id(parameter)) or rates.get(id(main_parameter(parameter))))
+            }
+            if own and own != self._modules[i].get("rates"):
+                self._add(i, {"rates": own})
 
     def note_uncleared(self, step: int) -> None:
         """Note that the gradients of an update were not cleared before the next backward, at `step` or earlier."""

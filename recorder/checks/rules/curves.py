@@ -54,6 +54,8 @@ class JudgedSample(NamedTuple):
     threshold: float
     severity: Severity | None = None
     """The severity of the finding; None for the rule's own severity."""
+    since: int | None = None
+    """The step at which the condition began, if the rule waited for further samples."""
 
 
 class CurveRule(CheckRule):
@@ -97,7 +99,8 @@ class CurveRule(CheckRule):
             self.step = int(steps[at[0]])
             for one in self.judge(curves[at], values[at]):
                 lane = self._blamed(rows, int(curves[at[one.number]]), self.step, shares)
-                yield self.finding(lane, self.step, one.what, one.measure, one.value, one.threshold, one.severity)
+                yield self.finding(lane, self.step, one.what, one.measure, one.value, one.threshold, one.severity,
+                                   one.since)  # fmt: skip
             num = self.num[curves[at]] + 1
             self.num[curves[at]] = num
             self.most = max(self.most, int(num.max()))
@@ -356,29 +359,34 @@ class Jump(CurveRule):
 
 class LossStuck(CurveRule):
     name = "loss"
-    sentence = "The loss stands still where it began, or rises far above where it began."
+    sentence = "The loss stands still where it began, rises far above where it began, or leaps and stays up."
     sites, columns = ("scalar",), ("mean",)
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
         Setting("spread", 1e-3, "of the loss", "smdebug's LossNotDecreasing, of a decrease"),
         Setting("drop", 0.01, "of the loss", CALIBRATED),
         Setting("rise", 3, "times the beginning", CALIBRATED),
+        Setting("leap", 5, "times the median of the records before", CALIBRATED),
+        Setting("share", 0.1, "of the beginning", "a leap of what is almost zero is none"),
     )
     advice = "compare the gradients and the learning rate with those of a training that learns"
 
     def set_up(self) -> None:
         super().set_up()
         self._window = max(int(self.thresholds["records"]), 2)
-        self._rings = Rings(self._window)
+        self._rings, self._earlier, self._steps = (Rings(self._window) for _ in range(3))
+        """The last samples, the samples before these, and the steps of the last samples."""
         self._began = Memory()
         """By curve, the mean of the curve's first records."""
-        self._is_reported = Memory(0.0), Memory(0.0)
-        """By curve, 1 where a rise was reported (first memory) or a loss that does not move (second memory)."""
+        self._is_reported = Memory(0.0), Memory(0.0), Memory(0.0)
+        """By curve, 1 where a rise was reported (first memory), a loss that does not move, or a leap."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        self._rings.grow(curves)
+        for rings in (self._rings, self._earlier, self._steps):
+            rings.grow(curves)
         num = self.num[curves].astype(np.int64)
-        self._rings.put(curves, num, values)
+        self._earlier.put(curves, num, self._rings.put(curves, num, values))
+        self._steps.put(curves, num, np.full(len(curves), float(self.step)))
         num, ring = num + 1, self._rings.values[curves]
         now, middle = ring.mean(axis=1), np.median(ring, axis=1)
         is_begun = num == self._window
@@ -392,13 +400,17 @@ class LossStuck(CurveRule):
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
         is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
         limits = np.full(len(curves), self.thresholds["spread"])
+        top, low = self.thresholds["leap"] * np.median(self._earlier.values[curves], axis=1), ring.min(axis=1)
+        is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
         found = (
             (is_risen, middle, limit, "the loss has risen far above where it began", "median of the last"),
             (is_stuck, spread, limits, "the loss stands still where it began", "spread over the last records"),
+            (is_leapt, low, top, "the loss has leapt above the records before, and stays up", "least of the last"),
         )
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
             for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
-                yield JudgedSample(index, what, measure, float(numbers[index]), float(thresholds[index]))
+                since = int(self._steps.values[curves[index]].min()) if flags is is_leapt else None
+                yield JudgedSample(index, what, measure, float(numbers[index]), float(thresholds[index]), since=since)
             reported[curves[flags]] = 1.0
 
     def finish(self) -> Iterable[Finding]:

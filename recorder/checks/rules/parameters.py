@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...sites import OBJECTIVE, OBJECTIVE_COSINE, SKIPPED
+from ...sites import OBJECTIVE, OBJECTIVE_COSINE, SKIPPED, objectives_in
 from ..normal import EXACT, Movement
 from ..rows import (
     Catalog,
@@ -235,6 +235,14 @@ class Objectives(StreakRule):
 class _Agreement:
     """How the gradients of two objectives stood to each other, until the cosines below zero of the end."""
 
+    first_step: int
+    num_records: int = 0
+    num_opposed: int = 0
+    """The number of cosines below the negative threshold."""
+    num_early: int = 0
+    """The number of these among the first records."""
+    total: float = 0.0
+    """The sum of all cosines."""
     num: int = 0
     cosine: float = 0.0
     positive: float = 0.0
@@ -284,9 +292,14 @@ class Flip(CheckRule):
         means = np.bincount(ids, rows["mean"]) / np.bincount(ids)
         for at, cosine in sorted(zip(firsts.tolist(), means.tolist(), strict=True), key=lambda one: rows.steps[one[0]]):
             lane, step = int(rows.lanes[at]), int(rows.steps[at])
-            pair = self._pairs.setdefault(lane, _Agreement())
+            pair = self._pairs.setdefault(lane, _Agreement(step))
             if not math.isfinite(cosine):
                 continue
+            is_opposed = cosine < -self.thresholds["cosine"]
+            pair.num_early += is_opposed and pair.num_records < self.thresholds["before"]
+            pair.num_records, pair.num_opposed, pair.total = (
+                pair.num_records + 1, pair.num_opposed + is_opposed, pair.total + cosine
+            )  # fmt: skip
             pair.add(step, cosine, self.thresholds["window"])
             if pair.found is not None:
                 pair.balance += 1 if cosine < 0 else -1
@@ -300,20 +313,36 @@ class Flip(CheckRule):
         has_agreed = pair.num >= self.thresholds["before"] and pair.positive >= self.thresholds["share"]
         if not has_agreed or pair.cosine < least or since > -least:
             return None
-        first, second = self.catalog.key_of(lane).name.removeprefix(OBJECTIVE_COSINE).split(":", 1)
-        what = f"the gradients of the objectives {first!r} and {second!r} agreed, and oppose each other since"
+        what = f"{self._words(lane)} agreed, and oppose each other since"
         one = self.finding(lane, step, what, "cosine", since, -least, since=pair.since)
         return one._replace(
             detail=f"cosine about {pair.cosine:.2f} before, and {since:.2f} in the records up to step {step}"
         )
 
+    def _words(self, lane: int) -> str:
+        names, number = objectives_in(self.catalog.key_of(lane).name, OBJECTIVE_COSINE)
+        first, second = names.split(":", 1)
+        where = f" at tensor {number}" if number else ""
+        return f"the gradients of the objectives {first!r} and {second!r}{where}"
+
+    def _opposed(self, lane: int, pair: _Agreement) -> Finding | None:
+        """Return a note if the two oppose each other from the first record to the last."""
+        before, share = self.thresholds["before"], self.thresholds["share"]
+        is_so = pair.num_early >= share * before and pair.num_opposed >= share * pair.num_records
+        if not is_so or pair.num_records < before + self.thresholds["records"]:
+            return None
+        what, mean = f"{self._words(lane)} oppose each other from the first record on", pair.total / pair.num_records
+        one = self.finding(lane, pair.first_step, what, "mean cosine", mean, -self.thresholds["cosine"], Severity.NOTE)
+        return one._replace(advice="if both are meant to be learnt here, weigh them anew, or give each its own layers")
+
     def finish(self) -> Iterable[Finding]:
         if not self._pairs:
             self.why_not_judged = self.needs
-        for pair in self._pairs.values():
-            if (one := pair.found) is not None and pair.balance < 0:
-                what = one.what.replace("oppose each other since", "opposed each other for a while")
-                one = one._replace(severity=Severity.NOTE, what=what)
+        for lane, pair in self._pairs.items():
+            one = pair.found or self._opposed(lane, pair)
+            if pair.found is not None and pair.balance < 0:
+                what = pair.found.what.replace("oppose each other since", "opposed each other for a while")
+                one = pair.found._replace(severity=Severity.NOTE, what=what)
             if one is not None:
                 yield one
 

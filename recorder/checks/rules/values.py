@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ...sites import SITES, SKIPPED, may_mask
+from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, SKIPPED, may_mask, objectives_in
+from ...system.text import listed
 from ..rows import (
     Flags,
     Floats,
@@ -117,6 +118,7 @@ class NonFinite(CheckRule):
             what += ", and its input is: the module made it"
         elif key.site in ("output", "tap"):
             what += ", and all values recorded before it in this step are finite"
+        what += self._objectives(rows.take(same_step), is_bad[same_step])
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
             self._num_skipped += self._last_skipped != step
@@ -127,6 +129,23 @@ class NonFinite(CheckRule):
                 what += f", as it did {_MOST_SKIPPED} times in a row"
         measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
         return self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
+
+    def _objectives(self, rows: Rows, is_bad: Flags) -> str:
+        """Return words that name the objectives whose values are not finite; empty if all are, or none is."""
+        keys = [self.catalog.series[series] for series in rows.series.tolist()]
+        states: dict[str, bool] = {}
+        for key, is_bad_one in zip(keys, is_bad.tolist(), strict=True):
+            start = {"scalar": OBJECTIVE_NORM, "tap": OBJECTIVE}.get(key.site)
+            if start is not None and key.name.startswith(start):
+                name = objectives_in(key.name, start)[0]
+                states[name] = states.get(name, False) or is_bad_one
+        bad = [repr(name) for name, is_bad_one in states.items() if is_bad_one]
+        if not bad or len(bad) == len(states):
+            return ""
+        is_one = len(bad) == 1
+        return (
+            f"; {'objective' if is_one else 'objectives'} {listed(bad, 4)} alone {'is' if is_one else 'are'} not finite"
+        )
 
 
 class Skipped(StreakRule):

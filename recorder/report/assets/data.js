@@ -75,6 +75,12 @@ class Cube {
   }
 }
 
+/** What a scalar of objectives tells: "norm" or "cosine", of which objectives, at which tensor of its module; null for others. */
+function objectiveOf(name) {
+  const [, kind, names, tensor = "1"] = name.match(/^objective\.(norm|cosine)\.(.+?)(?:#(\d+))?$/s) ?? [];
+  return kind ? { kind, names: names.replace(":", " and "), tensor: Number(tensor) } : null;
+}
+
 /** How many digits of a number are known where the next code stands for one that is `step` away. */
 function knownDigits(value, step) {
   const error = step + Math.abs(value) * 2 ** -22; // the ends of the codes are numbers of 32 bits
@@ -84,11 +90,12 @@ function knownDigits(value, step) {
 
 /** One run. */
 class RunData {
-  constructor(blocks, axes, modules, prefix = "") {
-    Object.assign(this, { blocks, prefix, axes, modules });
+  /** `side` stands before the names of lines where there are two runs. */
+  constructor(blocks, axes, modules, prefix = "", side = "") {
+    Object.assign(this, { blocks, prefix, axes, modules, side });
     const described = (one, number) => {
-      const [module, site, name, mode, root, shape, dtype, numel] = one;
-      return { number, module, site, name, mode, root, shape, dtype, numel, path: modules.paths[module] };
+      const [module, site, name, mode, root, shape, dtype, numel, rate] = one;
+      return { number, module, site, name, mode, root, shape, dtype, numel, rate, path: modules.paths[module] };
     };
     this.series = axes.series.map(described);
     this.scalars = axes.scalars.map(described);
@@ -120,28 +127,35 @@ class RunData {
     Object.assign(this.axes, data);
     this.steps = data.steps;
   }
-  /** The learning rates by the class of the optimizer, where steps of the optimizer can be estimated; else null. */
+  /** By the number of a parameter's series, its learning rates and the class of its optimizer, where steps can be estimated. */
   get rates() {
+    if (this.knownRates) return this.knownRates;
     const isWhole = this.lanes.length === 1 || this.lanes[0].kind === "global", rates = this.scalars.filter((one) => one.name.startsWith("lr."));
-    const kinds = new Set(rates.map((one) => (/^lr\.\w*Adam/.test(one.name) ? "Adam" : /^lr\.SGD/.test(one.name) ? "SGD" : "")));
-    return isWhole && kinds.size === 1 && !kinds.has("") && this.axes.statistics.includes("l2") ? { kind: [...kinds][0], rates } : null;
+    const params = this.series.filter((one) => one.site === "param"), isGrouped = params.some((one) => one.rate);
+    this.knownRates = new Map();
+    for (const one of isWhole && this.axes.statistics.includes("l2") ? params : []) {
+      const own = rates.filter((rate) => !isGrouped || rate.name === one.rate); // of an older run it is not known which is its own
+      const kinds = new Set(own.map(({ name }) => (/^lr\.\w*Adam/.test(name) ? "Adam" : /^lr\.SGD/.test(name) ? "SGD" : "")));
+      if (kinds.size === 1 && !kinds.has("")) this.knownRates.set(one.number, { kind: [...kinds][0], rates: own });
+    }
+    return this.knownRates;
   }
   get hasUpdates() {
-    return this.rates !== null && this.series.some((one) => one.site === "param");
+    return this.rates.size > 0;
   }
   /**
    * How large a step of the optimizer is, relative to the weight. Adam moves an element by about the learning rate at
-   * most, plain SGD by the learning rate times the gradient; what was recorded of a step says no more. Which group a
-   * weight is in was not recorded: where groups differ in their rates, there is no estimate.
+   * most, plain SGD by the learning rate times the gradient; what was recorded of a step says no more.
    */
   async updates() {
-    const [norms, numbers] = await Promise.all([this.cube("l2"), this.cube("mean", "scalars")]), { kind, rates } = this.rates;
+    const [norms, numbers] = await Promise.all([this.cube("l2"), this.cube("mean", "scalars")]);
     const cube = Object.assign(Object.create(Cube.prototype), norms, { values: new Float32Array(norms.values.length).fill(NaN), digits: new Uint8Array(norms.values.length).fill(2) });
-    const steps = this.axes.scalar_steps, rateAt = this.steps.map((step) => {
-      const c = steps.findLastIndex((one) => one <= step), known = rates.map((one) => numbers.values[numbers.at(one.number, 0, Math.max(c, 0))]);
-      return known.every((rate) => rate === known[0]) ? known[0] : NaN;
-    });
-    for (const one of this.series.filter((other) => other.site === "param" && other.shape.includes(","))) { // what begins at zero, such as a bias, has no size yet
+    const columns = this.steps.map((step) => Math.max(this.axes.scalar_steps.findLastIndex((one) => one <= step), 0));
+    for (const one of this.series.filter((other) => this.rates.has(other.number) && other.shape.includes(","))) { // what begins at zero, such as a bias, has no size yet
+      const { kind, rates } = this.rates.get(one.number), rateAt = columns.map((c) => {
+        const known = rates.map((rate) => numbers.values[numbers.at(rate.number, 0, c)]);
+        return known.every((rate) => rate === known[0]) ? known[0] : NaN;
+      });
       const gradient = this.series.find((other) => other.site === "grad" && other.path === one.path && other.name === one.name && other.root === one.root);
       for (let c = 0; c < this.steps.length; c++) {
         const at = cube.at(one.number, 0, c), moved = kind === "Adam" ? Math.sqrt(one.numel) : gradient ? norms.values[norms.at(gradient.number, 0, c)] : NaN;
@@ -165,6 +179,9 @@ class RunData {
     if (kind === "rank") return `rank ${rank}`;
     if (kind === "odd") return `rank ${rank} (odd)`;
     return { low: "lowest rank", median: "median rank", high: "highest rank" }[kind];
+  }
+  lineName(lane, name = "") {
+    return `${this.side}${name ? `${name}, ` : ""}${this.laneName(lane)}`;
   }
   /** The lane that stands for all: that of all ranks together, unless a large run has it for some steps alone. */
   get mainLane() {
@@ -274,9 +291,9 @@ class Modules {
   source(number) {
     return number === null ? "" : this.rows[number][2];
   }
-  /** Whether a module has recorded parameters, all of which are frozen, so that there are no rows of them. */
-  isFrozen(number, site) {
-    return site === "param" && number !== null && Boolean(this.rows[number][3]);
+  /** Why there are no rows of a module's parameters, "frozen" or "in no optimizer"; empty for other modules. */
+  whyNone(number, site) {
+    return site === "param" && number !== null ? this.rows[number][3] : "";
   }
   /** All nodes of a module and below it. */
   below(node) {

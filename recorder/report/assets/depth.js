@@ -25,8 +25,8 @@ class DepthPanel {
     const visit = (node) => {
       node.children.forEach(visit);
       const series = node.number === null ? [] : choices.seriesOf(node.number);
-      const isFrozen = !series.length && modules.isFrozen(node.number, choices.siteAndMode[0]);
-      if (series.length || isFrozen) nodes.push({ node, series, isFrozen });
+      const why = series.length ? "" : modules.whyNone(node.number, choices.siteAndMode[0]);
+      if (series.length || why) nodes.push({ node, series, why });
     };
     visit(modules.root);
     return nodes;
@@ -90,7 +90,7 @@ class DepthPanel {
   }
   /** The end of a path, which tells it apart. */
   nameOf(index) {
-    const { node, isFrozen } = this.points[index], path = pathText(node.path), after = isFrozen ? " frozen" : "";
+    const { node, why } = this.points[index], path = pathText(node.path), after = { "": "", frozen: " frozen", "in no optimizer": " no opt." }[why];
     const most = (NARROW.matches ? 10 : 16) - after.length; // rotated names of the first modules need room to their left
     const end = path.slice(1 - most), whole = end.slice(end.indexOf(".") + 1); // no name is cut in its middle where there is another
     return (path.length > most && node.path ? `…${whole}` : path) + after;
@@ -104,7 +104,7 @@ class DepthPanel {
   }
   read(index) {
     const cell = this.cells[index], [low, high] = this.ends[index] ?? [];
-    const text = !cell ? (this.points[index]?.isFrozen ? FROZEN_TEXT : "") : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : "not recorded";
+    const text = !cell ? NO_ROW_TEXTS[this.points[index]?.why ?? ""] : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : "not recorded";
     this.reading.textContent = index === null || index === undefined ? this.emptyText() + (isPaper() ? "" : "Point at a module for its number; a click shows its lines.") :
       `${pathText(this.points[index].node.path)} ${visible(this.app.modules.className(this.points[index].node.number))}: ${text} at step ${this.step}${low === null || low === undefined ? "" : `; ${shortNumber(low, 3)} to ${shortNumber(high, 3)} over all steps`}`;
   }
@@ -112,7 +112,7 @@ class DepthPanel {
   emptyText() {
     if (this.cells.some((cell) => cell?.kind === NUMBER)) return "";
     const { choices, run } = this.app;
-    return `No module has a number at this step. ${choices.statistic === "update" ? UPDATE_TEXTS[run.rates.kind] + " " : ""}`;
+    return `No module has a number at this step. ${choices.statistic === "update" ? updateTexts(run).join(" ") + " " : ""}`;
   }
   choose() {
     const { idx } = this.plotted.cursor, point = this.points[idx];

@@ -240,7 +240,9 @@ function linesOf(run, picture, series, { columns, lanes, colorOf, named, isBesid
       digits.push(cell.digits);
       if (cell.kind === NONFINITE) bad.push(at);
     });
-    return { label: named(lane), values, digits, bad, style: laneStyle(run.lane(lane), lanes.length, colorOf(lane), isBeside) };
+    const isCut = run.lane(lane).kind === "global" && bad.length > 0; // what is not finite on a rank is in no number of all
+    const label = named(lane) + (isCut ? ` (${bad.every((at) => values[at] === null) ? "no number" : "finite elements alone"} where a rank is not finite)` : "");
+    return { label, values, digits, bad, style: laneStyle(run.lane(lane), lanes.length, colorOf(lane), isBeside) };
   });
 }
 
@@ -291,7 +293,7 @@ class LinesPanel {
       const lanes = isEach ? run.drawnLanes : [choices.lane];
       const name = valueText(series.path, series.site, series.name);
       const colorOf = (lane) => lineColor(pinned.length > 1 ? number : Math.max(lane, 0));
-      const named = (lane) => (pinned.length > 1 ? `${name}, ${run.laneName(lane)}` : run.laneName(lane));
+      const named = (lane) => run.lineName(lane, pinned.length > 1 ? name : "");
       lines.push(...linesOf(run, picture, series, { columns, lanes, colorOf, named }));
       const beside = app.against?.otherOf(series);
       if (beside) {
@@ -300,7 +302,7 @@ class LinesPanel {
           const otherLanes = isEach ? other.drawnLanes : [other.mainLane];
           lines.push(...linesOf(other, otherPicture, beside, {
             columns, lanes: otherLanes, colorOf, isBeside: true,
-            named: (lane) => `B: ${pinned.length > 1 ? name + ", " : ""}${other.laneName(lane)}`,
+            named: (lane) => other.lineName(lane, pinned.length > 1 ? name : ""),
           }));
         }
       }

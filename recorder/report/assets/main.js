@@ -50,9 +50,9 @@ class App {
     const [top, modules, axes, gaps, ranks, images] = await first;
     this.top = top.data;
     this.modules = new Modules(modules);
-    this.run = new RunData(blocks, axes.data, this.modules);
     const isPair = blocks.has("against");
-    this.other = isPair ? new RunData(blocks, (await blocks.get("b.axes")).data, this.modules, "b.") : null;
+    this.run = new RunData(blocks, axes.data, this.modules, "", isPair ? "A: " : "");
+    this.other = isPair ? new RunData(blocks, (await blocks.get("b.axes")).data, this.modules, "b.", "B: ") : null;
     this.against = isPair ? new AgainstPanel(this, await blocks.get("against")) : null;
     const culprit = this.against?.data.culprits[0];
     if (culprit && this.state.get("site") === null) Object.assign(this.state.values, { site: culprit.site, module: culprit.seen_at || null }); // two runs are opened where they part
@@ -71,7 +71,7 @@ class App {
   }
   build() {
     const page = document.getElementById("page");
-    const title = this.top.against ? `A: ${this.top.run}, B: ${this.top.against}` : this.top.run;
+    const title = this.against ? `A: ${this.against.data.a}, B: ${this.against.data.b}` : this.top.run;
     this.bar = el("div", { class: "choices" });
     this.zoomed = el("button", { type: "button", class: "primary", id: "zoom-out", hidden: true, onclick: () => this.axis.zoom(null, null) });
     const links = this.panels.map((panel) => el("a", { href: `#view=${panel.id}`, "data-view": panel.id, onclick: (event) => {

@@ -1,13 +1,20 @@
 // The map: a statistic of a site over two of module, step and rank.
 
 const MANY_ROWS = 70, FEW_ROWS = 4;
-const NO_ESTIMATE = " Where groups of parameters differ in their rates, there is no estimate.";
-const FROZEN_TEXT = "frozen: requires_grad is False, so no step changes it";
+const NO_ROW_TEXTS = { "": "", frozen: "frozen: requires_grad is False, so no step changes it", "in no optimizer": "in no optimizer: no step changes it" };
 const USUAL_UPDATE = 1e-3, DEVIATION_TEXT = "quartile ranges from the median of the ranks; up to one is usual";
 const UPDATE_TEXTS = {
-  Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large." + NO_ESTIMATE,
-  SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3." + NO_ESTIMATE,
+  Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large.",
+  SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3.",
 };
+
+/** What the estimates of a run's steps are made of, and where there are none. */
+function updateTexts(run) {
+  const kinds = [...new Set([...run.rates.values()].map(({ kind }) => kind))].sort(), params = run.series.filter((one) => one.site === "param");
+  const rest = params.filter((one) => !run.rates.has(one.number)).length, isGrouped = params.some((one) => one.rate);
+  const none = [rest && `${plural(rest, "parameter")} of other optimizers ${rest === 1 ? "has" : "have"} no estimate.`, !isGrouped && "This run does not say which rate a parameter has: where rates differ, there is no estimate."];
+  return [...kinds.map((kind) => UPDATE_TEXTS[kind]), ...none.filter(Boolean)];
+}
 
 /** What is chosen for all panels: site, mode, name, statistic, lane. */
 class Choices {
@@ -97,15 +104,15 @@ class FoldedTree {
     const find = state.get("find", "").toLowerCase(), depth = Number(state.get("depth", Infinity));
     const isFound = (node) => `${node.path} ${modules.className(node.number)}`.toLowerCase().includes(find);
     for (const node of all) {
-      const own = node.number === null || !isFound(node) ? [] : seriesOf(node.number), isFrozen = isFound(node) && !own.length && modules.isFrozen(node.number, site);
-      has.set(node, { own, isFrozen, count: (own.length || isFrozen ? 1 : 0) + node.children.reduce((sum, child) => sum + has.get(child).count, 0) });
+      const own = node.number === null || !isFound(node) ? [] : seriesOf(node.number), why = isFound(node) && !own.length ? modules.whyNone(node.number, site) : "";
+      has.set(node, { own, why, count: (own.length || why ? 1 : 0) + node.children.reduce((sum, child) => sum + has.get(child).count, 0) });
     }
     const isOpen = find || depth < Infinity ? new Set(all.filter((node) => find || node.depth < depth)) : this.defaultOpen(has);
     const opened = new Set(state.get("open", [])), shut = new Set(state.get("shut", [])), chosen = state.get("module", "");
     for (let at = chosen.indexOf("."); at > 0; at = chosen.indexOf(".", at + 1)) opened.add(chosen.slice(0, at)); // what was chosen is in sight
     const rows = [];
     const visit = (node, indent) => {
-      const { own, isFrozen, count } = has.get(node);
+      const { own, why, count } = has.get(node);
       if (!count) return;
       const children = node.children.filter((child) => has.get(child).count);
       const open = children.length > 0 && !shut.has(node.path) && (opened.has(node.path) || isOpen.has(node));
@@ -114,9 +121,9 @@ class FoldedTree {
         modules.below(node).flatMap((one) => has.get(one).own);
       if (!isOnly || !open) {
         rows.push({
-          node, series, isFrozen, indent, isChosen: node.path !== "" && node.path === chosen, fold: children.length ? (open ? "open" : "shut") : null,
+          node, series, why, indent, isChosen: node.path !== "" && node.path === chosen, fold: children.length ? (open ? "open" : "shut") : null,
           label: node === modules.root ? pathText("") : node.label,
-          note: `${modules.className(node.number)}${isFrozen ? " · frozen" : ""}${open || !children.length ? "" : ` · ${count}`}`,
+          note: `${modules.className(node.number)}${why ? ` · ${why}` : ""}${open || !children.length ? "" : ` · ${count}`}`,
           title: `${pathText(node.path)} ${visible(modules.className(node.number))}\n${visible(modules.source(node.number))}`,
         });
       }
@@ -251,7 +258,7 @@ class MapPanel {
   notes(drawn) {
     const { run, choices, modules, state } = this.app, find = state.get("find");
     if (find && drawn.isOfModules && !drawn.rows.length) return [el("span", { class: "wrong" }, `No module or class with ${choices.siteAndMode[0]} has "${visible(find)}" in its name.`)];
-    const texts = choices.statistic === "update" ? [UPDATE_TEXTS[run.rates.kind]] : [];
+    const texts = choices.statistic === "update" ? updateTexts(run) : [];
     if (drawn.isOfSteps && run.isBinned) {
       texts.push(`${plural(run.axes.num_steps, "step")} in ${run.steps.length} columns: each shows the value that stands out most of its steps.`);
     }
@@ -265,7 +272,7 @@ class MapPanel {
     const dumps = drawn.isOfSteps ? this.app.dumps.over(drawn.columns) : [];
     if (dumps.length) texts.push(`${DUMP_MARK} on the axis: steps that ${plural(dumps.length, "trigger")} had the ranks write; the pointer says why.`);
     if (drawn.isOfModules) {
-      const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length && !modules.isFrozen(number, choices.siteAndMode[0])).length;
+      const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length && !modules.whyNone(number, choices.siteAndMode[0])).length;
       if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.siteAndMode[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);
     }
     return texts.map((text) => el("span", {}, text + " "));
@@ -340,7 +347,7 @@ class MapPanel {
     else if (lane !== undefined || rows[row].lane !== undefined) lines.push(run.laneName(lane ?? rows[row].lane));
     if (rows[row].series?.length > 1) lines.push(`what stands out of ${plural(rows[row].series.length, "value")}`);
     const what = this.isDeviation ? "quartile ranges from the median" : STATISTIC_TEXTS[choices.statistic];
-    if (cell === null) lines.push(rows[row].isFrozen ? FROZEN_TEXT : "has no such value of its own");
+    if (cell === null) lines.push(NO_ROW_TEXTS[rows[row].why] || "has no such value of its own");
     else if (cell.kind === NONFINITE) {
       lines.push([cell.nan && `${cell.nan} NaN`, cell.inf && `${cell.inf} infinite`].filter(Boolean).join(", "));
       if (cell.isFirst) lines.push("the first of the run that is not finite");

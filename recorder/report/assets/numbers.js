@@ -2,16 +2,23 @@
 
 const MAX_SCALARS = 8, TRACK_PIXELS = 118, STRIP_PIXELS = 72, LOG_FROM = 50;
 
+/** Names of rates, those of one optimizer together: "lr.AdamW.0, 1; lr.SGD.0". */
+function rateNames(names) {
+  const startOf = (name) => name.slice(0, name.lastIndexOf(".") + 1), starts = [...new Set(names.map(startOf))];
+  return starts.map((start) => start + names.filter((name) => startOf(name) === start).map((name) => name.slice(start.length)).join(", ")).join("; ");
+}
+
 class NumbersPanel {
   /** `part` is "head" for the loss and the norm, "objectives" for theirs, "rest" for the others, "all" in a pane. */
   constructor(app, part = "rest") {
     const isObjectives = part === "objectives";
     Object.assign(this, { app, part, id: isObjectives ? "objectives" : "numbers", title: isObjectives ? "Objectives" : "Numbers", charts: [] });
-    const shown = app.run.scalars.filter((one) => part === "all" || one.name.startsWith("objective.") === isObjectives).sort((a, b) => this.rank(a) - this.rank(b));
+    const shown = app.run.scalars.filter((one) => part === "all" || (objectiveOf(one.name) !== null) === isObjectives).sort((a, b) => this.rank(a) - this.rank(b));
     const isHead = (one) => this.rank(one) < 2 && shown.findIndex((other) => this.rank(other) === this.rank(one)) === shown.indexOf(one);
     const isRate = (one) => /^lr\.|^grad_scale$/.test(one.name);
     this.scalars = shown.filter((one) => part === "all" || isObjectives || (!isRate(one) && isHead(one) === (part === "head")));
-    this.rates = part === "head" ? shown.filter(isRate) : [];
+    const others = (app.other?.scalars ?? []).filter((one) => isRate(one) && !shown.some((own) => own.name === one.name && own.path === one.path));
+    this.rates = part === "head" ? [...shown.filter(isRate), ...others] : [];
     this.isShown = this.scalars.length > 0 || part === "head";
     this.listens = ["from", "to", "step", "each"];
   }
@@ -44,13 +51,13 @@ class NumbersPanel {
   }
   linesOf(series, picture, otherPicture, isEach) {
     const { run, other } = this.app, colorOf = (lane) => lineColor(Math.max(lane, 0));
-    const own = picture.columnsWith([series]);
+    const isOwn = run.scalars.includes(series), own = isOwn ? picture.columnsWith([series]) : [];
     let steps = own.map((c) => run.axes.scalar_steps[c]);
-    let lines = linesOf(run, picture, series, { columns: own, lanes: isEach ? run.drawnLanes : [run.mainLane], colorOf, named: (lane) => run.laneName(lane) });
+    let lines = isOwn ? linesOf(run, picture, series, { columns: own, lanes: isEach ? run.drawnLanes : [run.mainLane], colorOf, named: (lane) => run.lineName(lane) }) : [];
     const beside = otherPicture && other.scalars.find((one) => one.path === series.path && one.name === series.name && one.mode === series.mode);
     if (beside) {
       const columns = otherPicture.columnsWith([beside]), more = linesOf(other, otherPicture, beside, {
-        columns, lanes: [other.mainLane], colorOf, isBeside: true, named: (lane) => `B: ${other.laneName(lane)}`,
+        columns, lanes: [other.mainLane], colorOf, isBeside: true, named: (lane) => other.lineName(lane),
       });
       [steps, lines] = joinSteps([[steps, lines], [columns.map((c) => other.axes.scalar_steps[c]), more]]);
     }
@@ -60,31 +67,34 @@ class NumbersPanel {
   }
   /** Two pictures for each shared tensor: the norms of the gradients of its objectives, and the cosines between them. */
   ofObjectives(pictures) {
-    const isEach = this.app.state.get("each") !== "0", paths = [...new Set(this.scalars.map((one) => one.path))];
-    return paths.slice(0, MAX_SCALARS / 2).flatMap((path) => [["objective.norm.", "norms of the gradients"], ["objective.cosine.", "cosines between the gradients"]].map(([start, title]) => {
-      const some = this.scalars.filter((one) => one.path === path && one.name.startsWith(start));
-      const groups = some.map((series, number) => {
-        const { steps, lines } = this.linesOf(series, ...pictures, isEach), name = series.name.slice(start.length).replace(":", " and ");
+    const isEach = this.app.state.get("each") !== "0", shared = new Map(), known = this.scalars.map((series) => ({ series, ...objectiveOf(series.name) }));
+    for (const one of known) shared.set(JSON.stringify([one.series.path, one.tensor]), { path: one.series.path, tensor: one.tensor });
+    return [...shared.values()].slice(0, MAX_SCALARS / 2).flatMap(({ path, tensor }) => [["norm", "norms of the gradients"], ["cosine", "cosines between the gradients"]].map(([kind, title]) => {
+      const some = known.filter((one) => one.kind === kind && one.series.path === path && one.tensor === tensor);
+      const groups = some.map(({ series, names: name }, number) => {
+        const { steps, lines } = this.linesOf(series, ...pictures, isEach);
         const isOne = lines.length === 1;
         return [steps, lines.map((line) => ({ ...line, label: isOne ? name : `${name}, ${line.label}`, style: { ...line.style, stroke: lineColor(number) } }))];
       });
       const [steps, lines] = joinSteps(groups);
-      return { title, steps, lines, level: start === "objective.cosine." ? 0 : null, about: [`of objectives in ${pathText(path)}`] };
+      const which = known.some((one) => one.series.path === path && one.tensor > 1) ? `, tensor ${tensor}` : "";
+      return { title, steps, lines, level: kind === "cosine" ? 0 : null, about: [`of objectives in ${pathText(path)}${which}`] };
     }).filter((one) => one.lines.length));
   }
   /** The learning rates and the scale of the gradients in flat pictures; those that never change in one line of text. */
   strips(pictures) {
     const strips = new Map(), constants = new Map();
     for (const series of this.rates) {
-      const one = this.linesOf(series, ...pictures, false), line = one.lines[0], known = line?.values.filter(Number.isFinite) ?? [];
-      if (!known.length) continue;
-      const isConstant = known.every((value) => value === known[0]), key = isConstant ? known[0] : JSON.stringify(line.values);
-      const [alike, names] = [isConstant ? constants : strips, [...((isConstant ? constants : strips).get(key)?.names ?? []), series.name]];
-      alike.set(key, { ...one, names });
+      const one = this.linesOf(series, ...pictures, false), known = one.lines.map((line) => line.values.filter(Number.isFinite));
+      if (!known.flat().length) continue;
+      const isConstant = known.every((values) => values.every((value) => value === values[0])), alike = isConstant ? constants : strips;
+      const text = known.map(([value], at) => `${this.app.other ? `${one.lines[at].label[0]} ` : ""}${shortNumber(value)}`).join(", ");
+      const key = isConstant ? text : JSON.stringify(one.lines.map(({ label, values }) => [label, values]));
+      alike.set(key, { ...one, names: [...(alike.get(key)?.names ?? []), series.name] });
     }
-    this.constants.replaceChildren(...[...constants].map(([value, { names }]) => el("span", {}, `${names.join(", ")}: ${shortNumber(value)} at all steps. `)));
+    this.constants.replaceChildren(...[...constants].map(([text, { names }]) => el("span", {}, `${rateNames(names)}: ${text} at all steps. `)));
     this.constants.hidden = !constants.size;
-    return [...strips.values()].map((one) => ({ ...one, title: one.names.length > 2 ? `${one.names[0]} and ${one.names.length - 1} more` : one.names.join(", "), about: [], isStrip: true }));
+    return [...strips.values()].map((one) => ({ ...one, title: rateNames(one.names), about: [], isStrip: true }));
   }
   /** The norm of all gradients, where no number of the step is one. */
   gradientNorms() {
@@ -98,6 +108,6 @@ class NumbersPanel {
     if (!columns.length) return null;
     const values = columns.map((c) => (norms[c] < 0 ? null : norms[c])), bad = [...columns.keys()].filter((at) => values[at] === null);
     const style = laneStyle({ kind: "global" }, 1, lineColor(0), isBeside);
-    return { title: "gradient norm", about: ["of all parameters"], steps: columns.map((c) => run.steps[c]), lines: [{ label: `${isBeside ? "B: " : ""}${run.laneName(0)}`, values, digits: values.map(() => 5), bad, style }] };
+    return { title: "gradient norm", about: ["of all parameters"], steps: columns.map((c) => run.steps[c]), lines: [{ label: run.lineName(0) + (bad.length && run.lanes.length > 1 ? " (no number where a rank is not finite)" : ""), values, digits: values.map(() => 5), bad, style }] };
   }
 }

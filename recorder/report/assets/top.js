@@ -80,7 +80,7 @@ class TopPanel {
     if (site === "scalar") { // the number of the step itself, and what is near
       const [first, last] = this.app.run.axes.ends, isFew = step === undefined || last - first <= FEW_STEPS;
       const isHead = this.numbers.scalars.some((one) => one.path === module && one.name === name);
-      return { view: isHead ? "top" : name.startsWith("objective.") ? "objectives" : "numbers", step, ...(isFew ? {} : { from: Math.max(step - NEAR_STEPS, first), to: Math.min(step + NEAR_STEPS, last) }) };
+      return { view: isHead ? "top" : objectiveOf(name) ? "objectives" : "numbers", step, ...(isFew ? {} : { from: Math.max(step - NEAR_STEPS, first), to: Math.min(step + NEAR_STEPS, last) }) };
     }
     if (module !== undefined && site !== undefined) {
       const series = this.app.run.series.find((one) => one.path === module && one.site === site && one.name === (name ?? ""));
