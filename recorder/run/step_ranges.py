@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -152,6 +152,44 @@ def cut_rows(
             yield lambda steps: _read(folder / str(ranges.index(steps)))
 
 
+def read_ranges(
+    run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]], mapper: Mapper
+) -> Generator[Iterable[Any]]:
+    """Yield the tables of each range, as `cut_rows` gives them. `tables` must be picklable for workers.
+
+    From the first range on of which a worker had something to say, or knew other batches than this process, all is read
+    here: so what is said of damage, and which rows are left out, is the same without workers.
+    """
+    left = list(ranges)
+    if mapper is not map_serially and len(ranges) > 1:
+        for found in mapper(RangeReader, (run, tables, _batches(run)), ((one,) for one in ranges)):
+            if found is None:
+                break
+            del left[0]
+            yield found
+    with cut_rows(run, left, tables) as tables_of:
+        for steps in left:
+            yield tables_of(steps)
+
+
+class RangeReader:
+    """Reads the tables of ranges for another process, whose batches of the run have the given digest."""
+
+    def __init__(self, run: Run, tables: Callable[[Sequence[Any], Steps], Iterator[Any]], batches: str) -> None:
+        self._run, self._tables, self._batches = run, tables, batches
+
+    def __call__(self, steps: Steps) -> list[Any] | None:
+        """Return the tables of a range; None if the other process has to read it."""
+        with _heard() as messages:
+            tables = list(self._tables(self._run.writers, steps))
+        return None if messages or _batches(self._run) != self._batches else tables
+
+
+def _batches(run: Run) -> str:
+    """Return a digest of the numbers of the batches of each shard that were not found to be damaged."""
+    return _digest_of([[shard.numbers for shard in writer.shards] for writer in run.writers])
+
+
 def _fill(
     folder: Path, run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int,
@@ -281,7 +319,11 @@ def digest(run: Run) -> str:
         [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.all_shards]]
         for one in run.writers
     ]
-    text = json.dumps([run.manifest.members, writers], sort_keys=True, default=str)
+    return _digest_of([run.manifest.members, writers])
+
+
+def _digest_of(facts: list[Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
@@ -302,7 +344,8 @@ def spread_over(executor: Executor, num_workers: int) -> Mapper:
     If a worker finds a run changed, because the run is being recorded, the range is worked on in this process. Warnings
     of workers are logged here, each text once. Besides the errors of a range, the mapper raises ClusterError if a
     worker finds no run or another one, has other versions, or was lost. The executor works on `num_workers` calls at
-    once; it is not shut down.
+    once; it is not shut down. Warnings are left out where a worker answers None, as this process then does the work,
+    and so are those of opening the runs, which this process has opened, too.
     """
 
     def spread(
@@ -322,7 +365,7 @@ def spread_over(executor: Executor, num_workers: int) -> Mapper:
                 except ChangedError:
                     work = work or make(*arguments)
                     answer, messages = work(*wanted), []
-                for level, text in messages:
+                for level, text in messages if answer is not None else ():
                     if text not in told:
                         told.add(text)
                         logger.log(level, "%s", text)
@@ -341,14 +384,16 @@ copyreg.pickle(Run, lambda run: (RunAsOpened.open_unchanged, (RunAsOpened.of(run
 
 
 def _work_on(shipped: bytes, wanted: tuple[Any, ...]) -> tuple[Any, list[tuple[int, str]]]:
+    work, said = keep(shipped, lambda: _made(shipped))
     with _heard() as messages:
-        return keep(shipped, lambda: _made(shipped))(*wanted), messages
+        answer = work(*wanted)
+    return answer, [*said, *messages]
 
 
-def _made(shipped: bytes) -> Callable[..., Any]:
+def _made(shipped: bytes) -> tuple[Callable[..., Any], list[tuple[int, str]]]:
     make, arguments = pickle.loads(shipped)
-    made: Callable[..., Any] = make(*arguments)
-    return made
+    with _heard() as messages:
+        return make(*arguments), messages
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from recorder.analyze.stats import statistics
 from recorder.errors import ClusterError
 from recorder.run import step_ranges
 from recorder.run.selection import Selection
-from recorder.run.step_ranges import cut_rows, spread_over
+from recorder.run.step_ranges import cut_rows, map_serially, spread_over
 from tests.rigs.merging import make_small_run
 
 
@@ -39,8 +40,35 @@ def test_processes_answer_as_this_one_does(executor: Executor, run: recorder.Run
     assert there.table.equals(here.table) and there.notes == here.notes
 
 
-def test_processes_read_for_check(executor: Executor, run: recorder.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recorder.analyze.check.reading.RANGE_ROWS", 20)
+    monkeypatch.setattr("recorder.analyze.first.replicas.RANGE_ROWS", 20)
+
+
+@pytest.mark.parametrize("column", ["time_ns", "l2"])
+def test_damage_is_said_once_and_leaves_out_the_same_rows_whichever_process_meets_it(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, column: str
+) -> None:
+    """`time_ns` is read for the replicas alone, and `l2` for them and for the rules."""
+    cut_in_ranges(monkeypatch)
+    path = make_small_run(tmp_path / "run", steps=6)
+    value = recorder.open_run(path).table([column], steps=(3, 4)).column(column).drop_null()[0].as_py()
+    content = struct.pack("<d" if column == "l2" else "<q", value)
+    shard = next(one for one in path.rglob("tensors-*.arrow") if content in one.read_bytes())
+    shard.write_bytes(shard.read_bytes().replace(content, bytes(byte ^ 1 for byte in content), 1))
+    for index in path.rglob("*.index*"):
+        index.unlink()
+    answers = []
+    for mapper in (map_serially, spread_over(executor, 2)):
+        caplog.clear()
+        run = recorder.open_run(path)
+        answers.append((check(run, mapper=mapper), run.problems, caplog.messages))
+    assert answers[0] == answers[1]
+    assert len(answers[0][1]) == len(answers[0][2]) == 1
+
+
+def test_processes_read_for_check(executor: Executor, run: recorder.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_in_ranges(monkeypatch)
     here = check(run)
     assert check(run, mapper=spread_over(executor, 2)) == here
     monkeypatch.setattr(step_ranges, "versions", lambda: {"pyarrow": "1.0"})

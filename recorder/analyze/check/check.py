@@ -93,7 +93,7 @@ def check(
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
     normal, known_to = _learnt(baselines, chosen, settings) if baselines else (None, [])
     others = [_sizes(one, int(settings.get(Width.name, {}).get("steps", Width.default("steps")))) for one in widths]
-    replicas = replicas_of(run) if Replica in chosen else None
+    replicas = replicas_of(run, mapper) if Replica in chosen else None
     engine = Engine(make_rules(chosen, rows.catalog, settings, normal, others, replicas), rows.catalog)
     for some in rows:
         engine.add(some)

@@ -9,8 +9,8 @@ it cannot be computed from them. No Python loop runs over rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from ...numerics.keys import by_distinct, encode, group_rows
 from ...numerics.moments import integers, numbers
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import GlobalView, RecordedWriter, Run
-from ...run.step_ranges import Attempts, Mapper, cut_rows, first_parts, map_serially
+from ...run.step_ranges import Attempts, Mapper, cut_rows, first_parts, map_serially, read_ranges, with_coded_texts
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
@@ -66,16 +66,9 @@ class RunRows:
         mapper: Mapper = map_serially,
     ) -> None:  # fmt: skip
         self._mapper = mapper
-        self._details = _details(columns)
         self._run = run
-        self._numbers = _numbers(columns)
-        self._schema = pa.schema(
-            [
-                *(SCHEMA.field(name) for name in (*_ORDER, *self._numbers)),
-                *(pa.field(name, pa.dictionary(pa.int32(), pa.string())) for name in _TEXTS),
-                *(pa.field(name, pa.float64()) for name in (*self._details, _WHOLE, IS_PROBE)),
-            ]
-        )
+        self._recorded = _Recorded(columns)
+        self._schema = self._recorded.schema
         self._steps = steps
         self._probe = probe_size(run.writers) if steps is None else None
         self.catalog = catalog or Catalog(
@@ -102,7 +95,7 @@ class RunRows:
         """Yield the rows of the next steps, sorted by step, rank and `seq`."""
         attempts = Attempts(self._run)
         ranges = self._ranges()
-        with self._read(ranges) as tables:
+        with closing(self._read(ranges)) as tables:
             for table in tables:
                 counts = attempts.counting(table)
                 if not counts.all():
@@ -116,29 +109,19 @@ class RunRows:
                     self.num_probed += num_probed
                     yield rows
 
-    @contextmanager
-    def _read(self, ranges: list[Steps]) -> Iterator[Iterator[Any]]:
-        """Make an iterator over the table of each range."""
-        if self._mapper is map_serially or len(ranges) == 1:
-            with cut_rows(self._run, ranges, self._tables) as tables_of:
-                yield (self._joined(tables_of(steps)) for steps in ranges)
-            return
-        read = self._mapper(_RangeReader, (self._run, [*self._details, *self._numbers]), ((one,) for one in ranges))
-        with cut_rows(self._run, ranges, self._probes) as probes_of:
-            yield (
-                self._joined(
-                    [*([table] if table is not None else self._recorded(self._run.writers, steps)), *probes_of(steps)]
-                )
-                for steps, table in zip(ranges, read, strict=True)
-            )
-
-    def _joined(self, tables: Iterable[Any]) -> Any:
-        return pa.concat_tables([self._schema.empty_table(), *tables]).unify_dictionaries()
+    def _read(self, ranges: list[Steps]) -> Generator[Any]:
+        """Yield the table of each range."""
+        with (
+            closing(read_ranges(self._run, ranges, self._recorded, self._mapper)) as read,
+            cut_rows(self._run, ranges, self._probes) as probes_of,
+        ):
+            for steps, tables in zip(ranges, read, strict=True):
+                tables = [self._schema.empty_table(), *tables, *probes_of(steps)]
+                yield pa.concat_tables(tables).unify_dictionaries()
 
     def of_table(self, table: Any) -> Rows:
         """Return the rows of a table with the columns of `columns_read`; each step must be of one attempt only."""
-        columns = [table.column(name) for name in (*_ORDER, *self._numbers, *_TEXTS)]
-        return self._as_rows(pa.Table.from_arrays([*columns, *self._more(table)], schema=self._schema))
+        return self._as_rows(self._recorded.of(table))
 
     def _ranges(self) -> list[Steps]:
         if self._steps is not None:
@@ -152,30 +135,10 @@ class RunRows:
         ends = sorted({*ends, *range(probe.first_step + most_steps, probe.last_step + 1, most_steps)})
         return list(zip([_EVERY[0], *ends], [*ends, _EVERY[1]], strict=True))
 
-    def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
-        yield from self._recorded(writers, steps)
-        yield from self._probes(writers, steps)
-
-    def _recorded(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
-        wanted = (*_ORDER, *self._numbers, *_TEXTS)
-        sources = dict.fromkeys(SOURCES[name] for name in self._details)
-        for table in first_parts(writers, steps, (*wanted, *sources), is_all=steps == _EVERY):
-            if _RECOMPUTED in table.column("phase").unique().to_pylist():
-                table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
-            columns = [
-                table.column(name).dictionary_encode() if name in _TEXTS else table.column(name) for name in wanted
-            ]
-            yield pa.Table.from_arrays([*columns, *self._more(table)], schema=self._schema)
-
     def _probes(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         if self._probe is not None:
             for writer in writers:
                 yield from self._probed(writer, steps)
-
-    def _more(self, table: Any) -> Iterator[Any]:
-        yield from columns_of(self._details, table)
-        yield pa.nulls(table.num_rows, pa.float64())  # global_numel
-        yield pa.array(np.zeros(table.num_rows))  # IS_PROBE
 
     def _probed(self, writer: RecordedWriter, steps: Steps) -> Iterator[Any]:
         """Yield the numbers of a writer's probe as rows, each step's in the order in which values were first seen."""
@@ -210,7 +173,8 @@ class RunRows:
             steps, ranks, seqs, series, parts, peers = (a[is_new] for a in (steps, ranks, seqs, series, parts, peers))
         order = np.lexsort((seqs, ranks, steps))
         lanes = self.catalog.lanes(series[order], ranks[order], parts[order], peers[order])
-        columns = {name: numbers(table.column(name))[order] for name in (*self._numbers, *self._details, IS_PROBE)}
+        names = (*self._recorded.numbers, *self._recorded.details, IS_PROBE)
+        columns = {name: numbers(table.column(name))[order] for name in names}
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any) -> tuple[Integers, Integers, Integers]:
@@ -230,16 +194,35 @@ class RunRows:
         return np.array(series_of, np.int64)[groups.ids], parts, peers
 
 
-class _RangeReader(RunRows):
-    """Reads the rows of a range for another process, without the probe."""
+class _Recorded:
+    """Reads the recorded rows of ranges, as tables with the columns for rules."""
 
-    def __init__(self, run: Run, columns: Sequence[str]) -> None:
-        super().__init__(run, columns, steps=_EVERY)
+    def __init__(self, columns: Sequence[str]) -> None:
+        self.details, self.numbers = _details(columns), _numbers(columns)
+        self._wanted = (*_ORDER, *self.numbers, *_TEXTS)
+        self.schema = pa.schema(
+            [
+                *(SCHEMA.field(name) for name in (*_ORDER, *self.numbers)),
+                *(pa.field(name, pa.dictionary(pa.int32(), pa.string())) for name in _TEXTS),
+                *(pa.field(name, pa.float64()) for name in (*self.details, _WHOLE, IS_PROBE)),
+            ]
+        )
 
-    def __call__(self, steps: Steps) -> Any | None:
-        """Return the table of a range; None if the run is damaged, because the other process has to say so."""
-        table = self._joined(self._recorded(self._run.writers, steps))
-        return None if self._run.problems else table
+    def __call__(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
+        sources = dict.fromkeys(SOURCES[name] for name in self.details)
+        for table in first_parts(writers, steps, (*self._wanted, *sources), is_all=steps == _EVERY):
+            if _RECOMPUTED in table.column("phase").unique().to_pylist():
+                table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
+            yield self.of(table)
+
+    def of(self, table: Any) -> Any:
+        columns = [table.column(name) for name in self._wanted]
+        columns += [
+            *columns_of(self.details, table),
+            pa.nulls(table.num_rows, pa.float64()),  # global_numel
+            pa.array(np.zeros(table.num_rows)),  # IS_PROBE
+        ]
+        return with_coded_texts(pa.table(columns, self.schema.names), self.schema)
 
 
 def columns_read(columns: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from ...checks.rule import Finding, Replicas, Severity
 from ...checks.rules.comparing import Replica
 from ...run.run import Run
+from ...run.step_ranges import Mapper, map_serially
 from ...system.text import counted
 from ..first.probed_replicas import ApartByProbe, apart_by_probe
 from ..first.replica_groups import Differing
@@ -17,11 +18,11 @@ _APART = "ranks that share the value hold different ones"
 NEVER_EQUAL = "ranks have held different ones from the first record on"
 
 
-def replicas_of(run: Run) -> Replicas:
-    """Compare the replicas of a run; the first difference at each site is a finding."""
+def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
+    """Compare the replicas of a run; the first difference at each site is a finding. `mapper` reads ranges of steps."""
     if len(run.ranks) < 2 and not run.is_merged:
         return Replicas((), Replica.needs)
-    search = compare_replicas(run)
+    search = compare_replicas(run, mapper)
     numbers = Counter(value.site for value in search.values.values())
     probed = {one.key[2]: one for one in apart_by_probe(run, search.equal_values)}
     findings = [_finding(one, numbers[one.value.site], probed.pop(site, None)) for site, one in search.firsts.items()]

@@ -18,7 +18,7 @@ from ...columns import note_members
 from ...numerics.keys import group, holds
 from ...run.notes import differing_ranks
 from ...run.run import RecordedWriter, Run
-from ...run.step_ranges import Attempts, cut_rows
+from ...run.step_ranges import Attempts, Mapper, map_serially, read_ranges
 from ...sites import STATES
 from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroups, is_replicated
 from .timeline import RecordedValue, Timeline, ValueName, whole_rows
@@ -148,13 +148,15 @@ class ReplicaFinder:
         return ""
 
 
-def compare_replicas(run: Run) -> ReplicaFinder:
-    """Compare the replicas of a run by their fingerprints and statistics alone. No payload is read."""
+def compare_replicas(run: Run, mapper: Mapper = map_serially) -> ReplicaFinder:
+    """Compare the replicas of a run by their fingerprints and statistics alone. No payload is read.
+
+    `mapper` reads ranges of steps, in this process or in others.
+    """
     attempts, finder = Attempts(run), ReplicaFinder(run, reads_payloads=False)
     ranges = run.view().windows(RANGE_ROWS)
-    with cut_rows(run, ranges, _rows_of_states) as tables_of:
-        for steps in ranges:
-            finder.add(Timeline(run, attempts, steps, tables=tables_of(steps)))
+    for steps, tables in zip(ranges, read_ranges(run, ranges, _rows_of_states, mapper), strict=True):
+        finder.add(Timeline(run, attempts, steps, tables=tables))
     return finder
 
 
