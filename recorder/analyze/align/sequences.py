@@ -9,8 +9,7 @@ import numpy as np
 
 from ...errors import LookupFailedError
 from ...system.text import counted
-from .calls import Array, Floats, Integers
-from .tokens import Side, ValueName
+from .tokens import Array, Floats, Integers, Side, ValueName
 
 _MAX_SAMPLES = 32
 """The most samples without a partner that are looked at, and eight times as many of the trainer's beside each."""

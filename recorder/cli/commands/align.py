@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.align.align import align
-from ...analyze.align.reply import reply_of
+from ...analyze.align.align import align, reply_of
 from ...analyze.diff.renames import NO_RENAMES, read_renames
 from ...run.reply import Reply
 from ...run.run import open_run
