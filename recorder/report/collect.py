@@ -22,7 +22,7 @@ from .. import __version__
 from ..analyze.check.check import check
 from ..analyze.diff.diff import diff
 from ..analyze.diff.reply import accusations
-from ..analyze.diff.result import Diff
+from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
 from ..globalview.tensor import TensorLayout

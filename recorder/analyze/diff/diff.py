@@ -25,8 +25,20 @@ from .culprit_findings import CulpritFinder
 from .noise import BeyondNoise
 from .pairs import PairedSteps
 from .renames import NO_RENAMES, RenameHint, Renames, rename_hints
-from .result import Diff, LackingRanks, LeftOut, by_module, first_difference
-from .step_range import VALUE, DiffOptions, PayloadReport, RangeComparer, RangeResult, SideTotals, join_ranges
+from .step_range import (
+    VALUE,
+    Diff,
+    DiffOptions,
+    LackingRanks,
+    LeftOut,
+    PayloadReport,
+    RangeComparer,
+    RangeResult,
+    SideTotals,
+    by_module,
+    first_difference,
+    join_ranges,
+)
 
 _SUMMANDS = (
     "the values are sums over ranks, whose values were not kept; the ranks that add to them are not the same in both "

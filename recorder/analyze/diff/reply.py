@@ -16,8 +16,7 @@ from ...system.text import counted, listed, moment, named, number, span
 from .compare import Tolerance
 from .culprit_findings import Culprit
 from .renames import RenameHint
-from .result import Diff, Difference
-from .step_range import DiffOptions
+from .step_range import Diff, Difference, DiffOptions
 
 _FEW = 5
 """The number of lines of each table, and of culprits, without ``--limit``."""

@@ -1,4 +1,4 @@
-"""Compares one range of steps of two runs, in this process or in another one, as a mapper decides.
+"""Compares one range of steps of two runs, here or in another process, and has the result of `diff` over all ranges.
 
 The result of a range can be pickled; its rows stay in the process that read them.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...numerics.keys import VALUE_KEY, group_rows
+from ...numerics.keys import VALUE_KEY, Integers, group_rows
+from ...numerics.moments import Floats, integers, numbers
 from ...run.notes import Problems
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from .compare import Tolerance
-from .culprit_findings import RangeSteps
-from .noise import NoiseMeasure, measure
+from .culprit_findings import Culprit, RangeSteps
+from .noise import Drifted, LoudNoise, NoiseMeasure, measure
 from .pairs import (
     PairedSteps,
     RunSteps,
@@ -30,7 +32,7 @@ from .pairs import (
     without_other_micro_steps,
     without_recomputed,
 )
-from .renames import Renames, UnpairedModules
+from .renames import RenameHint, Renames, UnpairedModules
 
 MODULE = ["root", "module_path"]
 VALUE = [*MODULE, "site", "name"]
@@ -191,3 +193,174 @@ class RangeComparer:
         for side, *left_out in zip(sides, handed_on, recomputed, strict=False):
             side.num_handed_on, side.num_recomputed = left_out
         return PairedSteps(a, b, align(a.table, b.table)), num_in_other_micro_steps
+
+
+class Difference(NamedTuple):
+    """One value that differs."""
+
+    step: int
+    module_path: str
+    site: str
+    name: str
+    kind: str
+    """The kind of the difference: ``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to
+    compare), ``shape``, ``dtype`` (the values are equal), ``after_tap`` (one run's gradient covers only the value's
+    uses outside its module), or ``partial`` (one run lacks ranks of the value).
+    """
+    micro_step: int | None
+    call: int
+    rank_a: int | None
+    """The rank in the first run; None for a value of all ranks."""
+    rank_b: int | None
+    max_abs: float | None
+    of_max: float | None
+    """`max_abs` relative to the largest magnitude in either tensor."""
+    max_rel: float | None
+    max_ulp: int | None
+    nonfinite_a: int | None
+    nonfinite_b: int | None
+    statistic: str | None
+    """The name of the statistic that is farthest apart, where only statistics could be compared."""
+    statistic_a: float | None
+    statistic_b: float | None
+    statistic_rel: float | None
+    """The statistic's distance relative to the largest magnitude, or for a norm to the larger norm; None for counts."""
+    noise: float | None
+    """The distance that noise alone causes, in the same measure; None without noise runs, or if they lack the value."""
+    lacks_a: str | None
+    """The ranks that are missing from the first run's value, as JSON."""
+    lacks_b: str | None
+
+
+class LackingRanks(NamedTuple):
+    """The values that lack ranks in one run but not in the other."""
+
+    run: str
+    """The run that lacks the ranks: ``a`` or ``b``."""
+    ranks: list[int]
+    num_values: int
+
+
+class LeftOut(NamedTuple):
+    """Values that both runs have but that could not be compared."""
+
+    num_values: int
+    why: str
+    modules: Sequence[str] = ()
+    """The modules of the values, if they tell more than `why`."""
+
+
+class Diff(NamedTuple):
+    """The result of comparing two runs."""
+
+    is_equal: bool
+    """True if all values could be read and are equal within the tolerance. Unless only common values are compared, both
+    runs must also have the same values, and the same parts, at common steps. Values in `left_out` have no influence.
+    """
+    verdict: str
+    """``equal``, ``different``, or, if some value of both runs could not be compared, ``equal as far as compared``."""
+    first: Difference | None
+    """The first value that differs, in the order of execution of the first run."""
+    culprits: list[Culprit]
+    """The stages that differ although all values that they were computed from agree, in the order of time. Other
+    differences are inherited. Only the first steps with differences are searched.
+    """
+    table: Any
+    """`pa.Table` with a row for each value that differs, in the order of execution: value, kind, dtypes, shapes and
+    distances; if rules kept them, also the histograms of both runs and the comparison of the units.
+    """
+    modules: Any
+    """`pa.Table` with a row for each module that differs, ordered by the first difference."""
+    only_a: Any
+    """`pa.Table` of the values at common steps that only the first run has, by root, module_path, site and name."""
+    only_b: Any
+    num_compared: int
+    num_by_fingerprint: int
+    """The number of pairs with equal fingerprints, whose payloads were not read."""
+    num_by_values: int
+    num_by_statistics: int
+    num_incomparable: int
+    """The number of pairs that could not be compared, because one side lacks the data that the other side has."""
+    num_bare: int
+    """The number of pairs for which no run has values, statistics or fingerprints. They do not count as different."""
+    left_out: list[LeftOut]
+    """Further values that could not be compared, grouped by the reason; `num_compared` counts them."""
+    unread: dict[str, int]
+    """By error text, the number of values that could not be read; they were compared by statistics if possible."""
+    damage: list[str]
+    """Descriptions of other damage in the compared runs and the noise runs; the damaged rows are missing."""
+    partial: list[LackingRanks]
+    """The pairs in which one run lacks ranks, whether or not the pair differs."""
+    steps_only_a: list[int]
+    steps_only_b: list[int]
+    has_common_modules: bool = True
+    """False if both runs have modules but no common ones, so that only the program's own numbers were compared."""
+    unpaired_a: Sequence[str] = ()
+    """If modules were renamed, the modules of the first run without a partner in the second run."""
+    unpaired_b: Sequence[str] = ()
+    """The modules of the second run without a partner, by their own names."""
+    problems_a: Sequence[str] = ()
+    """Contradictions in the rows of the first run, or in the layouts that were given."""
+    problems_b: Sequence[str] = ()
+    hints: Sequence[RenameHint] = ()
+    """Lines proposed for a file of renamed modules, derived from similar modules that only one run has."""
+    num_handed_on_a: int = 0
+    """The number of rows of the first run that ranks pass to each other, from stage to stage or to experts and back, if
+    the second run has other stages or experts. They do not count.
+    """
+    num_handed_on_b: int = 0
+    num_recomputed_a: int = 0
+    """The number of rows that only the first run recomputed for its backward, at steps without recomputed rows in the
+    second run. They do not count as different.
+    """
+    num_recomputed_b: int = 0
+    drifted: Drifted | None = None
+    """Parameters that rounding drove apart, which hides smaller errors; None if there are none."""
+    loud_noise: LoudNoise | None = None
+    """Set where the noise runs differ from the first run by more than rounding explains; else None."""
+    still_roots: Sequence[str] = ()
+    """Roots in which no noise run differs from the first run, so that every difference in them counts."""
+
+    @property
+    def num_left_out(self) -> int:
+        """The number of values that both runs have but that could not be compared."""
+        return sum(one.num_values for one in self.left_out) + self.num_incomparable + self.num_bare
+
+
+def by_module(table: Any, compared: Any) -> Any:
+    """Return a table of the modules that differ, in the order in which they first differ."""
+    groups = group_rows(table, MODULE)
+    firsts = table.take(pa.array(groups.firsts))
+    order = np.argsort(groups.ids, kind="stable")
+    starts = np.searchsorted(groups.ids[order], np.arange(groups.num_groups))
+    columns = {name: firsts.column(name) for name in (*MODULE, "step", "site", "name", "kind")}
+    columns["differing"] = pa.array(np.bincount(groups.ids, minlength=groups.num_groups))
+    totals = compared.group_by(MODULE).aggregate([("count_all", "sum")]).to_pylist()
+    of_module = {tuple(total[name] for name in MODULE): total["count_all_sum"] for total in totals}
+    keys = zip(*(firsts.column(name).to_pylist() for name in MODULE), strict=True)
+    columns["compared"] = pa.array([of_module[key] for key in keys], pa.int64())
+    for name in ("max_abs", "of_max", "max_rel", "max_ulp", "statistic_rel"):
+        values = numbers(table.column(name))
+        columns[name] = _extreme(np.fmax, values, order, starts)
+    by_statistics = np.bincount(groups.ids, table.column("statistic").is_valid().to_numpy(), groups.num_groups)
+    columns["by_statistics"] = pa.array(by_statistics.astype(np.int64))
+    columns["min_cosine"] = _extreme(np.fmin, numbers(table.column("cosine")), order, starts)
+    for name in ("nonfinite_a", "nonfinite_b"):
+        counts = integers(table.column(name), 0)
+        columns[name] = pa.array(np.add.reduceat(counts[order], starts) if len(starts) else counts)
+    return pa.table(columns).rename_columns(
+        ["first_step" if n == "step" else f"first_{n}" if n in ("site", "name", "kind") else n for n in columns]
+    )
+
+
+def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
+    extremes = function.reduceat(values[order], starts) if len(starts) else values
+    return pa.array(extremes, mask=np.isnan(extremes))
+
+
+def first_difference(table: Any) -> Difference | None:
+    """Return the first value that differs; None if no value differs."""
+    if not table.num_rows:
+        return None
+    row = table.slice(0, 1).to_pylist()[0]
+    return Difference(**{name: row[name] for name in Difference._fields})

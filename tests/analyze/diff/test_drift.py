@@ -13,7 +13,7 @@ import pytest
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.noise import BeyondNoise
-from recorder.analyze.diff.result import Diff
+from recorder.analyze.diff.step_range import Diff
 from recorder.errors import LookupFailedError
 
 from .test_diff import row, write

@@ -15,7 +15,7 @@ import pytest
 
 import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.result import Diff
+from recorder.analyze.diff.step_range import Diff
 from recorder.analyze.first.first import first
 from recorder.cli.commands import ls
 from recorder.cli.output import print_reply

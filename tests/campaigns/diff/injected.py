@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.result import Diff
+from recorder.analyze.diff.step_range import Diff
 from tests.rigs import jobs
 
 from . import judging

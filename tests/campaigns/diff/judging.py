@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.result import Diff
+from recorder.analyze.diff.step_range import Diff
 
 ALL = None
 """All parameters alike."""
