@@ -10,9 +10,8 @@ from ...checks.rules.comparing import Replica
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
 from ...system.text import counted
-from ..first.probed_replicas import ApartByProbe, apart_by_probe
 from ..first.replica_groups import Differing
-from ..first.replicas import FINDINGS, compare_replicas
+from ..first.replicas import FINDINGS, ApartByProbe, apart_by_probe, compare_replicas
 
 _APART = "ranks that share the value hold different ones"
 NEVER_EQUAL = "ranks have held different ones from the first record on"

@@ -13,9 +13,8 @@ from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN, NUMBERS
 from ...system.text import counted, listed, number, steps_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
-from .probed_replicas import ApartByProbe, apart_by_probe
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue
-from .replicas import FINDINGS, RANGE_ROWS, ReplicaFinder
+from .replicas import FINDINGS, RANGE_ROWS, ApartByProbe, ReplicaFinder, apart_by_probe
 from .timeline import FirstRows, RecordedValue, Timeline, whole_rows
 
 _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}

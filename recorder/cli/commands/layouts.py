@@ -1,9 +1,113 @@
+"""Answers `recorder layouts`: how the ranks' values lie, on which ground that is known, and the first contradiction.
+
+The module must never read a payload where the rows decide.
+"""
+
 from __future__ import annotations
 
-from ...analyze.layouts import layouts, reply_of
-from ...run.reply import Reply
-from ...run.run import open_run
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ...errors import NotARunError
+from ...run.notes import RowFinding, left_out
+from ...run.reply import Reply, Table, plain, table_of
+from ...run.run import Run, open_run
+from ...system.text import counted
 from ..options import RunPath
+
+_CONTRADICTIONS = ("replicas_differ", "inconsistent", "layout_changes")
+"""The kinds of findings in which the ranks' values contradict what is known of their layout."""
+
+
+class SameLayout(NamedTuple):
+    """Values that lie in one way, as is known on one ground."""
+
+    layout: str
+    """The placements over the mesh of the ranks that share a batch, then the dim along which batches lie end to end."""
+    ground: str
+    """The words of the column `layout_source`, or why each rank's value stays its own."""
+    num_values: int
+    """The number of tensors that are told apart by module, site and name."""
+    example: str
+
+
+class Layouts(NamedTuple):
+    """The answer about some steps of a run."""
+
+    first_step: int
+    last_step: int
+    ways: list[SameLayout]
+    """The ways in which values lie, that of the most values first."""
+    num_values: int
+    """The number of values. One that lies otherwise at another step counts once here, and in both ways in `ways`."""
+    contradiction: RowFinding | None
+    num_contradictions: int
+
+
+def layouts(run: Run) -> Layouts:
+    """Say how the values of a run lie, by its first steps: at least one, and at most 200,000 rows over all ranks.
+
+    Raises:
+        NotARunError: the run is a merge, whose tensors are whole.
+    """
+    if (source := run.manifest.merged_from) is not None:
+        raise NotARunError(f"{run.path}: is the merge of run {source.run_id}, and its tensors are whole; give that run")
+    view = run.view()
+    first, end = next(iter(view.windows()), (0, 1))
+    rows = view.rows(first, end)
+    columns = [rows.table.column(name).to_pylist() for name in ("module_path", "site", "name")]
+    steps = rows.table.column("step").to_pylist()
+    examples: dict[tuple[str, str], dict[str, None]] = {}
+    for i, (module_path, site, name) in enumerate(zip(*columns, strict=True)):
+        if (how := rows.how_it_lies(i)) is not None:
+            examples.setdefault(how, {})[" ".join(filter(None, (repr(module_path), site, name)))] = None
+    ways = [SameLayout(*how, len(values), next(iter(values))) for how, values in examples.items()]
+    wrong = [one for one in rows.findings if one.kind in _CONTRADICTIONS]
+    return Layouts(
+        first_step=min(steps, default=first),
+        last_step=max(steps, default=first),
+        ways=sorted(ways, key=lambda way: -way.num_values),
+        num_values=len({value for values in examples.values() for value in values}),
+        # Of one step the first in the order of execution.
+        contradiction=min(wrong, key=lambda one: one.step, default=None),
+        num_contradictions=len(wrong),
+    )
+
+
+def reply_of(run: Run, answer: Layouts) -> Reply:
+    """Return the answer for JSON and for people."""
+
+    def members() -> dict[str, Any]:
+        shown: dict[str, Any] = plain(answer)
+        return {"run": run.run_id, **shown}
+
+    def parts() -> Iterator[str | Table]:
+        if run.problems:
+            yield "note: the run is damaged, and what cannot be read was left out; recorder verify says where"
+        if told := left_out(run):
+            yield f"note: {told}"
+        steps = f"step {answer.first_step}"
+        if answer.last_step > answer.first_step:
+            steps = f"steps {answer.first_step} to {answer.last_step}"
+        yield table_of(
+            ("layout", "ground", "values", "for example"),
+            [[way.layout, way.ground, f"{way.num_values:,}", way.example] for way in answer.ways],
+            numbers=("values",),
+            prose=("layout", "ground"),
+            title=f"{run.name}: {counted(answer.num_values, 'value')} at {steps}",
+        )
+        found = answer.contradiction
+        if found is None:
+            num = counted(answer.num_values, "value")
+            yield f"none of {num} contradicts its layout at {steps}" if answer.num_values else "no value was judged"
+            return
+        value = " ".join(filter(None, (repr(found.module_path), found.site, found.name)))
+        yield f"contradiction: step {found.step}, {value}: {found.text}"
+        if answer.num_contradictions > 1:
+            yield f"{answer.num_contradictions - 1} more contradict theirs; recorder first names replicas that differ"
+
+    return Reply(members=members, parts=parts, exit_code=int(bool(run.problems) or answer.contradiction is not None))
+
 
 EPILOG = "Examples: recorder layouts recordings    recorder layouts @-2 --json"
 

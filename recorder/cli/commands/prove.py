@@ -10,9 +10,8 @@ import typer
 
 from ...analyze.prove.checkpoint import prove_checkpoint
 from ...analyze.prove.launches import Launches, reply_of
-from ...analyze.prove.recording import prove
+from ...analyze.prove.recording import asked_ranks, on_other_ranks, prove, prove_world
 from ...analyze.prove.resume import prove_resume
-from ...analyze.prove.world import asked_ranks, on_other_ranks, prove_world
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.reply import Reply

@@ -12,7 +12,7 @@ import pytest
 
 import recorder
 from recorder.analyze.prove.launches import Look, Observed, RankSeen
-from recorder.analyze.prove.world import asked_ranks, compare_batches, judge_world, on_other_ranks
+from recorder.analyze.prove.recording import asked_ranks, compare_batches, judge_world, on_other_ranks
 from recorder.errors import LookupFailedError
 from tests.rigs import jobs
 from tests.rigs.command_line import Cli, cli
