@@ -17,8 +17,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ..records import Chunk, Staged
-from .dtensors import chunk_of
-from .local_values import PLAIN
+from .local_values import PLAIN, chunk_of
 
 _MAX_KNOWN = 64
 _MAX_WAITING = 16

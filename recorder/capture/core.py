@@ -50,11 +50,19 @@ from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
 from .aliases import Aliases
 from .device_probe import TURNED, DeviceProbe, ProbedValue
-from .dtensors import merged_notes, without_masked
 from .hooks.callbacks import RootCalls
 from .hooks.graph_rows import TapRows
 from .hooks.root import Root
-from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
+from .local_values import (
+    DTYPES,
+    Inner,
+    UnsupportedKind,
+    inner_tensors,
+    local_bytes,
+    merged_notes,
+    plain,
+    without_masked,
+)
 from .nonfinite import FirstNonFinite
 from .probe import Probe, ProbedGroup
 from .program_values import Scalars, SharedTensors, TapsByHand

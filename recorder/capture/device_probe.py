@@ -15,13 +15,12 @@ import torch
 
 from ..records import Block, Chunk, LostError, Measured, Moment, Origin, Ready
 from ..sites import AT_LEAST
-from .dtensors import merged_notes
-from .local_values import UnsupportedKind
+from .local_values import UnsupportedKind, merged_notes
 
 if TYPE_CHECKING:
     from .nonfinite import FirstNonFinite
     from .staging.copies import Stager
-    from .staging.device_norms import DeviceNorms
+    from .staging.devices import DeviceNorms
     from .staging.pool import Pool
 
 TURNED = '{"turned":true}'

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..system.processes import live_instances, loaded
-from .dtensors import spec_of
+from .local_values import spec_of
 from .marks import MEGATRONS_SCHEDULES, marked_data_parallel, ranks_of, stage_of_schedule
 from .topology import is_distributed
 

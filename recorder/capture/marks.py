@@ -18,7 +18,7 @@ from torch import nn
 
 from ..observe.tree import innermost
 from ..records import Chunk
-from .dtensors import compact, written_ranks
+from .local_values import compact, written_ranks
 from .topology import is_distributed
 
 _STATE = "megatron.core.parallel_state"

@@ -21,13 +21,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, Moment
 from ..system.processes import live_instances
-from .closures import wrap_closure
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
-from .last_gradient import LastGradient
 from .marks import main_parameter
 from .probe import ProbedGroup
+from .step_gradients import LastGradient, wrap_closure
 
 _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ..capture.core import Capture
-from ..capture.hooks.discovery import RecorderForDiscovery
 from ..capture.hooks.root import Root
 from ..capture.token_blocks import SAID_TOKENS
 from ..config import Settings
@@ -24,6 +23,7 @@ from ..system.processes import comes_from_signal_handler
 from ..system.text import one_line
 from ..taps import module_taps
 from ..taps.graphs import is_traced
+from .model_search import RecorderForDiscovery
 
 _EARLY_EVENT = "before_first_call"
 _MAX_SHOWN = 100

@@ -24,7 +24,6 @@ from .. import config
 from ..capture import topology
 from ..capture.core import Capture
 from ..capture.hooks import callbacks
-from ..capture.hooks.discovery import Discovery
 from ..capture.hooks.root import Root
 from ..capture.marks import main_parameter
 from ..capture.optimizer import last_step
@@ -35,7 +34,7 @@ from ..system import log
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler, is_program
 from ..system.text import one_line
-from .model_search import EarlyOptimizers, collector_paused, is_only_model, model_around, unmatched_rules
+from .model_search import Discovery, EarlyOptimizers, collector_paused, is_only_model, model_around, unmatched_rules
 from .program import GraphTaps, ProgramCalls, is_data_worker
 from .recording import Recording
 from .ring import RingWatch

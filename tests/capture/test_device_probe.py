@@ -16,7 +16,7 @@ from torch import nn
 
 from recorder.analyze.first.first import first
 from recorder.capture.probe import BLOCK_STEPS
-from recorder.capture.staging.device_norms import DeviceNorms
+from recorder.capture.staging.devices import DeviceNorms
 from recorder.config import DEFAULT_RULES
 from tests.capture.staging.fake_device import FakeDevice, fake_gpu
 from tests.rigs.capturing import flagged

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from recorder.capture.dtensors import compact, written_ranks
+from recorder.capture.local_values import compact, written_ranks
 from recorder.layout.placement import parse_mesh
 
 

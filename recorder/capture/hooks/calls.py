@@ -21,7 +21,7 @@ from torch import nn
 
 from ...observe import tree
 from ...records import KEEP_TENSOR, Moment, Origin
-from ..dtensors import is_dtensor
+from ..local_values import is_dtensor
 from .callbacks import CaptureForHooks
 
 _MAX_DEPTH = 16

@@ -24,7 +24,7 @@ from ...sites import SITES, full_name
 from ...system.text import listed
 from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
-from ..dtensors import is_dtensor
+from ..local_values import is_dtensor
 from ..marks import main_parameter
 from . import callbacks
 from .module import HookedModule

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ...observe.tree import Node
 from ...system.processes import loaded
-from ..dtensors import is_dtensor
+from ..local_values import is_dtensor
 from . import callbacks
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

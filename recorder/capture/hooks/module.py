@@ -22,8 +22,7 @@ from ...records import KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
-from ..dtensors import is_dtensor
-from ..local_values import requires_gradient
+from ..local_values import is_dtensor, requires_gradient
 from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, tensor_ranks
 from ..topology import is_distributed
 from . import callbacks

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...records import Chunk
-from ..dtensors import compact
+from ..local_values import compact
 from ..marks import group_ranks, is_marked, ranks_of
 from .module import HookedModule
 from .parameter_rows import FlatMesh, FlatParameter, OriginalSlice

@@ -18,8 +18,8 @@ from torch import nn
 
 from ...records import Chunk, Moment
 from ...system.processes import loaded
-from ..dtensors import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
 from ..groups import FSDP1, fsdp1_ranks
+from ..local_values import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
 from ..marks import is_marked
 from .module import HookedModule
 

@@ -24,7 +24,6 @@ from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.instrument import has_tap, where_of
 from ...taps.module_taps import Where
-from ..dtensors import mesh_of
 from ..groups import (
     EXPERT,
     DataParallel,
@@ -36,7 +35,7 @@ from ..groups import (
     stage_call,
     wrappers_around,
 )
-from ..local_values import requires_gradient
+from ..local_values import mesh_of, requires_gradient
 from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, marked_ranks
 from ..topology import is_distributed
 from . import callbacks

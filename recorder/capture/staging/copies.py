@@ -25,8 +25,7 @@ from ... import native
 from ...config import Settings
 from ...records import KEEP_STATS, SMALL_BYTES, Chunk, LostError, Measured, Ready
 from ..local_values import DTYPES, UnsupportedKind
-from .device_norms import DeviceNorms
-from .devices import CudaDevice
+from .devices import CudaDevice, DeviceNorms
 from .pool import Pool, PoolBlock
 from .streams import COPY_FAILED, CUDA_GRAPH, NO_DEVICE_ROOM, StreamStager
 

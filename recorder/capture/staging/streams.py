@@ -27,8 +27,7 @@ import torch
 
 from ...records import Chunk, LostError, Ready
 from ...system.processes import comes_from_signal_handler
-from .device_norms import DeviceNorms
-from .devices import Device
+from .devices import Device, DeviceNorms
 from .pool import DevicePool, Pool, PoolBlock
 
 if TYPE_CHECKING:

@@ -1,12 +1,66 @@
-"""Tells whether a program cleared its gradients: compares a gradient with what the update before it used."""
+"""The gradients of an optimizer's step: those that its closure computes, and whether the program cleared them."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 import weakref
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
+
+
+def wrap_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of ``Optimizer.step`` with a closure that calls ``returned`` at its end; None if none."""
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
+    # A positional argument counts as a closure only if the signature calls it so: a user's `step` may take the model
+    # there.
+    if len(args) > 1 and callable(args[1]) and not isinstance(args[1], torch.nn.Module):
+        names = list(inspect.signature(type(args[0]).step).parameters)
+        if names[1:2] == ["closure"]:
+            return (args[0], _wrapped(args[1], returned), *args[2:]), kwargs
+    return None
+
+
+def _wrapped(closure: Callable[..., Any], returned: Callable[[], None]) -> Callable[..., Any]:
+    if not isinstance(closure, (types.FunctionType, types.MethodType)):
+        return cast("Callable[..., Any]", _ClosureObject(closure, returned))
+
+    @functools.wraps(closure)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        returned()
+        return loss
+
+    return wrapped
+
+
+class _ClosureObject:
+    """A wrapper around a closure that is an object; every use except a call is passed on to the object."""
+
+    def __init__(self, closure: Any, returned: Callable[[], None]) -> None:
+        self.__dict__.update(_closure=closure, _returned=returned)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__["_closure"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self.__dict__["_closure"](*args, **kwargs)
+        self.__dict__["_returned"]()
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_closure"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_closure"], name, value)
+
 
 _SMALL = 4096
 """The most elements of the gradient that is compared with the gradient of the next update."""
