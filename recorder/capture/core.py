@@ -22,8 +22,8 @@ from ..config import Settings
 from ..native import TOGETHER_KINDS
 from ..observe import tree
 from ..observe.clock import Clock
-from ..observe.module_hooks import has_compiled_anything
 from ..observe.selection import RuleSelection
+from ..observe.tree import has_compiled_anything
 from ..records import (
     KEEP_NUMBERS,
     KEEP_PROBE,

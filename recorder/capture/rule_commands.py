@@ -29,8 +29,8 @@ from ..format.commands import (
     without,
 )
 from ..observe.clock import Clock
-from ..observe.module_hooks import has_compiled_anything
 from ..observe.selection import RuleSelection
+from ..observe.tree import has_compiled_anything
 from ..rules import Rule, Schedule, ring_window
 from ..sites import OF_CALLS
 from ..system.text import listed

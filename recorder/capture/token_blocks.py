@@ -1,7 +1,7 @@
 """What `recorder align` needs of each token, without the values: rows of ``keep=tokens``, each of a block of calls.
 
 A call of the model that is given tokens leaves the whole numbers it was given, the log-probabilities of its tokens by
-its logits, and of each value inside that a rule selects a sketch of every token (`numerics/sketch.py`). They wait where
+its logits, and of each value inside that a rule selects a sketch of every token (`numerics/units.py`). They wait where
 the model computes, until a block is full, so that a decoding step of few tokens has no row of its own.
 
 The log-probability of a token is that by the logits of the token before it, so the logits of a call's last tokens wait
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..numerics.sketch import signs, token_rows
+from ..numerics.units import signs, token_rows
 from ..records import KEEP_TENSOR, Chunk, Moment, Origin
 from ..sites import TOKENS
 

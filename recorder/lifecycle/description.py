@@ -1,16 +1,22 @@
-"""Describes a recording on disk: the manifests of the run and of the writer, and the status.
+"""What a recording says of itself: manifests and status for the disk, and the first and last lines of its log.
 
-Any thread may call. Nothing here may read the elements of a tensor, or touch a file.
+An estimate after the first recorded step predicts how many bytes the rules will have written by later steps; it counts
+the records of the first step on the writer thread. Rank 0 logs the lines from its own data. Any thread may describe.
+Nothing here may call a collective, touch a file, or read the elements of a tensor.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +25,16 @@ import torch
 from ..capture.core import Capture
 from ..capture.hooks.root import Root
 from ..capture.marks import process_groups
+from ..capture.nonfinite import NonFiniteValue
 from ..capture.optimizer import OptimizerHooks
 from ..capture.topology import JobRank
 from ..config import Loaded
 from ..native import in_force
+from ..numerics.units import sides_of
+from ..records import KEEP_HISTOGRAM, KEEP_PROBE, KEEP_TENSOR, KEEP_UNITS, Staged
+from ..rules import Rule, Schedule
 from ..system.log import Events
+from ..system.text import counted, size
 from .commands import Commands
 
 
@@ -112,3 +123,174 @@ def _default_name(started_ns: int) -> str:
 def _describe_root(root: Root) -> dict[str, Any]:
     shared_work = {name: value for name, value in root.shared_work.items() if value is not None}
     return {"name": root.name, "class": root.class_name, **shared_work, "modules": root.inventory.described}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The facts that rank 0 has at the end of a recording."""
+
+    run: str
+    """The name of the run in a command, quoted for a shell."""
+    world_size: int
+    last_step: int | None
+    ledger: Mapping[str, Any]
+    nonfinite: NonFiniteValue | None
+    """The first value of rank 0 that is not finite."""
+    written_bytes: int
+    waited_s: float
+    longest_wait_s: float
+    is_asked_for: bool
+    """True if a rule applies to rank 0."""
+    finding: str = ""
+    """The worst finding of the rules that ran in training, on rank 0; empty without one."""
+    num_dumps: int = 0
+    """The number of triggers that made rank 0 write its ring."""
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """A line with the result, and a line with the next commands to type."""
+        ledger = self.ledger
+        of_rank = f" of rank 0 (of {self.world_size})" if self.world_size > 1 else ""
+        rows = counted(ledger["written"], "row")
+        until = "" if self.last_step is None else f", up to step {self.last_step}"
+        written = f"{rows}{of_rank}, {size(self.written_bytes)}{until}"
+        dropped = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
+        clauses = []
+        if self.nonfinite is not None:
+            view = " (of rank 0; recorder first looks at all ranks)" if self.world_size > 1 else ""
+            clauses.append(f"not finite since step {self.nonfinite.step}, {self.nonfinite.where}{view}")
+        if self.finding:
+            clauses.append(self.finding)
+        clauses.append(f"dropped {', '.join(dropped)}" if dropped else "nothing dropped")
+        if not ledger["observed"]:
+            clauses = ["no value was seen that the rules select" if self.is_asked_for else "no rule is for rank 0"]
+        if self.waited_s >= 0.05:
+            clauses.append(f"training waited {self.waited_s:.1f} s, at most {self.longest_wait_s:.1f} s at once")
+        if self.num_dumps:
+            clauses.append(counted(self.num_dumps, "dump"))
+        if passed := ledger.get("passed", 0):
+            clauses.append(f"{counted(passed, 'row')} passed the ring")
+        if retired := ledger["retired"]["rows"]:
+            clauses.append(f"{counted(retired, 'row')} retired")
+        if suspect := ledger.get("suspect", 0):
+            clauses.append(f"{counted(suspect, 'row')} that the disk may have lost")
+        is_odd = dropped or suspect or not ledger["observed"]
+        commands = ["first"] * (self.nonfinite is not None) + ["check"] * bool(self.finding)
+        commands += ["doctor"] * bool(is_odd and self.is_asked_for)
+        return (
+            f"{written}; {'; '.join(clauses)}",
+            f"next: {'; '.join(f'recorder {command} {self.run}' for command in commands or ['show'])}",
+        )
+
+
+def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:
+    """Return the name of a run for a command that is typed where the program was started.
+
+    The result is the run's name, or its path if another run in the folder of runs has the same name. `is_default` is
+    True for the folder that commands search by default.
+    """
+    others = [run_dir.parent / name] + [run_dir.parent.parent / name] * is_default
+    if any(path != run_dir and os.path.lexists(path) for path in others):
+        return quoted(run_dir)
+    return quoted(Path(name) if is_default else folder / name)
+
+
+def quoted(path: Path) -> str:
+    """Return a path quoted for a shell, without control characters that a terminal would obey."""
+    text = str(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = text.replace("\\", "\\\\").replace("'", "\\'")
+    shown = (char if char.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char)) for char in plain)
+    return f"$'{''.join(shown)}'"
+
+
+ROW_BYTES = 100
+"""The bytes of a row of statistics on disk; 85 to 110 were measured."""
+HISTOGRAM_BYTES = 40
+"""The bytes that a histogram adds to a row on disk; 37 to 46 were measured."""
+UNIT_BYTES = 19
+"""The bytes that the sums of one unit add to a row on disk."""
+PROBE_BYTES = 5
+"""The bytes that the probe of a value adds to the disk at each step."""
+_AHEAD = (100, 1000)
+"""The numbers of steps for which the estimate says how many bytes are written."""
+
+
+class Estimate:
+    """Estimates the bytes that a rank will write. The writer thread calls all methods."""
+
+    def __init__(self, rules: Sequence[Rule], *, rank: int, world_size: int, max_bytes: int) -> None:
+        self._rules = [rule for rule in rules if rank in rule.rank]
+        self._whose = f"rank {rank} (of {world_size}) writes " if world_size > 1 else ""
+        self._max_bytes = max_bytes
+        self._first: int | None = None
+        self._num_rows: Counter[str] = Counter()
+        self._num_bytes: Counter[tuple[str, int]] = Counter()
+        """The bytes that the first step kept in addition to its rows, by the site and the bit of `keep`."""
+        self._num_looked_at = 0
+        """The number of rows at the last call of `look`."""
+        self._is_over = False
+
+    def saw(self, records: Sequence[Staged]) -> None:
+        if self._is_over:
+            return
+        if self._first is None:
+            self._first = records[0].moment.step
+        for staged in records:
+            if staged.moment.step == self._first:
+                self._count(staged)
+
+    def _count(self, staged: Staged) -> None:
+        site = staged.origin.site
+        self._num_rows[site] += 1
+        if staged.keep & KEEP_TENSOR:
+            self._num_bytes[site, KEEP_TENSOR] += staged.block.data.nbytes
+        if staged.keep & KEEP_HISTOGRAM:
+            self._num_bytes[site, KEEP_HISTOGRAM] += HISTOGRAM_BYTES
+        if staged.keep & KEEP_UNITS:
+            sides = sides_of(staged.shape, staged.origin.unit_dim)
+            self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
+
+    def look(self, step: int) -> str | None:
+        """Return the estimate, once: after the first step, when no more of its records came since the last call."""
+        if self._is_over or self._first is None or step <= self._first:
+            return None
+        num_rows = self._num_rows.total()
+        if num_rows != self._num_looked_at:
+            self._num_looked_at = num_rows
+            return None
+        self._is_over = True
+        first = self._first
+        is_least = any(self._begins_later(site, first) for rule in self._rules for site in rule.site)
+        until = [f"{size(self.num_bytes(first, ahead + 1))} by step {first + ahead:,}" for ahead in _AHEAD]
+        how = "at least" if is_least else "about"
+        bound = f"{size(self._max_bytes)}{' a rank' if self._whose else ''} (max_bytes)"
+        at_first = f"{size(self.num_bytes(first, 1))} at step {first:,}"
+        return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
+
+    def num_bytes(self, first: int, num_steps: int) -> int:
+        """Return the bytes that the `num_steps` steps from `first` on will write, from the counts of the first step."""
+
+        @cache
+        def times(schedules: frozenset[Schedule]) -> int:
+            return sum(any(step in schedule for schedule in schedules) for step in range(first, first + num_steps))
+
+        of_rows = sum(
+            ROW_BYTES * num * times(self._schedules(site, ~KEEP_PROBE)) for site, num in self._num_rows.items()
+        )
+        of_probes = sum(
+            PROBE_BYTES * num * times(self._schedules(site, KEEP_PROBE)) for site, num in self._num_rows.items()
+        )
+        return of_rows + of_probes + sum(num * times(self._schedules(*kept)) for kept, num in self._num_bytes.items())
+
+    def _schedules(self, site: str, keep: int) -> frozenset[Schedule]:
+        return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)
+
+    def _begins_later(self, site: str, first: int) -> bool:
+        """Return True if rules will soon keep tensors of a site that they did not keep at the first step."""
+        schedules = self._schedules(site, KEEP_TENSOR)
+        soon = range(first, first + _AHEAD[-1] + 1)
+        return not any(first in schedule for schedule in schedules) and any(
+            step in schedule for schedule in schedules for step in soon
+        )

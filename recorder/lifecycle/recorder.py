@@ -29,7 +29,7 @@ from ..capture.marks import main_parameter
 from ..capture.optimizer import last_step
 from ..config import Loaded
 from ..observe import tree
-from ..observe.module_hooks import has_compiled_anything
+from ..observe.tree import has_compiled_anything
 from ..system import log
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler, is_program

@@ -29,12 +29,10 @@ from ..records import Measured, Staged
 from ..system import log
 from ..system.log import Events
 from ..system.processes import own_process
-from .carrying import Carrier
-from .commands import Commands
-from .description import Description
+from .commands import Carrier, Commands
+from .description import Description, Estimate, Summary, name_in_commands, quoted
 from .ring import RingWatch
 from .signals import blocked_in_new_threads
-from .summary import Estimate, Summary, name_in_commands, quoted
 
 _logger = logging.getLogger("recorder")
 _START_PATIENCE_S = 1.0

@@ -13,9 +13,8 @@ from torch import nn
 
 from ..errors import TapError
 from ..observe import tree
-from ..observe.module_hooks import is_compiled_already
 from ..observe.selection import RuleSelection
-from ..observe.tree import Node, source_line
+from ..observe.tree import Node, is_compiled_already, source_line
 from ..rules import ANY, EVERY, Rule, parse_rules
 from ..sites import SITES, VALUES_OF_CALLS
 from . import graphs, module_taps

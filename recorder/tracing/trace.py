@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import AttachError, ConfigError, TraceError
-from ..observe import module_hooks, tree
+from ..observe import tree
 from ..observe.selection import RuleSelection
 from ..records import KEEP_STATS
 from ..rules import EVERY, Rule, parse_rules
@@ -227,7 +227,7 @@ class _TracedModuleHooks:
             self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
         after = _Hook(self._guard("output", self._after))
         self._handles.append(self._module.register_forward_hook(after, prepend=True))
-        module_hooks.keep_first(self._module._forward_hooks)
+        tree.keep_first(self._module._forward_hooks)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -332,7 +332,7 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _Hook(module_hooks.Hook):
+class _Hook(tree.Hook):
     """A callable of a trace that torch registers. While a compiler traces it, it returns at once."""
 
     __slots__ = ("_see",)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.lifecycle.summary import HISTOGRAM_BYTES, ROW_BYTES, UNIT_BYTES, Estimate
+from recorder.lifecycle.description import HISTOGRAM_BYTES, ROW_BYTES, UNIT_BYTES, Estimate
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS, Staged
 from recorder.rules import parse_rules
 from tests.rigs import jobs

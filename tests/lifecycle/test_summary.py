@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from recorder.capture.nonfinite import NonFiniteValue
-from recorder.lifecycle import summary
+from recorder.lifecycle import description
 from recorder.system import log
 from tests.rigs import jobs
 
@@ -198,10 +198,10 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
         logger.setLevel(level)
 
 
-def of_a_run(tmp_path: Path, **changes: object) -> summary.Summary:
+def of_a_run(tmp_path: Path, **changes: object) -> description.Summary:
     ledger: dict[str, object] = {"observed": 12, "written": 10, "dropped": {}, "retired": {"rows": 0, "bytes": 0}}
     facts: dict[str, object] = {
-        "run": summary.quoted(tmp_path),
+        "run": description.quoted(tmp_path),
         "world_size": 1,
         "last_step": 7,
         "nonfinite": None,
@@ -211,13 +211,13 @@ def of_a_run(tmp_path: Path, **changes: object) -> summary.Summary:
         "is_asked_for": True,
     }
     ledger |= {name: changes.pop(name) for name in ("dropped", "retired") if name in changes}
-    return summary.Summary(**facts | changes | {"ledger": ledger})  # type: ignore[arg-type]
+    return description.Summary(**facts | changes | {"ledger": ledger})  # type: ignore[arg-type]
 
 
 def test_losses_and_waits_are_told_and_what_to_type_then(tmp_path: Path) -> None:
     first, second = of_a_run(
         tmp_path,
-        run=summary.quoted(tmp_path / "a run"),
+        run=description.quoted(tmp_path / "a run"),
         world_size=4,
         waited_s=3.25,
         longest_wait_s=1.0,
@@ -268,7 +268,9 @@ def test_the_run_is_called_by_its_name_where_nothing_else_is_called_so(
     run = tmp_path / folder / "an-id"
     for path in [run, *(tmp_path / name for name in taken)]:
         path.mkdir(parents=True)
-    assert summary.name_in_commands(run, "big=1", Path(folder), is_default=is_default) == typed.replace("RUN", str(run))
+    assert description.name_in_commands(run, "big=1", Path(folder), is_default=is_default) == typed.replace(
+        "RUN", str(run)
+    )
 
 
 def test_a_recording_of_which_nothing_was_written_names_no_step(tmp_path: Path) -> None:
@@ -281,7 +283,7 @@ def test_a_path_that_would_move_a_terminal_is_escaped_and_a_shell_still_finds_it
     folder = tmp_path / name
     folder.mkdir()
     (folder / "it").touch()
-    _, line = of_a_run(tmp_path, run=summary.quoted(folder)).lines
+    _, line = of_a_run(tmp_path, run=description.quoted(folder)).lines
     assert line.isprintable()
     quoted = line.removeprefix("next: recorder show ")
     assert subprocess.run(["bash", "-c", f"ls {quoted}"], capture_output=True, text=True).stdout == "it\n"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import LookupFailedError
-from ...numerics.sketch import token_rows
+from ...numerics.units import token_rows
 from ...rules import Schedule
 from ...run.probe import TokenBlock, token_blocks
 from ...run.run import Run

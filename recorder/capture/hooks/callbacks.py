@@ -17,8 +17,8 @@ from torch import nn
 
 from ...config import Settings
 from ...observe.clock import Clock, RootClock, Slice
-from ...observe.module_hooks import Hook
 from ...observe.selection import RuleSelection
+from ...observe.tree import Hook
 from ...records import Chunk, Moment, Origin, Staged
 from ...system.log import Events
 from ...taps.graphs import in_functorch, is_traced

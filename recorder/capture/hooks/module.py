@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...observe import module_hooks, tree
+from ...observe import tree
 from ...observe.clock import Slice
 from ...observe.selection import NOTHING, unit_dim_of
 from ...records import KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin
@@ -96,7 +96,7 @@ class HookedModule:
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
         self._handles: list[Any] = []
-        self._resting: list[tuple[Any, module_hooks.Hook]] = []
+        self._resting: list[tuple[Any, tree.Hook]] = []
         """The hooks that are off until a step at which they have something to record, with their handles."""
         self.was_called = False
         """Whether a hook or a tap has ever observed a call of the module."""
@@ -125,12 +125,12 @@ class HookedModule:
         needs_before, needs_after = self._needs(self.rule_sets)
         if needs_before and self.pre_hook is None:
             self.pre_hook = callbacks.BeforeForward(self._number)
-            self._handles.append(module_hooks.put_on(module.register_forward_pre_hook, self.pre_hook, with_kwargs=True))
+            self._handles.append(tree.put_on(module.register_forward_pre_hook, self.pre_hook, with_kwargs=True))
         if needs_after and not self._has_after:
             self._has_after = True
             after = callbacks.AfterForward(self._number)
-            self._handles.append(module_hooks.put_on(module.register_forward_hook, after, prepend=True))
-            module_hooks.keep_first(module._forward_hooks)
+            self._handles.append(tree.put_on(module.register_forward_hook, after, prepend=True))
+            tree.keep_first(module._forward_hooks)
 
     def _needs(self, rule_sets: Mapping[str, int]) -> tuple[bool, bool]:
         needs_before = bool(rule_sets["input"] or rule_sets["grad_input"] or self._asks_for_local(rule_sets))
@@ -360,7 +360,7 @@ class HookedModule:
                 registered[handle.id] = hook
                 if hook is not self.pre_hook:
                     registered.move_to_end(handle.id, last=False)
-                    module_hooks.keep_first(registered)
+                    tree.keep_first(registered)
                 if self._number not in callbacks.MODULES:  # a signal handler or another thread has closed the module
                     registered.pop(handle.id, None)
         self._resting.clear()

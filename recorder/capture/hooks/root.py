@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...observe import module_hooks, tree
+from ...observe import tree
 from ...observe.clock import RootClock, Slice
-from ...observe.module_hooks import has_compiled, has_compiled_anything
+from ...observe.tree import has_compiled, has_compiled_anything
 from ...records import Moment, Origin
 from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
@@ -304,9 +304,9 @@ class Root:
         if self.jitter is not None:
             self._handles.append(module.register_forward_pre_hook(self.jitter, prepend=True, with_kwargs=True))
         begins, ends = callbacks.RootBegins(self._number), callbacks.RootEnds(self._number)
-        self._handles.append(module_hooks.put_on(module.register_forward_pre_hook, begins, prepend=True))
-        module_hooks.keep_first(module._forward_pre_hooks)
-        self._handles.append(module_hooks.put_on(module.register_forward_hook, ends, always_call=True))
+        self._handles.append(tree.put_on(module.register_forward_pre_hook, begins, prepend=True))
+        tree.keep_first(module._forward_pre_hooks)
+        self._handles.append(tree.put_on(module.register_forward_hook, ends, always_call=True))
 
     def can_enter_at(self, module: nn.Module) -> bool:
         """Whether `enter_at` can take a module: it is no entry module yet, and its hooks are not inside a graph."""

@@ -22,7 +22,6 @@ from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
 from recorder.capture.hooks.module import HookedModule
 from recorder.capture.hooks.root import Root
-from recorder.observe import module_hooks
 from tests.rigs.capturing import Tiny, batch, flagged
 
 EVERY_THIRD = "steps=0::3 site=* keep=tensor,stats,fingerprint"
