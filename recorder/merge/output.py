@@ -27,8 +27,8 @@ from ..run.run import Run
 from ..sites import FORMAT_NAME, FORMAT_VERSION
 from ..system.processes import locked_folder
 from ..system.text import listed
-from ..write.files.file import Disk
-from ..write.files.manifest import create_manifest, replace_manifest
+from ..write.file import Disk
+from ..write.manifest import create_manifest, replace_manifest
 from .unit import is_unit_name
 
 _MERGING = "_merging"

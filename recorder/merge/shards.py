@@ -22,10 +22,9 @@ from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
 from ..globalview.assembler import PayloadPart
 from ..globalview.global_columns import NO_VALUES, with_member
 from ..sites import FORMAT_NAME, FORMAT_VERSION, NUMBERS
-from ..write.files.file import Disk, PageMemory
-from ..write.files.ipc import IpcFormat, Payload
-from ..write.files.manifest import replace_manifest
-from ..write.files.shard import BatchFile, Index
+from ..write.file import Disk, PageMemory
+from ..write.manifest import replace_manifest
+from ..write.shard import BatchFile, Index, IpcFormat, Payload
 
 BATCH_BYTES = 8 << 20
 _BATCH_ROWS = 4096

@@ -1,6 +1,12 @@
-"""Sums over the values of each unit of a tensor, such as a neuron, a channel or a head; see "Units" in FORMAT.md.
+"""Sums over the values of each unit of a tensor (a neuron, a channel, a head), and the sketch of each token.
 
-Units are the indices along one dim. Their sums add up over chunks, ranks, steps and runs, as histograms do.
+Units are the indices along one dim; see "Units" in FORMAT.md. Their sums add up over chunks, ranks, steps and runs, as
+histograms do.
+
+The sketch of a value is eight numbers for each token, whose differences are as large as those of the value itself. Each
+number is the sum of a token's elements with signs that depend on the place of the element alone (Achlioptas,
+"Database-friendly random projections", 2003). So two programs on two machines compare a token's values without keeping
+them. The signs must never change: they are part of what a recording means.
 """
 
 from __future__ import annotations

@@ -1,8 +1,16 @@
-"""The module tree as a recording names it: a canonical path for each module, and the names of nested values.
+"""The module tree as a recording names it: a path for each module, names of nested values, and hooks on modules.
 
 A path is the name that ``named_modules()`` yields, without the parts that wrappers add. So a module has the same path
 in a plain, DDP, FSDP, compiled or checkpointed run. Layers and experts of which each rank has some are numbered as in
-the whole model, where the framework says how. Nothing here may run a module or read a tensor's values.
+the whole model, where the framework says how.
+
+Hooks have no side effects: a copy does nothing, and hooks keep their positions among the program's hooks. A user may
+copy, pickle and compile a model with hooks. A `Hook` is copied and pickled as `contextlib.nullcontext().__exit__`,
+which takes anything, returns None, and can be loaded without `recorder`. Code that dynamo compiled before a hook was
+registered runs without the hook; the functions at the end return what dynamo has compiled in this process. They never
+import dynamo: a program that never imported dynamo has compiled nothing.
+
+Nothing here may run a module, read a tensor's values, or raise into training.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ from ..run.run import Run
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
 from ..system.processes import locked_folder
-from ..write.files.file import Disk, PageMemory, publish
-from ..write.files.ipc import IpcFormat
-from ..write.files.shard import BatchFile, Index
+from ..write.file import Disk, PageMemory, publish
+from ..write.shard import BatchFile, Index, IpcFormat
 
 _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
 """The names of half-written files that a killed writer or repair leaves."""

@@ -20,9 +20,9 @@ from ..format.integrity import BatchHeader, check_batch
 from ..format.manifest import Lifetime
 from ..rules import Schedule
 from ..sites import PROBE
-from .files.file import Disk
-from .files.shard import StoredShard
+from .file import Disk
 from .ledger import DISK_FLOOR, Notices
+from .shard import StoredShard
 
 _SHARDS_PER_QUOTA = 8
 """The least number of shards of a kind within the quota, so that some shards can be deleted."""

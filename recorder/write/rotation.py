@@ -15,12 +15,11 @@ from ..config import Settings
 from ..format.rundir import open_name, shard_name
 from ..records import KEEP_TENSOR, Measured, Staged
 from ..rules import Schedule
-from .files.file import Disk, PageMemory, StuckError
-from .files.ipc import IpcFormat
-from .files.shard import BatchFile, Index, StoredShard
+from .file import Disk, PageMemory, StuckError
 from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Backoff, Ledger, Notices, drop_reason
 from .quota import DiskFloor, HeldShard, Quota
 from .rows import BuiltBatch, RowBatch
+from .shard import BatchFile, Index, IpcFormat, StoredShard
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The errors of a sync that was short of a descriptor or memory. Such a sync may be tried again."""

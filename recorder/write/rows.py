@@ -21,8 +21,8 @@ from ..columns import SCHEMA
 from ..format.codec import Encoder, max_encoded_bytes
 from ..format.integrity import Crcs, column_crcs
 from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Staged
-from .files.file import PageMemory
-from .files.ipc import Payload
+from .file import PageMemory
+from .shard import Payload
 
 NOT_MEASURED = Measured()
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh", "layout_source")

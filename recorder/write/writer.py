@@ -38,7 +38,7 @@ from ..records import (
 )
 from ..rules import RingWindow
 from ..system.log import can_say, say
-from .files.file import FILE_MODES, Disk, SyncThread
+from .file import FILE_MODES, Disk, SyncThread
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger, Notices
 from .ring import Due, Dump, Ring, Room
 from .rows import NOT_MEASURED

@@ -26,15 +26,14 @@ from ..rules import Schedule
 from ..sites import FORMAT_NAME, FORMAT_VERSION, PROBE
 from ..system.log import tell
 from ..system.processes import CoreShare
-from .files.file import Disk, PageMemory
-from .files.ipc import IpcFormat
-from .files.manifest import StatusFile, create_manifest, replace_manifest
-from .files.shard import StoredShard
+from .file import Disk, PageMemory
 from .ledger import Backoff, Ledger, Notices, drop_reason
+from .manifest import StatusFile, create_manifest, replace_manifest
 from .quota import DiskFloor, EarlierShard, HeldShard, Quota, find_earlier
 from .ring import Dump
 from .rotation import RotatingShards
 from .rows import MAX_ROWS, RowBatch
+from .shard import IpcFormat, StoredShard
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4

@@ -3,7 +3,7 @@
     python -m scripts.benchmarks storage
     python -m scripts.benchmarks storage --seconds 60 --layers 24 --width 512
 
-The calls are counted where all files of a recording are made (`Disk` in write/files/file.py), and directories that
+The calls are counted where all files of a recording are made (`Disk` in write/file.py), and directories that
 are listed by Python's audit events. They are told apart by when they come: at the start, until the first step is on
 disk, in the seconds after that, and at the end. Steps take as long as `--step-s` says at least: as in a large training
 it is then the seconds, and not the steps, that make the calls.
@@ -37,7 +37,7 @@ def train(folder: str, args: argparse.Namespace) -> dict[str, Any]:
     from torch import nn
 
     import recorder
-    from recorder.write.files.file import Disk
+    from recorder.write.file import Disk
 
     counts: Counter[str] = Counter()
     for name in ("create", "make_directory", "remove_directory", "link", "replace", "unlink", "truncate", "sync",

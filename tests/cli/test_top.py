@@ -155,8 +155,8 @@ def test_thousands_of_ranks_are_looked_at_in_less_than_two_seconds(tmp_path: Pat
 
 def test_statuses_that_change_while_they_are_read_are_never_torn_for_people(tmp_path: Path) -> None:
     """A writer rewrites in place as fast as it can; every look finds one of its statuses, whole."""
-    from recorder.write.files.file import Disk
-    from recorder.write.files.manifest import StatusFile
+    from recorder.write.file import Disk
+    from recorder.write.manifest import StatusFile
 
     run = make_run(tmp_path / "run")
     path = show(run, 0, step=0)

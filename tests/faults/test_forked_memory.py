@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from recorder.write.files.file import PageMemory
+from recorder.write.file import PageMemory
 
 
 def test_page_memory_is_mapped_and_empty_in_a_forked_child() -> None:

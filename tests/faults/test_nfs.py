@@ -17,7 +17,7 @@ import recorder
 from recorder.analyze.doctor import reply
 from recorder.upkeep.verify import verify
 from recorder.write import ledger as accounts
-from recorder.write.files.file import Disk
+from recorder.write.file import Disk
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.writer import Rig
 
@@ -234,7 +234,7 @@ def test_a_writer_that_runs_out_of_memory_drops_and_goes_on(tmp_path: Path, monk
 
 
 def test_an_index_without_memory_costs_the_index_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recorder.write.files.shard import Index
+    from recorder.write.shard import Index
 
     def refuse(*_: object) -> None:
         raise MemoryError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from recorder.write.files.file import Disk
+from recorder.write.file import Disk
 from tests.rigs.capturing import Recording, flagged
 
 RULES = "site=output,grad keep=tensor"

@@ -22,9 +22,8 @@ from recorder.format.fingerprint import to_text
 from recorder.format.rundir import encode_manifest, index_name, open_name, read_json
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk
 from recorder.sites import FORMAT_VERSION
-from recorder.write.files.file import Disk, PageMemory
-from recorder.write.files.ipc import IpcFormat
-from recorder.write.files.shard import BatchFile, Index
+from recorder.write.file import Disk, PageMemory
+from recorder.write.shard import BatchFile, Index, IpcFormat
 
 from .coming import COLUMN, ENCODING, MINOR, MIRRORED, RUN, SITE, negative_count, updates
 from .values import Array, values

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from recorder.native import address
 from recorder.records import KEEP_STATS, KEEP_TENSOR, KEEP_VALUES, PART_BYTES, Chunk, Measured, Moment, Origin, Staged
-from recorder.write.files.file import Disk
+from recorder.write.file import Disk
 
 Bytes = npt.NDArray[np.uint8]
 

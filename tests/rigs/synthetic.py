@@ -24,10 +24,9 @@ from recorder import __version__
 from recorder.columns import COUNTS, SCHEMA, STATISTICS
 from recorder.format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST, encode_status, open_name, rank_dir, shard_name
 from recorder.sites import FORMAT_NAME, FORMAT_VERSION
-from recorder.write.files.file import Disk, PageMemory
-from recorder.write.files.ipc import IpcFormat
-from recorder.write.files.manifest import create_manifest, replace_manifest
-from recorder.write.files.shard import BatchFile
+from recorder.write.file import Disk, PageMemory
+from recorder.write.manifest import create_manifest, replace_manifest
+from recorder.write.shard import BatchFile, IpcFormat
 
 SITES = (
     ("output", "", "forward", None),

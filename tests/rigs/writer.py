@@ -13,7 +13,7 @@ from recorder.config import Settings
 from recorder.format.integrity import BatchHeader, check_batch
 from recorder.records import Measured, MeasureSmall, Staged
 from recorder.rules import RingWindow
-from recorder.write.files.file import Disk
+from recorder.write.file import Disk
 from recorder.write.ring import Room
 from recorder.write.writer import CloseReport, RunTarget, Writer
 from tests.rigs.fakes import FakeBlock, fake_measure, fake_staged

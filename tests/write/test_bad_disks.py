@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from recorder.records import KEEP_STATS, SMALL_BYTES
-from recorder.write.files import file
-from recorder.write.files.file import Disk
+from recorder.write import file
+from recorder.write.file import Disk
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from recorder.write.files.file import GRAIN_BYTES, AppendFile, Disk, PageMemory
-from recorder.write.files.ipc import IpcFormat
-from recorder.write.files.shard import BatchFile
+from recorder.write.file import GRAIN_BYTES, AppendFile, Disk, PageMemory
+from recorder.write.shard import BatchFile, IpcFormat
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.writer import read_open, read_sealed
 

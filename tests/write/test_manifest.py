@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from recorder.format.rundir import RUN_MANIFEST, WRITER_MANIFEST, read_json
-from recorder.write.files.file import Disk
-from recorder.write.files.manifest import create_manifest, replace_manifest
+from recorder.write.file import Disk
+from recorder.write.manifest import create_manifest, replace_manifest
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.writer import Rig
 

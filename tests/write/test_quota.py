@@ -10,8 +10,8 @@ import pytest
 
 from recorder.records import KEEP_STATS
 from recorder.write import ledger as accounts
-from recorder.write.files.shard import StoredShard
 from recorder.write.quota import HeldShard, Quota
+from recorder.write.shard import StoredShard
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.writer import Rig
 

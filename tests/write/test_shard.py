@@ -14,9 +14,8 @@ from crc32c import crc32c
 
 from recorder.columns import SCHEMA
 from recorder.upkeep.verify import _SealedFile
-from recorder.write.files.file import Disk, PageMemory
-from recorder.write.files.ipc import FooterBlock, IpcFormat
-from recorder.write.files.shard import BatchFile
+from recorder.write.file import Disk, PageMemory
+from recorder.write.shard import BatchFile, FooterBlock, IpcFormat
 from tests.rigs.handmade import make_row
 from tests.rigs.writer import read_open, read_sealed
 

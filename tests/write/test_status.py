@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.format.rundir import STATUS, STATUS_BYTES, encode_status, read_json
-from recorder.write.files.file import Disk
-from recorder.write.files.manifest import StatusFile
+from recorder.write.file import Disk
+from recorder.write.manifest import StatusFile
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig

@@ -37,8 +37,8 @@ from recorder.records import (
 )
 from recorder.sites import FORMAT_VERSION
 from recorder.system.processes import CoreShare
-from recorder.write.files import shard as shard_module
-from recorder.write.files.file import PageMemory
+from recorder.write import shard as shard_module
+from recorder.write.file import PageMemory
 from recorder.write.rows import MAX_ROWS
 from recorder.write.writer import RunTarget
 from tests.rigs.fakes import FakeBlock, FaultyDisk, fake_measure, fake_staged

@@ -1,4 +1,4 @@
-"""Where a trainer and an engine part: tokens, log-probabilities, weights, the first module beyond noise; and the reply."""
+"""Where a trainer and an engine part: tokens, log-probabilities, weights, and the first module beyond noise."""
 
 from __future__ import annotations
 

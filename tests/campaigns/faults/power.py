@@ -36,7 +36,7 @@ from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.run.run import Run, open_run
 from recorder.upkeep.repair import repair_run
 from recorder.upkeep.verify import verify
-from recorder.write.files.file import Disk
+from recorder.write.file import Disk
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig
 

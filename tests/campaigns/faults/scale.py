@@ -27,7 +27,7 @@ import numpy as np
 
 from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.run.status import RunWatch
-from recorder.write.files.file import Disk
+from recorder.write.file import Disk
 from recorder.write.writer import RunTarget
 from tests.rigs.writer import Rig
 

@@ -22,6 +22,7 @@ from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
 from recorder.capture.hooks.module import HookedModule
 from recorder.capture.hooks.root import Root
+from recorder.observe import tree
 from tests.rigs.capturing import Tiny, batch, flagged
 
 EVERY_THIRD = "steps=0::3 site=* keep=tensor,stats,fingerprint"
@@ -217,7 +218,7 @@ def test_closing_while_hooks_are_put_back_leaves_none(tmp_path: Path, monkeypatc
     model = Tiny()
     handle = recorder.attach(model, enabled=True, dir=tmp_path, rules=EVERY_THIRD)
     train(model, 3)
-    monkeypatch.setattr(module_hooks, "keep_first", close)
+    monkeypatch.setattr(tree, "keep_first", close)
     train(model, 1)
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks

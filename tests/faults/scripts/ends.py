@@ -34,7 +34,7 @@ import recorder
 import recorder.capture.staging.measure
 import recorder.lifecycle.active
 import recorder.write.writer
-from recorder.write.files.file import Disk
+from recorder.write.file import Disk
 
 sys.path.insert(0, str(Path(__file__).parent))
 import programs  # type: ignore[import-not-found] # beside this script

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ...native import address
-from ...system.processes import Descriptor, private_memory, require_ours
+from ..native import address
+from ..system.processes import Descriptor, private_memory, require_ours
 
 GRAIN_BYTES = 4096
 """The alignment in bytes of the addresses, lengths and offsets of direct writes; no common disk needs more."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...format.rundir import STATUS, encode_manifest, encode_status
+from ..format.rundir import STATUS, encode_manifest, encode_status
 from .file import Disk, name_newly, write_all
 
 Unsynced = Callable[[OSError], None]

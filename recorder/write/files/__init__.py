@@ -1,1 +1,0 @@
-"""The files that a writer makes: system calls, syncs, IPC files with checked batches, manifests and status."""
