@@ -144,7 +144,7 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
 def main_parameter(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter of a wider type that Megatron's optimizer updates in place of a module's; None without one.
 
-    The distributed optimizer's part of such a parameter, which `optimizer_parts` finds, counts as none.
+    The distributed optimizer's part of such a parameter, which `parameter_rows` finds, counts as none.
     """
     main = getattr(parameter, "main_param", None)
     return main if isinstance(main, torch.Tensor) and main.shape == parameter.shape else None

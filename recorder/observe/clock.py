@@ -72,9 +72,9 @@ class Clock:
 
     __slots__ = ("_has_stepped", "going_back", "has_moved", "is_by_hand", "num_optimizer_steps", "source", "step")
 
-    def __init__(self, step: int = 0, source: str = "counted") -> None:
-        self.step = step
-        self.source = source
+    def __init__(self) -> None:
+        self.step = 0
+        self.source = "counted"
         self.is_by_hand = False
         self.has_moved = False
         """Whether an optimizer's step has ever moved the step."""

@@ -26,10 +26,9 @@ from ..format.manifest import RunManifest as RunManifest
 from ..format.manifest import WriterManifest
 from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, WRITER_MANIFEST, Members, check_version, read_json
 from ..read.writers import find_writers
-from ..storage.locations import LOCAL, location_of, store_of
+from ..storage.locations import LOCAL, ObjectPath, location_of, store_of
 from ..storage.locations import Location as Location
 from ..storage.locations import scheme_of as scheme_of
-from ..storage.objects import ObjectPath
 from ..system.text import counted, moment
 
 _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")

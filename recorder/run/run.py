@@ -39,8 +39,7 @@ from ..read.run import RecordedRun
 from ..read.run import RunDump as RunDump
 from ..read.writers import RecordedWriter as RecordedWriter
 from ..rules import hint
-from ..storage.locations import Location, store_of
-from ..storage.objects import ObjectPath
+from ..storage.locations import Location, ObjectPath, store_of
 from ..system.text import counted, listed, printable
 from .finding import find_run
 from .probe import read_probe

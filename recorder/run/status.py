@@ -7,7 +7,7 @@ no text becomes empty.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -152,10 +152,9 @@ class _StatusFile:
 class RunWatch:
     """A run that is looked at repeatedly, while ranks may begin, restart and end."""
 
-    def __init__(self, run: Location, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, run: Location) -> None:
         self.run = run
         self._store = store_of(run)
-        self._now_ns = now_ns
         self._seen: dict[Location, _StatusFile] = {}
 
     def look(self) -> list[RankNow]:
@@ -235,7 +234,7 @@ class RunWatch:
         if not changed_ns:
             with suppress(OSError):
                 changed_ns = self._store.look_at(seen.directory).changed_ns
-        return max((self._now_ns() - changed_ns) / 1e9, 0.0) if changed_ns else 0.0
+        return max((time.time_ns() - changed_ns) / 1e9, 0.0) if changed_ns else 0.0
 
     def _state(self, seen: _StatusFile) -> str:
         status = seen.status

@@ -46,8 +46,7 @@ from ..report.top import told_by_check
 from ..run.finding import FLEET, ListedRun, find_run, fleet_runs, runs_in
 from ..run.run import Run
 from ..run.status import ENDED, RankNow, RunWatch
-from ..storage.locations import Location, location_of, store_of
-from ..storage.objects import ObjectPath
+from ..storage.locations import Location, ObjectPath, location_of, store_of
 from .drawing import Drawing
 
 _ASK_S = 0.1

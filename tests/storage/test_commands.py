@@ -15,7 +15,7 @@ import pytest
 
 import recorder
 from recorder.errors import NotARunError
-from recorder.storage.objects import ObjectPath
+from recorder.storage.locations import ObjectPath
 from tests.rigs.clusters import started_cluster
 from tests.rigs.command_line import Cli
 from tests.rigs.handmade import HandmadeWriter, make_run

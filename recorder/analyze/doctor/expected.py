@@ -17,9 +17,19 @@ from ...records import KEEP_RING
 from ...rules import EVERY, Rule
 from ...run.notes import absent_ranks
 from ...run.run import RecordedWriter, Run
-from .accounts import ACCOUNTED, MISSED, DroppedTail, accounted, dropped_tail, lost_steps
 from .gaps import Gap, Gaps, absent, explain
-from .observed import MODES, RankView, SlotRows, read_slots
+from .observed import (
+    ACCOUNTED,
+    MISSED,
+    MODES,
+    DroppedTail,
+    RankView,
+    SlotRows,
+    accounted,
+    dropped_tail,
+    lost_steps,
+    read_slots,
+)
 from .slots import SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, match_rule, read_rules
 
 Integers = npt.NDArray[np.int64]

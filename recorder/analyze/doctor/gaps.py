@@ -14,9 +14,21 @@ import numpy.typing as npt
 
 from ...sites import OF_BUFFERS, OF_CALLS, VALUES_OF_CALLS, values_of
 from ...system.text import listed
-from .accounts import ACCOUNTED, CAUSES, CUT, DAMAGED, DROPPED, LIVE, MISSED, RETIRED, TOTAL, UNACCOUNTED, retention
-from .accounts import FORWARD as IN_FORWARD
-from .observed import RankView
+from .observed import (
+    ACCOUNTED,
+    CAUSES,
+    CUT,
+    DAMAGED,
+    DROPPED,
+    LIVE,
+    MISSED,
+    RETIRED,
+    TOTAL,
+    UNACCOUNTED,
+    RankView,
+    retention,
+)
+from .observed import FORWARD as IN_FORWARD
 from .slots import HIDDEN, SLOT_SITES, Flags, Slots, distinct
 
 Integers = npt.NDArray[np.int64]

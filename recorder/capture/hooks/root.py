@@ -43,8 +43,14 @@ from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule
-from .optimizer_parts import find_megatron_parts, find_zero_parameters
-from .parameter_rows import FlatParameter, FsdpParameter, find_flat_parameters, meshes_of_flat
+from .parameter_rows import (
+    FlatParameter,
+    FsdpParameter,
+    find_flat_parameters,
+    find_megatron_parts,
+    find_zero_parameters,
+    meshes_of_flat,
+)
 
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from recorder.analyze.doctor.accounts import DroppedTail
 from recorder.analyze.doctor.expected import Expectation, at_steps, compare
 from recorder.analyze.doctor.gaps import Gap
+from recorder.analyze.doctor.observed import DroppedTail
 from recorder.rules import Rule, Schedule
 from recorder.run.run import open_run
 from tests.rigs.capturing import EVERYTHING, Tiny, batch, flagged
