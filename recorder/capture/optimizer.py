@@ -116,6 +116,8 @@ class OptimizerHooks:
         self._num_groups: dict[int, int] = {}
         """By the id of an optimizer, the number of its groups whose learning rates the manifest has."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
+        self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
+        """By the id of an optimizer, the ids of its parameter groups when it had most of them."""
         self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
@@ -155,8 +157,19 @@ class OptimizerHooks:
             i += 1
             name = f"{base}_{i}"
         self.known[id(optimizer)] = weakref.ref(optimizer), name
+        self.know_groups(optimizer)
         self.num_named += 1
         return name
+
+    def know_groups(self, optimizer: Optimizer) -> list[int]:
+        """Return the ids of an optimizer's parameter groups; DeepSpeed's ZeRO 1 and 2 step with one group at a time."""
+        ids, known = [id(group) for group in optimizer.param_groups], self._groups.get(id(optimizer))
+        if known is not None and known[0]() is optimizer and len(known[1]) > len(ids):
+            return known[1]
+        if known is None:
+            self._groups = {key: one for key, one in self._groups.items() if one[0]() is not None}
+        self._groups[id(optimizer)] = weakref.ref(optimizer), ids
+        return ids
 
     def _live(self) -> list[Optimizer]:
         return [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
@@ -352,7 +365,8 @@ class OptimizerHooks:
                     rows.record("param", "", parameter, moment, "optimizer", repeat)
                 if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
                     rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
-        if self._counts(optimizer) and capture.selection.keeps("buffer"):
+        is_first = [id(group) for group in optimizer.param_groups[:1]] == self.know_groups(optimizer)[:1]
+        if self._counts(optimizer) and is_first and capture.selection.keeps("buffer"):
             repeats = self._repeats_at("buffer")
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
@@ -430,10 +444,10 @@ class OptimizerHooks:
         if not self._capture.selection.keeps("optim"):
             return
         moment = Moment(self._capture.clock.step, None, "train")
-        repeats = self._repeats_at("optim")
+        repeats, updated = self._repeats_at("optim"), {id(parameter) for parameter in _parameters(optimizer)}
         for parameter, state in optimizer.state.items():
             rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
-            if rows is None or not isinstance(state, dict):
+            if rows is None or not isinstance(state, dict) or id(parameter) not in updated:  # of a group left out
                 continue
             repeat = _next_repeat(repeats, parameter)
             for key, value in state.items():
@@ -478,11 +492,12 @@ class OptimizerHooks:
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
         root = next((o.root_name for o in map(self._rows_of, _parameters(optimizer)) if o is not None), None)
+        ids = self.know_groups(optimizer)
         for i, group in enumerate(optimizer.param_groups):
-            rate = group.get("lr")
+            rate, number = group.get("lr"), ids.index(id(group)) if id(group) in ids else i
             if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer computes the rate itself
                 self._capture.scalars.record(
-                    f"lr.{name}.{i}", rate if isinstance(rate, torch.Tensor) else float(rate), root
+                    f"lr.{name}.{number}", rate if isinstance(rate, torch.Tensor) else float(rate), root
                 )
 
     def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:

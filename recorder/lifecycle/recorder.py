@@ -215,6 +215,8 @@ class Recorder:
         )  # fmt: skip
         self.capture = capture = recording.capture
         live = self._early.take()  # the recorder then holds only weak references to the optimizers
+        for optimizer in live:
+            recording.optimizers.know_groups(optimizer)
         if not self.by_flag:  # an earlier training of the process may have left its optimizer, whose steps are its own
             parameters = {id(one) for p in module.parameters() for one in (p, main_parameter(p))}
             live = [o for o in live if any(id(p) in parameters for group in o.param_groups for p in group["params"])]

@@ -21,10 +21,11 @@ STAGES = {"stage_1": 2, "stage_3": 2, "stage_1_of_three": 3, "stage_3_of_three":
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     folder = tmp_path_factory.mktemp("zero")
-    jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", "whole", num=1))
+    jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", "whole", "whole_groups", num=1))
     for num in (2, 3):
-        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", *(n for n, of in STAGES.items() if of == num), num=num))
-    return {name: recorder.open_run(folder / name) for name in ("whole", *STAGES)}
+        names = [name for name, of in STAGES.items() if of == num] + ["stage_1_groups"] * (num == 2)
+        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", *names, num=num))
+    return {name: recorder.open_run(folder / name) for name in ("whole", "whole_groups", "stage_1_groups", *STAGES)}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -35,6 +36,17 @@ def test_the_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, 
     assert not first(runs[name]).is_found and not check(runs[name]).findings
     for site, tensor in (("param", "weight"), ("grad", "weight"), ("optim", "weight.exp_avg")):
         assert runs[name].array("up", site=site, name=tensor, step=2).shape == (7, 6)
+
+
+def test_groups_that_zero_steps_one_by_one_are_those_of_one_step(runs: dict[str, recorder.Run]) -> None:
+    """Each of the two learning rates has its name, and the state of a group is recorded once, after its own step."""
+    for name in ("whole_groups", "stage_1_groups"):
+        frame = runs[name].to_pandas()
+        rates = frame[frame["name"].str.startswith("lr.") & (frame["step"] == 1) & (frame["rank"] == 0)]
+        assert dict(zip(rates["name"], rates["mean"], strict=True)) == {"lr.Adam.0": 0.01, "lr.Adam.1": 0.02}
+    found = recorder.diff(runs["whole_groups"], runs["stage_1_groups"], rtol=1e-9, atol=1e-12)
+    assert (found.verdict, len(found.only_a), len(found.only_b)) == ("equal", 0, 0)
+    assert not first(runs["stage_1_groups"]).is_found and not check(runs["stage_1_groups"]).findings
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -96,6 +96,9 @@ def train(name: str) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rank, size = dist.get_rank(), dist.get_world_size()
     flat, cut = None, None
+    if "groups" in name:
+        train_groups(name, model, [parameters[:1], parameters[1:]])
+        return
     if name != "whole":
         flat, cut = mark_stage_1(parameters) if "1" in name else mark_stage_3(parameters, model)
     optimizer = torch.optim.Adam(parameters if flat is None else [flat], lr=0.01)
@@ -112,6 +115,32 @@ def train(name: str) -> None:
             flat.grad = cut(whole / size)
             optimizer.step()
             share(parameters, flat, is_stage_3="3" in name)
+
+
+def train_groups(name: str, model: Net, of_groups: list[list[nn.Parameter]]) -> None:
+    """Train two groups, of which the optimizer is shown one at a time, as in `_optimizer_step` of ZeRO 1 and 2."""
+    rank, size, rates = dist.get_rank(), dist.get_world_size(), (0.01, 0.02)
+    marked = [mark_stage_1(parameters) for parameters in of_groups] if "1" in name else []
+    updated = [[flat] for flat, _ in marked] or of_groups
+    model.register_buffer("seen", torch.zeros(()))
+    optimizer = torch.optim.Adam([{"params": group, "lr": rate} for group, rate in zip(updated, rates, strict=True)])
+    with recorder.attach(model, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
+        for step in range(STEPS):
+            x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+            model.zero_grad()
+            model(x).square().mean().backward()
+            groups = optimizer.param_groups
+            for parameters, group, (flat, cut) in zip(of_groups, groups, marked, strict=bool(marked)):
+                whole = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+                dist.all_reduce(whole)
+                flat.grad = cut(whole / size)
+                optimizer.param_groups = [group]
+                optimizer.step()
+            optimizer.param_groups = groups
+            if not marked:
+                optimizer.step()
+            for parameters, (flat, _) in zip(of_groups, marked, strict=bool(marked)):
+                share(parameters, flat, is_stage_3=False)
 
 
 def share(parameters: list[nn.Parameter], flat: Tensor, *, is_stage_3: bool) -> None:
