@@ -18,7 +18,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -163,7 +163,11 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> nn.Module:
         return module
     around, outermost = {id(module): module}, []
     for inner in (waiting := [module]):
-        above = [holder for holder in holders.get(id(inner), ()) if not trained or _is_trained_whole(holder, trained)]
+        above = [
+            holder
+            for holder in holders.get(id(inner), ())
+            if not trained or all(id(p) in trained for p in holder.parameters() if p.requires_grad)
+        ]
         if not above:
             outermost.append(inner)
         for holder in above:
@@ -174,10 +178,6 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> nn.Module:
         return module
     model = tree.unwrapped(outermost[0])[-1]
     return module if model is tree.unwrapped(module)[-1] else model
-
-
-def _is_trained_whole(model: nn.Module, trained: Container[int]) -> bool:
-    return all(id(p) in trained for p in model.parameters() if p.requires_grad)
 
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:

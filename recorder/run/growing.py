@@ -95,7 +95,9 @@ class GrowingRun:
         """
         before = self._said
         self.ranks = self._watch.look()  # also refreshes the store
-        self._check_identity()
+        now = RunManifest.read(self._store.read_json(self.location / RUN_MANIFEST))
+        if (now.run_id, now.created_ns) != (self.manifest.run_id, self.manifest.created_ns):
+            raise NotARunError(f"{self.location}: another run lies there by now")
         at_work = {rank.rank for rank in self.ranks if rank.state not in (*ENDED, "silent")}
         newest_of: dict[int | None, str] = {rank.rank: rank.status.writer for rank in self.ranks}
         has_more = False
@@ -111,11 +113,6 @@ class GrowingRun:
     @property
     def _said(self) -> list[tuple[object, ...]]:
         return [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
-
-    def _check_identity(self) -> None:
-        now = RunManifest.read(self._store.read_json(self.location / RUN_MANIFEST))
-        if (now.run_id, now.created_ns) != (self.manifest.run_id, self.manifest.created_ns):
-            raise NotARunError(f"{self.location}: another run lies there by now")
 
     def _follow(self, directory: Location, rank: int | None) -> _Followed:
         followed = self._followed.get(directory)

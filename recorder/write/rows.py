@@ -46,11 +46,6 @@ _NO_PAYLOAD = (0, 0, None, None)
 MAX_ROWS = 4096
 
 
-def max_payload_bytes(batch_bytes: int) -> int:
-    """Return the most payload bytes of a batch: it is full at `batch_bytes`, but if empty it takes any part."""
-    return max(batch_bytes, max_encoded_bytes(PART_BYTES))
-
-
 class BuiltBatch(NamedTuple):
     """A batch that is ready to be written."""
 
@@ -91,7 +86,7 @@ class RowBatch:
         self._detail_bytes = 0
         """The bytes of the column `units` of the rows."""
         self._payload_crc = 0
-        max_bytes = max_payload_bytes(batch_bytes)
+        max_bytes = max(batch_bytes, max_encoded_bytes(PART_BYTES))  # an empty batch takes any part
         self._payload = PageMemory(max_bytes).data[:max_bytes]
         self._is_payload_apart = is_payload_apart
 

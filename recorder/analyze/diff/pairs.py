@@ -386,17 +386,14 @@ def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int,
     handed_on = [_handed_on(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
     if handed_on[0] == handed_on[1]:
         marked = [np.zeros_like(flags) for flags in marked]
-    dealt_out = [holds(side.table.column("note"), _is_dealt_out) for side in (a, b)]
+    notes = [side.table.column("note") for side in (a, b)]
+    dealt_out = [holds(one, lambda note: note_members(note).get("per_rank") == NOT_OF_BATCH) for one in notes]
     experts = common_ids(a.table, b.table, ("module_path", "site", "rank"))
     if {*experts[0][dealt_out[0]]} != {*experts[1][dealt_out[1]]}:
         values = common_ids(a.table, b.table, ("module_path", "site"))
         gone = np.concatenate([ids[flags] for ids, flags in zip(values, dealt_out, strict=True)])
         marked = [flags | np.isin(ids, gone) for ids, flags in zip(values, marked, strict=True)]
     return a.without(marked[0]), b.without(marked[1]), (int(marked[0].sum()), int(marked[1].sum()))
-
-
-def _is_dealt_out(note: str | None) -> bool:
-    return note_members(note).get("per_rank") == NOT_OF_BATCH
 
 
 def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:

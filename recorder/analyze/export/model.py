@@ -1,18 +1,23 @@
 """A model at one step of a run, as a file that torch loads: safetensors, or a folder of `torch.distributed.checkpoint`.
 
 The names of the model's state dict come from the manifests, which are untrusted. This module must never write a tensor
-that lacks a chunk or whose replicas differ, and never hold more than one tensor.
+that lacks a chunk or whose replicas differ, and never hold more than one tensor. torch is imported only for a folder of
+`torch.distributed.checkpoint`, whose pickle contains torch's own classes; `torch.save` writes each of its chunks.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -23,7 +28,105 @@ from ...run.run import GlobalRows, RecordedRoot, Run
 from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
 from ...system.text import counted, listed
 from .files import published_file, published_folder, write_safetensors
-from .tensors import Entry, Span, row_spans, whole
+from .tensors import Entry, Span, SpansOf, row_spans, whole
+
+CHUNK_BYTES = 16 << 20
+"""The size of the largest chunk. A rank that loads the checkpoint reads only the chunks that it needs."""
+_DATA = "__0_0.distcp"
+_METADATA = ".metadata"
+_VERSION = "1.0.0"
+"""The version that torch writes into the metadata. Readers that do not know this member ignore it."""
+
+
+def write_checkpoint(folder: Path, spans_of: SpansOf, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
+    """Write tensors into an empty folder. The metadata file is written last, because it makes the folder a checkpoint.
+
+    Raises UnsupportedError if this torch does not have an element type.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    dtypes: dict[str, Any] = {entry.name: getattr(torch, entry.dtype, None) for entry in entries}
+    for entry in entries:
+        if not isinstance(dtypes[entry.name], torch.dtype):
+            raise UnsupportedError(
+                f"{entry.name}: this torch has no dtype {entry.dtype!r}; --to safetensors needs none"
+            )
+    entries_by_name: dict[str, Any] = {}
+    storage_infos: dict[MetadataIndex, _StorageInfo] = {}
+    with (folder / _DATA).open("xb") as file:
+        for entry in entries:
+            chunks = list(boxes(entry.shape, CHUNK_BYTES // item_bytes(entry.dtype)))
+            sizes = [math.prod(sizes) * item_bytes(entry.dtype) for _, sizes in chunks]
+            data = regrouped(spans_of(entry), sizes)
+            for number, ((offsets, shape), values) in enumerate(zip(chunks, data, strict=True)):
+                dtype, begin = dtypes[entry.name], file.tell()
+                tensor = torch.from_numpy(values).view(dtype) if values.size else torch.empty(0, dtype=dtype)
+                torch.save(tensor.reshape(shape), file)
+                info = _StorageInfo(_DATA, begin, file.tell() - begin)
+                storage_infos[MetadataIndex(entry.name, offsets, number)] = info
+                report(values.nbytes)
+            entries_by_name[entry.name] = TensorStorageMetadata(
+                TensorProperties(dtype=dtypes[entry.name]),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in chunks],
+            )
+        _sync(file)
+    metadata = Metadata(entries_by_name, {name: (name,) for name in entries_by_name}, storage_infos, StorageMeta())
+    metadata.version = _VERSION
+    with (folder / _METADATA).open("xb") as file:
+        pickle.dump(metadata, file)
+        _sync(file)
+
+
+def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offsets and sizes of boxes of at most `max_numel` elements that follow each other in a tensor's memory."""
+    dim, inner = 0 if 0 in shape else len(shape), 1
+    while dim and inner * shape[dim - 1] <= max_numel:
+        dim, inner = dim - 1, inner * shape[dim - 1]
+    if dim == 0:
+        yield (0,) * len(shape), shape
+        return
+    rest, step = len(shape) - dim, max_numel // inner
+    for outer in np.ndindex(shape[: dim - 1]):
+        for start in range(0, shape[dim - 1], step):
+            size = min(step, shape[dim - 1] - start)
+            yield (*outer, start, *(0,) * rest), (*(1,) * (dim - 1), size, *shape[dim:])
+
+
+def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the bytes of some spans, end to end, in arrays of these sizes. Each array is overwritten by the next.
+
+    All arrays share one buffer, because `torch.save` may keep its argument until a garbage collection (torch 2.9).
+    """
+    source = iter(spans)
+    span, used = np.empty(0, np.uint8), 0
+    buffer = np.empty(max(sizes, default=0), np.uint8)
+    for size in sizes:
+        out, done = buffer[:size], 0
+        while done < size:
+            if used == len(span):
+                span, used = next(source).data, 0
+            num = min(size - done, len(span) - used)
+            out[done : done + num] = span[used : used + num]
+            done, used = done + num, used + num
+        yield out
+    for _ in source:  # reads to the end, where `spans` raises if there are too many bytes
+        pass
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
 """The sites of parameters, or of gradients. The first site decides which steps can be exported."""
@@ -296,7 +399,7 @@ def check_format(to: str) -> None:
         )
     if to == "dcp":
         try:
-            from . import checkpoint as checkpoint
+            import_module("torch.distributed.checkpoint")
         except ImportError as error:
             raise UnsupportedError(
                 f"--to dcp needs torch, whose own classes are in such a checkpoint ({error}); "
@@ -313,8 +416,6 @@ def write_model(model: Model, path: Path, to: str, report: Callable[[int], None]
     """
     check_format(to)
     if to == "dcp":
-        from .checkpoint import write_checkpoint
-
         with published_folder(path) as folder:
             write_checkpoint(folder, model.spans, model.entries, report)
         return sum(file.stat().st_size for file in path.iterdir())

@@ -257,7 +257,8 @@ class _Match:
         for key in keys:
             paths = list(self._named(key))
             pairs = ((digest, path) for digest in self._looked[key] for path in paths)
-            self._use(key, next((pair for pair in pairs if self._has(*pair)), None))
+            same = (p for p in pairs if any(leaf.described(p[0]) == p[0] for leaf in self._leaves[p[1]]))
+            self._use(key, next(same, None))
         for key in keys:
             is_tensor = not self._looked[key][0].startswith("=")
             pairs = ((digest, contents.get(digest, "")) for digest in self._looked[key] if is_tensor)
@@ -265,9 +266,6 @@ class _Match:
         for key in keys:
             if path := next(self._named(key), ""):
                 self._use(key, (self._leaves[path][0].described(self._looked[key][0]), path))
-
-    def _has(self, digest: str, path: str) -> bool:
-        return any(leaf.described(digest) == digest for leaf in self._leaves[path])
 
     def _use(self, key: str, found: tuple[str, str] | None) -> None:
         if found is not None and key not in self.now:

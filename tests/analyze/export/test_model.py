@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 import recorder
-from recorder.analyze.export import checkpoint
 from recorder.analyze.export import model as model_module
 from recorder.analyze.export.model import Model, write_model
 from recorder.analyze.export.tensors import Entry, Span
@@ -128,7 +127,7 @@ def loader_knows(to: str, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "bfloat16"])
 def test_a_large_tensor_is_loaded_in_pieces(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(model_module, "CHUNK_BYTES", 64)
     array = values(dtype, 5, 7, 3)
     run = write(tmp_path / "run", make_parts(0, array, 4, **columns_of("w"), dtype=dtype))
     write_model(Model(run, "param"), tmp_path / "out", "dcp")
@@ -145,7 +144,7 @@ def columns_of(name: str) -> dict[str, Any]:
 @given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.integers(1, 40))
 def test_boxes_are_the_tensor_in_its_order(shape: tuple[int, ...], max_numel: int) -> None:
     tensor = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    found = list(checkpoint.boxes(shape, max_numel))
+    found = list(model_module.boxes(shape, max_numel))
     pieces = [tensor[tuple(map(slice, at, np.add(at, sizes)))] for at, sizes in found]
     assert np.concatenate([piece.reshape(-1) for piece in pieces]).tolist() == tensor.reshape(-1).tolist()
     assert all(piece.size <= max_numel for piece in pieces)
@@ -231,7 +230,7 @@ def test_nothing_is_overwritten(tmp_path: Path, to: str) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(model_module, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(assembler, "PART_BYTES", 1 << 20)
     array = np.arange(2 << 20).reshape(1024, -1)
     writer = HandmadeWriter(make_run(tmp_path / "run"))
