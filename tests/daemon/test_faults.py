@@ -267,21 +267,27 @@ def test_a_clock_that_jumps_costs_nothing(
 
 
 def test_two_daemons_that_do_not_know_of_each_other_ship_a_run_once(
-    tmp_path: Path, store: StoreServer, to: str
+    tmp_path: Path, store: StoreServer, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each counts once that the other writes their node's document: when its own put finds the other's there."""
+    monkeypatch.setattr("recorder.daemon.daemon._SUMMARY_S", 0.1)
     (tmp_path / "recordings").mkdir()
     rig = Rig(tmp_path / "recordings" / "run-a", flush_interval_s=0.05, shard_rows=5).start()
     with (
         at_work(tmp_path, to) as one,
         at_work(tmp_path, to, state=str(tmp_path / "state-2")) as two,
     ):
-        for step in range(40):
-            rig.put(step=step)
-            time.sleep(0.02)
+        steps = itertools.count()
+
+        def have_met() -> bool:
+            """Put a step, so that each daemon has a new summary of the run to put."""
+            rig.put(step=next(steps))
+            return all(daemon.counters.of("conflicts") for daemon in (one, two))
+
+        wait_until(have_met)
         rig.close()
         wait_until(
             lambda: all(run.is_settled for daemon in (one, two) for run in daemon.runs) and one.runs and two.runs
         )
-        # Both are this node's, and either may see the other's document of the node; no file is in conflict.
-        assert {*one.counters.of("conflicts"), *two.counters.of("conflicts")} <= {"node"}
+        assert one.counters.of("conflicts") == two.counters.of("conflicts") == {"node": 1}
     assert objects(store, prefix_of(to)) == files(tmp_path / "recordings")
