@@ -42,6 +42,7 @@ class NonFiniteValue(NamedTuple):
     counts: str
     """The text that says how many elements are NaN and how many are infinite."""
     module_path: str
+    site: str
 
 
 class FirstNonFinite:
@@ -98,7 +99,7 @@ class FirstNonFinite:
             return
         is_gradient = origin.site in GRADIENTS
         counts = ("at least " if is_late else "") + _counts(num_nan, num_inf, math.prod(staged.shape))
-        value = NonFiniteValue(step, _where(staged), counts, origin.module_path)
+        value = NonFiniteValue(step, _where(staged), counts, origin.module_path, origin.site)
         if self._waiting is None and not is_gradient:
             self.first, self._is_scalar = value, origin.site == "scalar"
         elif self._waiting is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import islice
 
+from ..sites import GRADIENTS
 from .rows import Catalog
 from .rule import Finding, Severity
 from .rules.curves import RISEN
@@ -63,10 +64,17 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("no_gradient", Link.LATER, ("loss",)),
 )  # fmt: skip
 """The rule of a cause, where its consequences are, and their rules, in the order in which causes are looked for."""
+_RULES = list(dict.fromkeys(rule for rule, link, _ in _LINKS if link is not Link.RATE))
+"""The rules that have consequences, causes first, unless the learning rate rose."""
+
+
+def order_of(step: int, site: str, rule: str) -> tuple[int, bool, int]:
+    """Return the key by which findings sort in the order of causes: by step, the forward before the gradients."""
+    return step, site in GRADIENTS, _RULES.index(rule) if rule in _RULES else len(_RULES)
 
 
 def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
-    """Return the findings, sorted by severity and step, with `cause` set in those that others explain."""
+    """Return the findings, sorted by severity and in the order of causes, with `cause` set where others explain one."""
     first_seen: dict[tuple[str, str], int] = {}
     for key in catalog.series:
         if key.site == "output":
@@ -96,7 +104,9 @@ def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
         )
         for one in findings
     ]
-    return sorted(raised, key=lambda one: (-one.severity, one.step))
+    return sorted(
+        raised, key=lambda one: (-one.severity, one.step, bool(one.cause), order_of(one.step, one.site, one.rule))
+    )
 
 
 def _root_of(one: Finding, cause_of: dict[int, Finding]) -> Finding:

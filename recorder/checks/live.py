@@ -26,9 +26,9 @@ from operator import attrgetter
 import numpy as np
 
 from ..records import Measured, ProbedSeries, ProbedStep, Staged
-from ..sites import GRADIENTS
 from ..system import log
 from .book import Thresholds, make_rules
+from .causes import order_of
 from .engine import Engine
 from .rows import IS_PROBE, About, Catalog, Floats, Integers, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding
@@ -173,8 +173,7 @@ class LiveChecks:
         if due:
             self._engine.add(concatenate(due))
         self._engine.flush()
-        # The forward comes before the backward, and of several steps the first.
-        for finding in sorted(self._engine.take(), key=lambda one: (one.step, one.site in GRADIENTS)):
+        for finding in sorted(self._engine.take(), key=lambda one: order_of(one.step, one.site, one.rule)):
             self._on_finding(finding)
 
     def _end_step(self, probed: ProbedStep, rows: list[tuple[object, ...]]) -> None:

@@ -164,7 +164,9 @@ class RingWatch:
         if (finding.rule, module) not in self._findings and len(self._findings) >= _MAX_FINDINGS:
             module = ""
         first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}
-        told = self._findings.setdefault((finding.rule, module), {**first, "number": 0, "text": finding.text})
+        told = self._findings.setdefault(
+            (finding.rule, module), {**first, "number": 0, "text": finding.text, "site": finding.site}
+        )
         told["number"] += 1
 
     def findings(self, nonfinite: NonFiniteValue | None) -> list[dict[str, Any]]:
@@ -173,7 +175,7 @@ class RingWatch:
         if nonfinite is not None:
             text = f"step {nonfinite.step}, {nonfinite.where}: not finite ({nonfinite.counts})"
             first = {"rule": "nonfinite", "severity": Severity.ERROR.word, "module": nonfinite.module_path}
-            found.insert(0, {**first, "step": nonfinite.step, "number": 1, "text": text})
+            found.insert(0, {**first, "step": nonfinite.step, "number": 1, "text": text, "site": nonfinite.site})
         return found
 
     def _say_finding(self) -> None:

@@ -72,6 +72,15 @@ def test_a_cause_is_as_severe_as_its_worst_consequence_and_stands_first() -> Non
     assert judged[1].cause == "update of '' at step 1"
 
 
+def test_findings_of_a_step_are_in_the_order_of_causes() -> None:
+    forward, spike = finding("spike", 3, ranks=(1,)), finding("spike", 3, site="grad")
+    jump, dead = finding("jump", 3, site="grad"), finding("dead", 2)
+    judged = with_causes([spike, jump, forward, dead], catalog())
+    assert [(one.rule, one.site) for one in judged] == [
+        ("dead", "output"), ("spike", "output"), ("jump", "grad"), ("spike", "grad"),
+    ]  # fmt: skip
+
+
 def test_a_chain_ends_at_its_first_cause() -> None:
     update, nonfinite, spike = finding("update", 1), finding("nonfinite", 3), finding("replica", 4)
     assert set(causes(update, nonfinite, spike).values()) == {"", words_of(update)}

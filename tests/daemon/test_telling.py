@@ -199,6 +199,26 @@ def test_what_two_ranks_find_at_one_step_is_said_once() -> None:
     assert [(news["step"], news["ranks"]) for news in RunShipper.live_news(run)] == [(30, [3])]
 
 
+def test_what_two_ranks_find_of_one_fault_is_said_in_the_order_of_causes() -> None:
+    """The first rank kept no statistics but of gradients, which the second rank's forward has broken."""
+    first = LiveFinding(rule="spike", severity="warning", module="b", step=9, number=1, text="...", site="output")
+    others = [
+        replace(first, rule=rule, severity=severity, module=module, site="grad")
+        for rule, severity, module in (("nonfinite", "error", "a"), ("jump", "warning", "a"), ("spike", "warning", "a"))
+    ]
+    later = replace(first, rule="nonfinite", severity="error", step=10)
+    writers = [SimpleNamespace(rank=0, findings=(*others[::-1], later)), SimpleNamespace(rank=1, findings=(first,))]
+    run: Any = SimpleNamespace(all_writers=writers, _seen_findings=set())
+    said = [(news["step"], news["rule"], news["module_path"]) for news in RunShipper.live_news(run)]
+    assert said == [
+        (9, "spike", "b"),
+        (9, "nonfinite", "a"),
+        (9, "jump", "a"),
+        (9, "spike", "a"),
+        (10, "nonfinite", "b"),
+    ]
+
+
 @pytest.mark.parametrize("kind", ["fine", "slow", "redirect", "endless", "refuses", "down"])
 def test_a_webhook_is_told_once_and_cannot_hurt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telling, "_WEBHOOK_TIMEOUT_S", 0.5)

@@ -232,7 +232,7 @@ def test_losses_and_waits_are_told_and_what_to_type_then(tmp_path: Path) -> None
 
 
 def test_what_is_not_finite_is_told_and_what_to_type_then(tmp_path: Path) -> None:
-    bad = NonFiniteValue(3, "'blocks.1' output", "2 NaN of 8 elements", "blocks.1")
+    bad = NonFiniteValue(3, "'blocks.1' output", "2 NaN of 8 elements", "blocks.1", "output")
     first, second = of_a_run(tmp_path, nonfinite=bad).lines
     assert first == "10 rows, 1.5 MB, up to step 7; not finite since step 3, 'blocks.1' output; nothing dropped"
     assert second == f"next: recorder first {tmp_path}"
@@ -247,7 +247,7 @@ def test_a_finding_of_the_rules_is_told_and_check_is_typed_then(tmp_path: Path) 
 
 
 def test_of_several_ranks_it_is_said_whose_view_it_is(tmp_path: Path) -> None:
-    bad = NonFiniteValue(5, "'0' grad weight", "1 NaN of 8 elements", "0")
+    bad = NonFiniteValue(5, "'0' grad weight", "1 NaN of 8 elements", "0", "grad")
     first, _ = of_a_run(tmp_path, world_size=2, nonfinite=bad).lines
     assert "; not finite since step 5, '0' grad weight (of rank 0; recorder first looks at all ranks);" in first
 

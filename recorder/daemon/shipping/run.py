@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ...checks.causes import order_of
 from ...errors import RunError
 from ...format.rundir import NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, Members, encode_manifest
 from ..destination import FolderDestination
@@ -262,16 +263,16 @@ class RunShipper:
         return num_bytes, False
 
     def live_news(self) -> list[dict[str, Any]]:
-        """Return the findings of rules that run in training that no earlier call returned, each with all its ranks."""
+        """Return the findings of rules in training that no earlier call returned, causes first, each with its ranks."""
         news: dict[tuple[str, str, int], dict[str, Any]] = {}
-        for writer in self.all_writers:
-            for one in writer.findings:
-                if (key := (one.rule, one.module, one.step)) not in self._seen_findings:
-                    first = {"rule": one.rule, "severity": one.severity, "step": one.step, "ranks": []}
-                    told = news.setdefault(key, {**first, "module_path": one.module, "text": one.text})
-                    told["ranks"].append(writer.rank)
+        found = [(one, writer.rank) for writer in self.all_writers for one in writer.findings]
+        for one, rank in sorted(found, key=lambda some: order_of(some[0].step, some[0].site, some[0].rule)):
+            if (key := (one.rule, one.module, one.step)) not in self._seen_findings:
+                first = {"rule": one.rule, "severity": one.severity, "step": one.step, "ranks": []}
+                told = news.setdefault(key, {**first, "module_path": one.module, "text": one.text})
+                told["ranks"].append(rank)
         self._seen_findings |= news.keys()
-        return sorted(news.values(), key=lambda one: (one["step"], one["severity"] != "error"))  # the cause first
+        return list(news.values())
 
     def look_again(self) -> None:
         self._next_look_s = 0.0
