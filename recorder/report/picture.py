@@ -1,30 +1,55 @@
-"""The map or the loss of a run as a PNG that needs no browser, drawn by Pillow. Never reads a payload."""
+"""Panels of the page as a PNG that needs no browser, drawn by Pillow. Never reads a payload."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..analyze.check.check import check
 from ..analyze.export.files import published_file
 from ..errors import LookupFailedError, not_installed
 from ..run.run import Run
 from ..system.text import counted, number, shortened
 from .axes import Axes, probe_values, step_rows
 from .statistics import StatisticsBlocks, check_statistics
-from .top import MODEL
+from .top import MODEL, first_nonfinite, told_by_check
 
-_SITES = ("output", "grad_output", "param", "grad")
-_WIDTH, _GUTTER, _ROW, _BAND, _MARGIN, _MAX_ROWS, _MAX_PATH, _MAX_DECADES = 1100, 300, 16, 160, 30, 800, 46, 8.0
+_WIDTH, _GUTTER, _ROW, _BAND, _TOP, _BOTTOM, _RIGHT = 1100, 300, 16, 160, 50, 30, 30
+_MAX_ROWS, _MAX_BANDS, _MAX_PATH, _MAX_LINE, _MAX_DECADES, _BAR, _MARK = 800, 40, 46, 36, 8.0, 160, 11
 _VIRIDIS = ("440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
-_BAD, _HOLE, _LINE = (230, 0, 122), (236, 238, 241), (36, 87, 197)
-_Drawn = tuple[str, list[str], npt.NDArray[np.uint8]]
-"""A title, the names of the rows, and the pixels of the rows, all of which are equally high."""
+_PALETTE = np.array([[int(color[at : at + 2], 16) for at in (0, 2, 4)] for color in _VIRIDIS], np.float64)
+_BAD, _LATER, _HOLE, _LINE = (230, 0, 122), (247, 195, 223), (236, 238, 241), (36, 87, 197)
+_Floats = npt.NDArray[np.float64]
+_First = Mapping[str, Any] | None
+"""Where the first value of the run that is not finite is, as the page marks it; None if all are finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    title: str
+    names: Sequence[str]
+    """The names of the rows, all of which are equally high."""
+    pixels: npt.NDArray[np.uint8]
+    scale: tuple[float, float] | None = None
+    """What the darkest and the brightest colour of a map stand for."""
+    kinds: Sequence[tuple[tuple[int, int, int], str]] = ()
+    """The other colours and what they mean."""
+    first: tuple[float, float] | None = None
+    """Where the cross stands: the middle of the first cell that is not finite, in pixels."""
+    ticks: Sequence[tuple[float, str]] = ()
+    """The numbers beside lines, by their height in pixels."""
 
 
 def write_picture(run: Run, path: Path, panel: str, *, force: bool = False) -> int:
-    """Write the panel ``map`` or ``loss`` of a run as PNG, and return its size in bytes. `force` replaces a file.
+    """Write one of `PANELS` of a run as PNG, and return its size in bytes. `force` replaces a file.
 
     LookupFailedError is raised if there is nothing to draw, and WriteError if the file exists or cannot be written.
     """
@@ -41,68 +66,258 @@ def write_picture(run: Run, path: Path, panel: str, *, force: bool = False) -> i
         collected.collect(rows, lambda num_rows: None)
         collected.add_probe(probe)
     check_statistics(run, axes, collected)
-    draw_rows, cube = (_map, collected.cube) if panel == "map" else (_loss, collected.scalar_cube)
-    if not (steps := cube.first_steps):
+    first, last = collected.steps_known()["ends"]
+    at = np.linspace(first - 0.5, last + 0.5, _WIDTH)
+    drawn = PANELS[panel](collected, at, first_nonfinite(told_by_check(check(run).findings, str(run.path))))
+    if drawn is None:
         raise LookupFailedError(f"{run.name} has no values for --png {panel}")
-    at = np.linspace(steps[0] - 0.5, steps[-1] + 0.5, _WIDTH)
-    title, names, cells = draw_rows(collected, at)
-    image = Image.new("RGB", (_GUTTER + _WIDTH + _MARGIN, len(cells) + 2 * _MARGIN), "white")
-    image.paste(Image.fromarray(cells), (_GUTTER, _MARGIN))
+    height = len(drawn.pixels)
+    image = Image.new("RGB", (_GUTTER + _WIDTH + _RIGHT, _TOP + height + _BOTTOM), "white")
+    image.paste(Image.fromarray(drawn.pixels), (_GUTTER, _TOP))
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(12)
-    texts = [(8.0, _MARGIN / 2, "lm", f"{shortened(run.name, 60)}: {title}, red NaN or infinite")]
-    for row, name in enumerate(names):
-        name = name if len(name) < _MAX_PATH else f"…{name[-_MAX_PATH:]}"
-        texts.append((_GUTTER - 8, _MARGIN + len(cells) / len(names) * (row + 0.5), "rm", name))
-    for step in np.unique(np.linspace(steps[0], steps[-1], 8).round()).tolist():
-        x = (step - at[0]) / (at[-1] - at[0]) * _WIDTH
-        texts.append((_GUTTER + x, _MARGIN * 1.5 + len(cells), "mm", f"step {step:.0f}"))
-    for x, y, anchor, text in texts:
-        draw.text((x, y), text, fill="black", font=font, anchor=anchor)
+
+    def write(x: float, y: float, text: str, anchor: str, fill: str | tuple[int, int, int] = "black") -> float:
+        draw.text((x, y), text, fill=fill, font=font, anchor=anchor)
+        return float(x + draw.textbbox((0, 0), text, font=font)[2])
+
+    write(8, 14, f"{shortened(run.name, 60)}: {drawn.title}", "lm")
+    x = float(_GUTTER)
+    if drawn.scale is not None:
+        x = write(x, 36, number(drawn.scale[0]), "lm") + 6
+        bar = np.broadcast_to(_colors(np.linspace(0, 1, _BAR)), (10, _BAR, 3)).astype(np.uint8)
+        image.paste(Image.fromarray(bar), (int(x), 31))
+        x = write(int(x) + _BAR + 6, 36, number(drawn.scale[1]), "lm") + 24
+    for color, text in drawn.kinds:
+        draw.rectangle((x, 31, x + 15, 40), fill=color)
+        x = write(x + 21, 36, text, "lm") + 18
+    each = height / len(drawn.names)
+    for row, name in enumerate(drawn.names):
+        if drawn.ticks:
+            write(8, _TOP + each * (row + 0.5), "\n".join(wrap(name, _MAX_LINE)), "lm")
+        else:
+            name = name if len(name) < _MAX_PATH else f"…{name[-_MAX_PATH:]}"
+            write(_GUTTER - 8, _TOP + each * (row + 0.5), name, "rm")
+    for y, text in drawn.ticks:
+        write(_GUTTER - 8, _TOP + y, text, "rm")
+    for step in _round_numbers(first, last, min(10, last - first + 1)) if last > first else [first]:
+        write(_GUTTER + (step - at[0]) / (at[-1] - at[0]) * _WIDTH, _TOP + height + 15, f"step {step:.0f}", "mm")
+    if drawn.first is not None:
+        left, y = np.clip(drawn.first[0] - _MARK / 2, 0, _WIDTH - _MARK) + _GUTTER, drawn.first[1] + _TOP
+        draw.rectangle((left, y - _ROW / 2, left + _MARK, y + _ROW / 2 - 2), fill=_BAD)
+        for up in (-3, 3):
+            draw.line((left + 3, y - 1 - up, left + _MARK - 2, y - 1 + up), fill="white", width=2)
     with published_file(path, force=force) as file:
         image.save(file, "PNG")
         return file.tell()
 
 
-def _map(collected: StatisticsBlocks, at: npt.NDArray[np.float64]) -> _Drawn:
-    known = [(key.site, key.mode) for key in collected.series]
-    kind = next(((site, "train") for site in _SITES if (site, "train") in known), known[0] if known else None)
-    chosen = [index for index, one in enumerate(known) if one == kind][:_MAX_ROWS]
-    statistic = "l2" if collected.steps_known()["probed"] and "l2" in collected.names else collected.names[0]
-    steps = np.array(collected.cube.first_steps)
-    cube = collected.cube.values
-    values, num_bad = (
-        np.fmax.reduce(np.abs([cube[name][chosen] for name in names]), axis=(0, 2))
-        for names in ((statistic,), ("nan_count", "inf_count"))
-    )
+def _colors(shares: _Floats) -> _Floats:
+    return np.stack([np.interp(shares, np.linspace(0, 1, len(_PALETTE)), one) for one in _PALETTE.T], axis=-1)
+
+
+def _heat(
+    title: str, names: Sequence[str], steps: Sequence[int], at: _Floats, values: npt.NDArray[Any],
+    is_bad: npt.NDArray[np.bool_], first: _First = None, first_row: int | None = None, hole: str = "not recorded",
+) -> _Drawn:  # fmt: skip
+    """Draw a row for each name, coloured by the logarithm of its values; `first_row` has the first bad value."""
     with np.errstate(divide="ignore"):
         sizes = np.log10(values.astype(np.float64))
     high = float(sizes[np.isfinite(sizes)].max(initial=-_MAX_DECADES))
     low = float(sizes[np.isfinite(sizes)].min(initial=high, where=sizes[np.isfinite(sizes)] > high - _MAX_DECADES))
     share = (np.clip(sizes, low, high) - low) / max(high - low, 1e-9)
-    palette = np.array([[int(color[at : at + 2], 16) for at in (0, 2, 4)] for color in _VIRIDIS], np.float64)
-    colors = np.stack([np.interp(share, np.linspace(0, 1, len(palette)), one) for one in palette.T], axis=-1)
-    colors[np.isnan(share)], colors[num_bad > 0] = _HOLE, _BAD
-    cells = colors.astype(np.uint8)[:, np.searchsorted((steps[1:] + steps[:-1]) / 2, at)].repeat(_ROW, axis=0)
-    cells[_ROW - 1 :: _ROW] = 255
-    title = f"{statistic} of {counted(len(chosen), 'value')} of {kind[0] if kind else ''}"
-    paths = [collected.series[index].module_path or MODEL for index in chosen]
-    return f"{title}; dark {number(10**low)}, bright {number(10**high)}", paths, cells
+    colors = _colors(share)
+    colors[np.isnan(share)], colors[is_bad] = _HOLE, _BAD if first is None else _LATER
+    middles = (np.array(steps[1:]) + np.array(steps[:-1])) / 2
+    cross, column = None, -1 if first is None else int(np.searchsorted(steps, first["step"], "right")) - 1
+    if first_row is not None and column >= 0 and is_bad[first_row, column]:
+        colors[first_row, column] = _BAD
+        edges = np.interp([at[0], *middles, at[-1]], at, np.arange(_WIDTH))
+        cross = float(edges[column : column + 2].mean()), (first_row + 0.5) * _ROW
+    pixels = colors.astype(np.uint8)[:, np.searchsorted(middles, at)].repeat(_ROW, axis=0)
+    pixels[_ROW - 1 :: _ROW] = 255
+    kinds = [(_HOLE, hole)] if (np.isnan(share) & ~is_bad).any() else []
+    if is_bad.any():
+        later = [(_LATER, "after it" if cross else "NaN or infinite, after the first of the run")]
+        bad = [(_BAD, "the first NaN or infinity" if cross else "NaN or infinite")] if cross or first is None else []
+        kinds = bad + (later if first is not None else []) + kinds
+    scale = (10**low, 10**high) if np.isfinite(sizes).any() else None
+    return _Drawn(title=title, names=names, pixels=pixels, scale=scale, kinds=kinds, first=cross)
 
 
-def _loss(collected: StatisticsBlocks, at: npt.NDArray[np.float64]) -> _Drawn:
-    cube, lane = collected.scalar_cube, int(collected.lanes.has_spread and not collected.lanes.has_global)
-    names, cells = [], np.full((len(collected.scalars), _BAND, _WIDTH, 3), 255, np.uint8)
+def _chosen(collected: StatisticsBlocks, sites: Sequence[str]) -> tuple[str, list[int]]:
+    known = [(key.site, key.mode) for key in collected.series]
+    kind = next(((site, "train") for site in sites if (site, "train") in known), None)
+    return kind[0] if kind else "", [index for index, one in enumerate(known) if one == kind][:_MAX_ROWS]
+
+
+def _sizes(collected: StatisticsBlocks, statistic: str, chosen: Sequence[int], over: int) -> tuple[Any, Any]:
+    """Return the largest magnitudes over series (0) or lanes (1), and where a value is not finite."""
+    cube = collected.cube.values
+    values, num_bad = (
+        np.fmax.reduce(np.abs([cube[name][chosen] for name in names]), axis=(0, over + 1))
+        for names in ((statistic,), ("nan_count", "inf_count"))
+    )
+    return values[:, : len(collected.cube.first_steps)], num_bad[:, : len(collected.cube.first_steps)] > 0
+
+
+def _statistic(collected: StatisticsBlocks) -> str:
+    return "l2" if collected.steps_known()["probed"] and "l2" in collected.names else collected.names[0]
+
+
+def _map(
+    collected: StatisticsBlocks,
+    at: _Floats,
+    first: _First,
+    *,
+    sites: Sequence[str],
+    modules: str = "",
+    statistic: str = "",
+) -> _Drawn | None:
+    site, chosen = _chosen(collected, sites)
+    chosen = [index for index in chosen if re.search(modules, collected.series[index].module_path)]
+    if not chosen:
+        return None
+    statistic, keys = statistic or _statistic(collected), [collected.series[index] for index in chosen]
+    row = None
+    if first is not None and first["site"] == site:
+        same = [key.module_path == first["module"] and key.name == first["name"] for key in keys]
+        row = same.index(True) if any(same) else None
+    title = f"{'load' if statistic == 'numel' else statistic} of {counted(len(chosen), 'value')} of {site}"
+    names = [key.module_path or MODEL for key in keys]
+    sizes = _sizes(collected, statistic, chosen, over=1)
+    return _heat(title, names, collected.cube.first_steps, at, *sizes, first, row)
+
+
+def _ranks(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn | None:
+    site, chosen = _chosen(collected, _SITES)
+    cube, lanes, ranks = collected.rank_steps, collected.lanes, collected.lanes.ranks
+    if not chosen or len(ranks) < 2:
+        return None
+    if cube is not None:
+        bins = cube.shape[1]
+        rows, steps = [ranks[-(-one * len(ranks) // bins)] for one in range(bins)], cube.first_steps
+        values, *bad = (np.fmax.reduce(cube.values[name], axis=0)[:, : len(steps)] for name in cube.values)
+        values, is_bad = np.fmax(values, 1), np.fmax(*bad) > 0
+        title = "quartile ranges from the median of the ranks, up to one is usual"
+    else:
+        own = [index for index, lane in enumerate(lanes.described) if lane["kind"] == "rank"]
+        rows, steps, statistic = (
+            [lanes.described[index]["rank"] for index in own],
+            collected.cube.first_steps,
+            _statistic(collected),
+        )
+        values, is_bad = (some[own] for some in _sizes(collected, statistic, chosen, over=0))
+        title = f"largest {statistic} of {site} of each rank"
+    row = None
+    if first is not None and first["rank"] is not None and (cube is not None or first["site"] == site):
+        row = int(np.searchsorted(rows, first["rank"], "right")) - 1
+    return _heat(title, [f"rank {rank}" for rank in rows], steps, at, values, is_bad, first, row)
+
+
+def _histograms(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn | None:
+    block = collected.histograms.block("histograms")
+    if block is None:
+        return None
+    data, key = block.data, collected.series[block.data["series"][0]]
+    codes = block.arrays["codes"][0]
+    steps = np.flatnonzero(codes.any(axis=1) | (block.arrays["nonfinite"][0] > 0))
+    bins = np.flatnonzero(codes.any(axis=0))[::-1]
+    shares = np.where(codes > 0, data["least"] ** (1 - (codes - 1.0) / (data["levels"] - 1)), np.nan)[
+        np.ix_(steps, bins)
+    ].T
+    names = []
+    for bin in (data["first"] + bins - data["zero"]).tolist():
+        exponent = abs(bin) - 1 + data["lowest"]
+        names.append(
+            "0" if bin == 0 else f"{'-' if bin < 0 else ''}2^{exponent} to {'-' if bin < 0 else ''}2^{exponent + 1}"
+        )
+    title = f"share of the values of {key.module_path or MODEL} {key.site} by sign and power of two"
+    bad = block.arrays["nonfinite"][0][steps] > 0
+    is_bad = np.vstack([bad, np.zeros(shares.shape, np.bool_)]) if bad.any() else np.zeros(shares.shape, np.bool_)
+    if bad.any():
+        names, shares = ["not finite", *names], np.vstack([np.full(len(steps), np.nan), shares])
+    return _heat(title, names, [data["steps"][one] for one in steps], at, shares, is_bad, hole="none")
+
+
+def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_objectives: bool = False) -> _Drawn | None:
+    cube, rows = collected.scalar_cube, []
     steps = np.array(cube.first_steps)
-    for index, (key, pixels) in enumerate(zip(collected.scalars, cells, strict=True)):
-        values, *counts = (cube.values[name][index, lane] for name in ("mean", "nan_count", "inf_count"))
-        low, high, known = np.fmin.reduce(values), np.fmax.reduce(values), np.isfinite(values)
-        names.append(f"{key.name}: {low:.4g} to {high:.4g}")
-        if known.any():
-            parts = (high - values[known]) / (high - low if high > low else 1)
-            y = 10 + (_BAND - 20) * np.interp(at, steps[known], parts, np.nan, np.nan)
-            rise = np.nan_to_num(np.abs(np.gradient(y)))
-            pixels[np.abs(np.arange(_BAND)[:, None] - y) <= 1 + rise / 2] = _LINE
-        bars = np.searchsorted(at, steps[np.fmax(*counts) > 0])[:, None] + [-1, 0, 1]
+    for index, key in enumerate(collected.scalars):
+        if key.name.startswith("objective.") is not of_objectives:
+            continue
+        of_lanes = cube.values["mean"][index, :, : len(steps)]
+        lane = 1 if collected.lanes.has_spread and not collected.lanes.has_global else 0
+        if np.isnan(of_lanes[lane]).all():
+            lane = int((~np.isnan(of_lanes)).any(axis=1).argmax())  # the ranks' numbers make no single one
+        is_bad = np.fmax(*(cube.values[name][index, lane, : len(steps)] for name in ("nan_count", "inf_count"))) > 0
+        rows.append((_order(key.name, key.mode), key.name, steps, np.where(is_bad, np.nan, of_lanes[lane]), is_bad))
+    norms = np.array([np.nan if one is None else one for one in collected.steps_known()["gradient_norm"]])
+    if not of_objectives and not any(order == 1 for order, *_ in rows) and not np.isnan(norms).all():
+        is_bad = norms < 0
+        rows.append((1, "gradient norm", np.array(collected.cube.first_steps), np.where(is_bad, np.nan, norms), is_bad))
+    if not rows:
+        return None
+    names, bands, ticks = [], list[npt.NDArray[np.uint8]](), list[tuple[float, str]]()
+    for _, name, own, values, is_bad in sorted(rows, key=lambda row: row[0])[:_MAX_BANDS]:
+        is_known = ~np.isnan(values) | is_bad
+        xs, values, pixels = (
+            own[is_known].astype(np.float64),
+            values[is_known],
+            np.full((_BAND, _WIDTH, 3), 255, np.uint8),
+        )
+        low, high = (float(end(values)) if (~np.isnan(values)).any() else 0.0 for end in (np.nanmin, np.nanmax))
+        if of_objectives and ".cosine." in name:
+            low, high = -1.0, 1.0
+        elif low == high:
+            low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
+
+        def height(value: Any, low: float = low, high: float = high) -> Any:
+            return 10 + (_BAND - 20) * (high - value) / (high - low)
+
+        for tick in _round_numbers(low, high):
+            pixels[round(height(tick))] = _HOLE
+            ticks.append((len(bands) * _BAND + height(tick), f"{tick:.4g}"))
+        if len(xs) == 1:
+            xs, values = np.array([xs[0] - 0.2, xs[0] + 0.2]), values.repeat(2)
+        y = np.interp(at, xs, height(values), np.nan, np.nan) if len(xs) else np.full(_WIDTH, np.nan)
+        rise = np.nan_to_num(np.abs(np.gradient(y)))
+        pixels[np.abs(np.arange(_BAND)[:, None] - y) <= 1 + rise / 2] = _LINE
+        bars = np.searchsorted(at, own[is_bad])[:, None] + [-1, 0, 1]
         pixels[:, np.clip(bars, 0, _WIDTH - 1)] = _BAD
         pixels[-1] = _HOLE
-    return "the numbers of a step", names, cells.reshape(-1, _WIDTH, 3)
+        names.append(name.removeprefix("objective."))
+        bands.append(pixels)
+    num_more = len(rows) - len(bands)
+    title = "gradients of objectives" if of_objectives else "the numbers of a step"
+    kinds = [(_BAD, "NaN or infinite")] if any(row[-1].any() for row in rows) else []
+    more = f"; {counted(num_more, 'more number')} not drawn" if num_more else ""
+    return _Drawn(title=title + more, names=names, pixels=np.concatenate(bands), kinds=kinds, ticks=ticks)
+
+
+def _order(name: str, mode: str) -> int:
+    """Return the place of a number, as on the page: the loss, the norm of the gradient, other losses, others, rates."""
+    if name.startswith("lr."):
+        return 4
+    if mode != "train":
+        return 3
+    return 0 if name == "loss" else 1 if re.search("grad.*norm", name) else 2 if name.endswith("loss") else 3
+
+
+def _round_numbers(low: float, high: float, most: int = 5) -> list[float]:
+    """Return up to `most` round numbers between two ends; of whole numbers whole ones, if `most` are enough."""
+    power = 10.0 ** np.floor(np.log10((high - low) / (most - 1)) - 1e-9)
+    step = next(one * power for one in (1, 2, 5, 10, 20) if (high - low) / (one * power) <= most - 1)
+    return [float(one * step) for one in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)]
+
+
+_SITES = ("output", "grad_output", "param", "grad")
+PANELS: Mapping[str, Callable[[StatisticsBlocks, _Floats, _First], _Drawn | None]] = {
+    "map": partial(_map, sites=_SITES),
+    "loss": _numbers,
+    "gradients": partial(_map, sites=("grad", "grad_output")),
+    "objectives": partial(_numbers, of_objectives=True),
+    "histograms": _histograms,
+    "ranks": _ranks,
+    "experts": partial(_map, sites=("output",), modules=r"(^|\.)experts\.\d+$", statistic="numel"),
+}
+"""The panels by the names that `recorder report --png` takes; a panel is None where there is nothing for it."""

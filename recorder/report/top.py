@@ -107,7 +107,7 @@ def top_block(
                 for one, *more in folded(judged, listed, steps)
             ],
             "notes": list(notes[:_MAX_CHECKS]),
-            "first": _first_nonfinite(judged),
+            "first": first_nonfinite(judged),
             "dumps": [[dump.first_step, dump.last_step, _of_dump(dump)] for dump in run.dumps],
             **numbers,
         },
@@ -250,7 +250,7 @@ def _highlight(one: ToldFindings, typed: str) -> Highlight:
     )
 
 
-def _first_nonfinite(judged: Sequence[Highlight]) -> dict[str, Any] | None:
+def first_nonfinite(judged: Sequence[Highlight]) -> dict[str, Any] | None:
     """Return where the first value that is not finite is, for its mark in the map; None if there is none."""
     known = [one for group in judged for one in (group, *group.more) if one.steps and one.rule == "nonfinite"]
     first = min(known, key=lambda one: one.steps or (0, 0), default=None)

@@ -66,6 +66,8 @@ class _Followed:
         self.lanes: dict[str, _ShardsOfKind] = {}
         self.pending: list[_Batch] = []
         self.is_at_work = True
+        self.probe: tuple[int, int] | None = None
+        """The number and the size of the newest shard of the probe; None if there is none."""
 
     @property
     def reached(self) -> int:
@@ -131,6 +133,11 @@ class GrowingRun:
         has_more = False
         for kind, number, is_open in list_shards(followed.directory):
             if kind == PROBE:
+                name = shard_name(kind, number)
+                if number >= (followed.probe or (0, 0))[0]:
+                    with suppress(OSError):  # the shard was sealed, which the next look finds
+                        found = self._store.look_at(followed.directory / (open_name(name) if is_open else name))
+                        followed.probe = number, found.size_bytes
                 continue
             lane = followed.lanes.setdefault(kind, _ShardsOfKind(kind))
             lane.known[number] = is_open
@@ -213,6 +220,11 @@ class GrowingRun:
                 lane.size_bytes = self._store.look_at(open_path).size_bytes
                 return load_open(path, _MAX_BATCHES)
         return load_sealed(path)
+
+    @property
+    def probe(self) -> list[tuple[int, int] | None]:
+        """What each writer has of the probe: a change says that there is more to read of it."""
+        return [one.probe for one in self._followed.values()]
 
     @property
     def horizon(self) -> int:

@@ -108,6 +108,8 @@ class Drawing:
         self._num_judged = 0
         """The number of `_found` that were known at that look."""
         self._probe_at_s = 0.0
+        self._probe_seen: object = ()
+        """The probe and the number of rows at the last look at the probe."""
         self._first_images: PageBlock | None = None
         self._last_images: PageBlock | None = None
         self._layouts: list[dict[str, Any]] = []
@@ -170,7 +172,8 @@ class Drawing:
         growing = self.growing
         first, end = growing.first_pending, min(self._whole_until(has_more), growing.end_pending)
         state = "reading" if has_more else "over" if growing.is_over else "live"
-        if is_new or end > max(growing.done_before, first) or state != self.state or has_more:
+        is_grown = is_new or end > max(growing.done_before, first)
+        if is_grown or state != self.state or has_more or self._is_probe_due:
             self._begin_version()
             for _ in self._draw_final(first, end):
                 self.state = "reading"
@@ -179,7 +182,7 @@ class Drawing:
                 yield
                 self._begin_version()
             if not has_more:
-                self._look_at_probe(is_due=state == "over" or time.monotonic() >= self._probe_at_s)
+                self._look_at_probe(is_due=state == "over" or self._is_probe_due)
             if not has_more and growing.end_pending > growing.first_pending:
                 self._draw_open(growing.first_pending, growing.end_pending)
             if state == "over" and not self._is_checked:
@@ -190,6 +193,15 @@ class Drawing:
             self.state = state
             self._keep_top()
         self._keep_slow_if_due()
+
+    @property
+    def _probe_now(self) -> object:
+        has_any = any(self.growing.probe) and self.collected is not None
+        return (self.growing.probe, self.growing.num_rows) if has_any else ()
+
+    @property
+    def _is_probe_due(self) -> bool:
+        return self._probe_now != self._probe_seen and time.monotonic() >= self._probe_at_s
 
     def _whole_until(self, has_more: bool) -> int:
         now_s, horizon = time.monotonic(), self.growing.horizon
@@ -238,7 +250,7 @@ class Drawing:
 
     def _look_at_probe(self, is_due: bool) -> None:
         """Draw what is on the disk of the probe, at the steps that are drawn, and judge the run with it."""
-        began_s = time.monotonic()
+        began_s, self._probe_seen = time.monotonic(), self._probe_now if is_due else self._probe_seen
         run = Run(self.location, self.manifest) if is_due and self.growing.num_rows <= _MAX_DOCTOR_ROWS else None
         if run is None or self.collected is None or not any(writer.probe_shards for writer in run.writers):
             return

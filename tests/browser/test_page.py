@@ -48,6 +48,20 @@ def point_at(opened: Opened, row: int, column: int, columns: int = NUM_STEPS) ->
     return {"x": (column + 0.5) * width / columns, "y": float(row * ROW_PIXELS + 8)}
 
 
+def texts_of_charts(opened: Opened) -> list[str]:
+    """What is written into canvases when the page is drawn anew."""
+    opened.page.evaluate(
+        """() => {
+            const told = window.written = [], { prototype } = CanvasRenderingContext2D, write = prototype.fillText;
+            prototype.fillText = function (text, ...more) { told.push(text); return write.call(this, text, ...more); };
+        }"""
+    )
+    opened.page.set_viewport_size({"width": 1000, "height": 900})
+    opened.redrawn()
+    written: list[str] = opened.page.evaluate("() => window.written")
+    return written
+
+
 def hash_of(opened: Opened) -> dict[str, str]:
     return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(opened.page.url).fragment))
 
@@ -73,6 +87,7 @@ def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     assert rows_of(opened) == ["(the model)", "stem", "blocks", "0", "fc", "1", "fc", "head"]
     assert opened.page.locator("#panel-lines .plot canvas").count() == 1
     assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss"]
+    assert "No gradient norm: the ranks' gradients make no single ones (" in opened.text("#panel-top .tracks")
     assert opened.page.locator("#panel-ranks tbody tr").count() == 2
     assert "judges from 4 data-parallel ranks on" in opened.text("#panel-ranks .note")
     assert opened.page.locator("#panel-images canvas").count() == 4 + 6 + 3
@@ -330,6 +345,7 @@ def test_the_graph_marks_the_first_nan_and_pales_what_inherits(open_page: Open, 
     boxes = opened.page.locator("#panel-graph")
     assert boxes.locator(".box-head.bad .box-name").all_inner_texts() == ["b"]
     assert boxes.locator(".box-head.later .box-name").all_inner_texts() == ["(the model)", "a", "c"]
+    assert boxes.locator(".box-head.bad .box-value").inner_text() == "4 NaN"  # of one step, not of all three
 
 
 def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> None:
@@ -451,10 +467,68 @@ def test_a_flag_leads_to_its_finding_on_the_map(open_page: Open, trained: Path) 
     opened = open_page(trained)
     flag = opened.page.locator("#panel-top .flags .flag").first
     assert flag.inner_text() == "1" and "nonfinite: 'head' output, step 15" in (flag.get_attribute("title") or "")
+    for axis in ("#panel-map .heat-axis", "#panel-lines .plot canvas"):
+        pixels = opened.pixels(axis)[-26:] if "plot" in axis else opened.pixels(axis)
+        marks = (pixels[..., :3] == MAGENTA).all(axis=2).any(axis=0).nonzero()[0]
+        left = 0 if "axis" in axis else 240
+        marks = marks[marks > pixels.shape[1] / 2]  # another finding begins at step 0
+        assert abs(marks.mean() - left - 15.5 / NUM_STEPS * (pixels.shape[1] - left)) < 2, axis
     flag.click()
     opened.redrawn()
     assert opened.page.locator("#panel-map .heat-name.chosen .heat-label").inner_text() == "head"
     assert opened.text("#panel-lines .chart-head strong") == "head output"
+
+
+def run_of_objectives(path: Path) -> Path:
+    """Three ranks and three objectives with long names, whose cosines are small; a NaN in the loss at step 7."""
+    run = make_run(path)
+    names = ["a_first_objective", "another_of_the_objectives", "the_third_one_of_the_objectives"]
+    pairs = [f"cosine.{one}:{other}" for one in names for other in names if one < other]
+    numbers = [("loss", 1.0), *((f"objective.norm.{name}", 2.0) for name in names)]
+    numbers += [(f"objective.{pair}", 0.01) for pair in pairs]
+    for rank in range(3):
+        writer, rows = HandmadeWriter(run, rank), list[dict[str, Any]]()
+        for step in range(10):
+            for name, value in numbers:
+                number = np.float64(np.nan if (name, step) == ("loss", 7) else value * (1 + rank / 10))
+                common: dict[str, Any] = {"site": "scalar", "name": name, "module_path": "", "encoding": None}
+                rows.append(make_row(len(rows), number, step=step, rank=rank, **common))
+        writer.add_shard([rows], kind="stats")
+        writer.finish()
+    return run
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_no_name_of_a_legend_is_cut_or_over_another(open_page: Open, tmp_path: Path, width: int) -> None:
+    opened = open_page(write_page(run_of_objectives(tmp_path / "run"), tmp_path / "r.html"), width=width)
+    assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= width
+    folded = opened.page.locator(".track").filter(has_text="more").locator(".line-name:last-child")
+    while folded.count():
+        folded.first.click()
+    boxes = opened.page.evaluate(
+        """() => [...document.querySelectorAll(".track")].map(track => [track, ...track.querySelectorAll(
+            ".chart-head strong, .line-name")].map(one => {
+                const { left, top, right, bottom } = one.getBoundingClientRect();
+                return [left, top, right, bottom, one.textContent];
+            }))"""
+    )
+    assert max(len(names) for _, *names in boxes) > 9
+    for track, *names in boxes:
+        for name in names:
+            assert track[0] <= name[0] < name[2] <= track[2] + 1 and track[1] <= name[1] < name[3] <= track[3] + 1, name
+            for other in names:
+                apart = name[2] <= other[0] or other[2] <= name[0] or name[3] <= other[1] + 1 or other[3] <= name[1] + 1
+                assert other is name or apart, (name, other)
+
+
+def test_objectives_have_the_flags_of_findings_and_cosines_from_minus_one_to_one(
+    open_page: Open, tmp_path: Path
+) -> None:
+    opened = open_page(write_page(run_of_objectives(tmp_path / "run"), tmp_path / "r.html"))
+    flags = opened.page.locator("#panel-objectives .flag:visible")
+    assert flags.all_inner_texts() == ["1"] and "nonfinite" in (flags.first.get_attribute("title") or "")
+    written = texts_of_charts(opened)
+    assert "-1" in written and "0.01" not in written
 
 
 def test_a_chart_is_moved_in_and_zoomed_by_the_keyboard(open_page: Open, trained: Path) -> None:
@@ -462,7 +536,8 @@ def test_a_chart_is_moved_in_and_zoomed_by_the_keyboard(open_page: Open, trained
     opened.page.locator("#panel-top .chart-body").first.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
         opened.page.keyboard.press(key)
-    assert "at 2" in opened.text("#panel-top .chart-legend .reading")
+    assert opened.text("#panel-top .at") == "step 2"
+    assert opened.text("#panel-top .chart-legend .reading").strip() == "1"
     opened.page.keyboard.press("+")
     opened.redrawn()
     assert (hash_of(opened)["from"], hash_of(opened)["to"]) == ("0", "7")
@@ -552,7 +627,7 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
     opened = open_page(trained, dark=True)
     opened.page.evaluate("() => window.dispatchEvent(new Event('beforeprint'))")
     opened.redrawn()
-    axis = opened.pixels("#panel-map .heat-axis")
+    axis = opened.pixels("#panel-map .heat-axis")[6:]  # below the mark of the finding
     assert axis[..., :3][axis[..., 3] > 200].max() < 130  # dark numbers, as paper is light
     edges = opened.page.evaluate(
         "() => [...document.querySelectorAll('main canvas')].map(one => one.getBoundingClientRect().right)"
@@ -562,13 +637,15 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
     assert opened.page.locator("#panel-map .heat-chunk").count() == rows, "a sheet may end below any row"
     opened.page.evaluate("() => window.dispatchEvent(new Event('afterprint'))")
     opened.redrawn()
-    axis = opened.pixels("#panel-map .heat-axis")
+    axis = opened.pixels("#panel-map .heat-axis")[6:]
     assert axis[..., :3][axis[..., 3] > 200].min() > 130
     opened.page.emulate_media(media="print")
     assert (
         not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
     )
     assert not opened.page.locator("input:visible, select:visible, .take:visible").count()
+    box = opened.page.locator("#panel-graph .box").first
+    assert box.evaluate("one => getComputedStyle(one).breakInside") == "avoid"
     printed = opened.page.pdf(print_background=True)
     assert printed.startswith(b"%PDF") and len(printed) > 20_000
 
@@ -683,15 +760,7 @@ def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, t
 def test_the_line_of_the_usual_step_says_its_number(open_page: Open, tmp_path: Path) -> None:
     page = write_page(run_of_optimizer(tmp_path / "run", rate=1e-4), tmp_path / "r.html")
     opened = open_page(page, "#site=param&stat=update")
-    opened.page.evaluate(
-        """() => {
-            const told = window.written = [], { prototype } = CanvasRenderingContext2D, write = prototype.fillText;
-            prototype.fillText = function (text, ...more) { told.push(text); return write.call(this, text, ...more); };
-        }"""
-    )
-    opened.page.set_viewport_size({"width": 1000, "height": 900})
-    opened.redrawn()
-    assert "1e-3" in opened.page.evaluate("() => window.written")
+    assert "1e-3" in texts_of_charts(opened)
 
 
 def test_an_empty_view_by_depth_says_why_there_is_no_estimate(open_page: Open, tmp_path: Path) -> None:

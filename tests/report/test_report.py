@@ -526,33 +526,63 @@ def test_a_value_of_the_whole_model_is_of_the_one_series_that_is_called_so() -> 
 def test_the_map_is_written_as_a_picture_without_a_browser(cli: Cli, tmp_path: Path) -> None:
     run, out = make_training(tmp_path / "run"), tmp_path / "map.png"
     assert cli("report", run, "--png", "map", "-o", out).out.startswith(f"{out}: ")
-    with Image.open(out) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    is_bad = (pixels == (230, 0, 122)).all(axis=-1)
+    pixels = pixels_of(out)
+    is_bad, is_white = ((pixels[50:] == color).all(axis=-1) for color in ((230, 0, 122), (255, 255, 255)))
     rows, columns = np.flatnonzero(is_bad.any(axis=1)), np.flatnonzero(is_bad.any(axis=0))
     assert len(rows) == 15 and abs((columns[0] - 300) / 1100 * 20 - 15) < 0.1, "one row, at step 15 of 20"
-    assert len(np.unique(pixels[:, 300:].reshape(-1, 3), axis=0)) > 20
+    cell = is_white[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    assert 10 < cell.sum() < 40, "a cross in the first cell that is not finite"
+    bar = pixels[31:41, 300:520].reshape(-1, 3)
+    assert len(np.unique(bar, axis=0)) > 100, "the colours"
     assert "exists" in cli("report", run, "--png", "map", "-o", out).err
-    assert "expected map or loss" in cli("report", run, "--png", "graph").err
+    assert "expected map, loss, gradients" in cli("report", run, "--png", "graph").err
+
+
+def pixels_of(path: Path) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def run_of_numbers(path: Path, numbers: dict[str, list[float]]) -> Path:
+    run, rows = make_run(path), list[dict[str, Any]]()
+    for name, values in numbers.items():
+        for step, value in enumerate(values):
+            common: dict[str, Any] = {"site": "scalar", "name": name, "module_path": "", "encoding": None}
+            rows.append(make_row(len(rows), np.array(value, np.float32), step=step, **common))
+    writer = HandmadeWriter(run, 0)
+    writer.add_shard([rows], kind="stats")
+    writer.finish()
+    return run
 
 
 def test_the_loss_is_written_as_a_picture_without_a_browser(cli: Cli, tmp_path: Path) -> None:
-    run, out = make_run(tmp_path / "run"), tmp_path / "loss.png"
-    writer = HandmadeWriter(run, 0)
-    losses = [*np.linspace(4.0, 1.0, 2000), np.nan]
-    rows = [
-        make_row(seq, np.array(loss, np.float32), step=seq, module_path="", site="scalar", name="loss", encoding=None)
-        for seq, loss in enumerate(losses)
-    ]
-    writer.add_shard([rows], kind="stats")
-    writer.finish()
+    losses = [*np.linspace(4.0, 1.0, 2000).tolist(), float("nan")]
+    numbers = {"lr.AdamW.0": [0.1] * 2001, "objective.norm.a": [1.0] * 2001, "loss": losses}
+    run, out = run_of_numbers(tmp_path / "run", numbers), tmp_path / "loss.png"
     assert cli("report", run, "--png", "loss", "-o", out).out.startswith(f"{out}: ")
-    with Image.open(out) as image:
-        pixels = np.asarray(image.convert("RGB"))
+    pixels = pixels_of(out)
+    assert len(pixels) == 50 + 2 * 160 + 30, "the loss and the rate"
+    of_loss = pixels[50:210]
     (heights, columns), (_, bad) = (
-        (pixels == color).all(axis=-1).nonzero() for color in ((36, 87, 197), (230, 0, 122))
+        (of_loss == color).all(axis=-1).nonzero() for color in ((36, 87, 197), (230, 0, 122))
     )
     first, last = (float(heights[columns == column].mean()) for column in (columns.min(), columns.max()))
-    assert last - first > 130 and {*bad} == {1398, 1399}, "the loss falls, and is not finite at the last step"
+    assert last - first > 130 and {*bad} == {1398, 1399}, "the loss comes first, falls, and is not finite in the end"
+    ticks = (of_loss[:, 280:296] < 128).all(axis=-1).any(axis=1)
+    assert np.count_nonzero(np.diff(ticks.astype(int)) == 1) >= 4, "numbers beside the line: 1, 2, 3 and 4"
+    assert cli("report", run, "--png", "objectives", "-o", tmp_path / "o.png").exit_code == 0
     write_run(tmp_path / "modules", Shape(ranks=2, steps=10))
-    assert "no values for --png loss" in cli("report", tmp_path / "modules", "--png", "loss").err
+    assert "no values for --png objectives" in cli("report", tmp_path / "modules", "--png", "objectives").err
+
+
+def test_more_panels_are_written_as_pictures(cli: Cli, tmp_path: Path) -> None:
+    write_run(tmp_path / "few", Shape(ranks=2, steps=40, nan=(20, 1)))
+    write_run(tmp_path / "many", Shape(ranks=12, steps=40, nan=(20, 1)))
+    for run, panel, num_rows in (("few", "gradients", 6), ("few", "ranks", 2), ("many", "ranks", 12)):
+        out = tmp_path / f"{run}-{panel}.png"
+        assert cli("report", tmp_path / run, "--png", panel, "-o", out).out.startswith(f"{out}: ")
+        assert len(pixels_of(out)) == 50 + 16 * num_rows + 30
+        has_bad = (pixels_of(out)[50:] == (230, 0, 122)).all(axis=-1).any()
+        assert has_bad == (panel == "ranks"), "the NaN is in an output"
+    for panel in ("histograms", "experts"):
+        assert f"no values for --png {panel}" in cli("report", tmp_path / "few", "--png", panel).err

@@ -259,7 +259,9 @@ def test_a_run_that_is_over_has_the_findings_of_check_in_the_probe(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("no_wait")
-def test_the_probe_of_a_run_that_goes_on_is_drawn_and_judged_as_far_as_it_is_on_the_disk(tmp_path: Path) -> None:
+def test_the_probe_of_a_run_that_goes_on_is_drawn_and_judged_as_far_as_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     rules = "site=output steps=::20 keep=stats; site=grad keep=probe; site=scalar keep=stats"
@@ -271,8 +273,18 @@ def test_the_probe_of_a_run_that_goes_on_is_drawn_and_judged_as_far_as_it_is_on_
             optimizer.step()
             optimizer.zero_grad()
         (run,) = tmp_path.iterdir()
-        wait_until(lambda: recorder.open_run(run).probe().num_rows)  # no further row comes that would ask for a look
+        wait_until(lambda: recorder.open_run(run).probe().num_rows)
+        shards = list(run.rglob("*probe*"))
+        for shard in shards:  # the probe comes after the rows, and no further row comes that would ask for a look
+            shard.rename(tmp_path / shard.name)
         drawn = draw(run)
+        for _ in range(3):
+            refresh(drawn)
+        assert drawn.collected is not None and not drawn.axes.is_probed
+        for shard in shards:
+            (tmp_path / shard.name).rename(shard)
+        look = drawn.growing.look
+        monkeypatch.setattr(drawn.growing, "look", lambda: look() and False)
         wait_until(lambda: drawn.refresh() or (drawn.collected is not None and drawn.axes.is_probed))
         blocks = read(drawn.blocks())
     assert drawn.state == "live"

@@ -9,7 +9,7 @@ from ...analyze.align.align import Aligned
 from ...analyze.align.align import align as compare_tokens_of
 from ...errors import LookupFailedError
 from ...report.collect import num_looks
-from ...report.picture import write_picture
+from ...report.picture import PANELS, write_picture
 from ...report.report import write_report
 from ...report.tokens import tokens_block
 from ...report.top import told_by_doctor
@@ -38,7 +38,8 @@ def command(
         ),
     ] = None,
     png: Annotated[
-        str | None, typer.Option(metavar="PANEL", help="Draw a panel alone, as PNG, without a browser: map or loss.")
+        str | None,
+        typer.Option(metavar="PANEL", help=f"Draw a panel alone, as PNG, without a browser: {', '.join(PANELS)}."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> Reply:
@@ -76,8 +77,9 @@ def command(
 
 
 def _picture(run: Run, panel: str, out: Path, force: bool) -> Reply:
-    if panel not in ("map", "loss"):
-        raise LookupFailedError(f"--png {panel}: expected map or loss; the buttons of the page save its other panels")
+    if panel not in PANELS:
+        names = ", ".join(PANELS)
+        raise LookupFailedError(f"--png {panel}: expected {names}; the buttons of the page save its other panels")
     num_bytes = write_picture(run, out, panel, force=force)
     members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
     return Reply(members=lambda: members, parts=lambda: [f"{out}: {size(num_bytes)}"])

@@ -50,6 +50,18 @@ class StepAxis {
     for (let step = Math.ceil(low / each) * each; step <= high; step += each) ticks.push(step);
     return ticks;
   }
+  /** A small mark below a picture at each step at which a finding begins; `pixelAt` says where a step stands. */
+  drawFlags(context, top, ratio, pixelAt) {
+    const [low, high] = this.domain;
+    context.fillStyle = cssColor("--bad");
+    for (const x of this.app.flags().map(({ step }) => step).filter((step) => low < step && step < high).map(pixelAt)) {
+      context.beginPath();
+      context.moveTo(x, top);
+      context.lineTo(x - 4 * ratio, top + 5 * ratio);
+      context.lineTo(x + 4 * ratio, top + 5 * ratio);
+      context.fill();
+    }
+  }
   zoom(from, to) {
     this.state.set({ from, to });
   }

@@ -75,10 +75,10 @@ class DepthPanel {
     const ruled = { stroke: cssColor("--dim"), font: "11px system-ui, sans-serif", grid: line, ticks: { ...line, size: 4 } };
     const each = Math.max(Math.ceil((this.points.length * 22) / (width - gutter)), 1), color = lineColor(0), band = { stroke: cssColor("--line"), width: 1, points: { show: false } };
     this.plotted = new uPlot({
-      width, height: DEPTH_PIXELS, legend: { show: false }, class: "plot", padding: [8, 8, 0, 0], cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
+      width, height: DEPTH_PIXELS, legend: { show: false }, class: "plot", padding: [8, 8, 0, roomBeside(true, gutter)], cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: { x: { time: false, range: () => [-0.5, this.points.length - 0.5] }, y: isLog ? { distr: 3 } : {} },
       axes: [
-        { ...ruled, size: 92, gap: 4, rotate: 40, splits: () => this.points.map((_, index) => index).filter((index) => index % each === 0), values: (_, splits) => splits.map((index) => this.nameOf(index)) },
+        { ...ruled, size: 26 + 4.2 * Math.max(...this.points.map((_, index) => this.nameOf(index).length)), gap: 4, rotate: 40, splits: () => this.points.map((_, index) => index).filter((index) => index % each === 0), values: (_, splits) => splits.map((index) => this.nameOf(index)) },
         { ...ruled, grid: { ...line, filter: (_, splits) => decadesOf(splits, isLog) }, ...labelled(unitOf(choices.statistic), gutter), gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       bands: [{ series: [2, 1], fill: cssColor("--grid") }],

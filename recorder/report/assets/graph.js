@@ -37,14 +37,11 @@ class GraphPanel {
     const step = state.get("step"), seen = this.app.axis.columns(run.steps).map((one) => one.c);
     const atStep = step === null ? -1 : run.steps.findIndex((first, c) => first <= step && step <= run.lastStep(c));
     const columns = atStep >= 0 ? [atStep] : seen;
+    const numBad = (cell) => (cell?.kind === NONFINITE ? cell.nan + cell.inf : 0);
     this.cellOf = (node, isWhole) => {
-      let outlier = null;
-      for (const one of isWhole ? modules.below(node) : [node]) {
-        for (const series of one.number === null ? [] : choices.seriesOf(one.number)) {
-          for (const c of columns) outlier = outstanding(outlier, picture.cell(series.number, choices.lane, c));
-        }
-      }
-      return outlier;
+      const own = (isWhole ? modules.below(node) : [node]).flatMap((one) => (one.number === null ? [] : choices.seriesOf(one.number)));
+      const cells = columns.map((c) => own.reduce((outlier, { number }) => outstanding(outlier, picture.cell(number, choices.lane, c)), null));
+      return cells.reduce((most, cell) => (numBad(most) && numBad(cell) ? (numBad(cell) > numBad(most) ? cell : most) : cell === null ? most : outstanding(most, cell)), null);
     };
     const values = [];
     for (const node of modules.nodes.values()) {
@@ -52,7 +49,7 @@ class GraphPanel {
       if (cell?.kind === NUMBER) values.push(cell.value);
     }
     this.colors = new Colors(values);
-    this.about.textContent = `Tinted by the ${choices.title}` + (atStep >= 0 ? ` at step ${run.steps[atStep]}.` : ": what stands out most of all steps that are shown.");
+    this.about.textContent = `Tinted by the ${choices.title}` + (atStep >= 0 ? ` at step ${run.steps[atStep]}.` : ": what stands out most of all steps that are shown; NaN are counted at the step that has the most.");
     const { first } = this.app.top, isWith = ({ path }) => first && (path === first.module || first.module.startsWith(path && `${path}.`));
     const isFirst = first && choices.siteAndMode[0] === first.site && (atStep < 0 || (run.steps[atStep] <= first.step && first.step <= run.lastStep(atStep)));
     this.isLater = (node, isShut) => Boolean(first) && !(isFirst && (node.path === first.module || (isShut && isWith(node))));

@@ -231,6 +231,7 @@ class HeatMap {
       if (dumps.length === 1) context.fillRect(left, 0, width, 4);
       else context.fillRect(left, (number % 2) * 3, width, 2); // those of the same steps below each other
     });
+    if (this.isOfSteps) this.axis.drawFlags(context, 0, 1, (step) => this.axis.pixelOf(step, this.width));
     if (marked !== null && marked >= 0) {
       context.fillStyle = cssColor("--accent");
       context.beginPath();

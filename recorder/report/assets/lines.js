@@ -1,6 +1,6 @@
 // Lines over steps: the chosen values on every rank and on all together.
 
-const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, LABEL_PIXELS = 16;
+const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, MAX_TRACK_NAME = 24, LABEL_PIXELS = 16, TICKS_PIXELS = 56;
 
 /** Of the marks of a logarithmic axis those that have a line across the picture. */
 function decadesOf(splits, isLog) {
@@ -12,9 +12,12 @@ function unitOf(statistic) {
   return STATISTIC_TEXTS[statistic].split(/ [(/]/)[0];
 }
 
-/** The title of an axis of numbers, which takes its room from the space for names. */
+/** The title of an axis of numbers, beside them: what both leave of the space for names is to their left. */
 function labelled(label, gutter) {
-  return label ? { label, labelSize: LABEL_PIXELS, labelFont: "11px system-ui, sans-serif", labelGap: 0, size: gutter - LABEL_PIXELS } : { size: gutter };
+  return label ? { label, labelSize: LABEL_PIXELS, labelFont: "11px system-ui, sans-serif", labelGap: 0, size: TICKS_PIXELS } : { size: gutter };
+}
+function roomBeside(label, gutter) {
+  return label ? gutter - TICKS_PIXELS - LABEL_PIXELS : 0;
 }
 
 /** How a lane is drawn. */
@@ -29,6 +32,7 @@ class Chart {
   constructor(app, height, isTrack = false) {
     Object.assign(this, { app, height, isTrack, plotted: null, hidden: new Set() });
     this.head = el("div", { class: "chart-head" });
+    this.at = el("span", { class: "at" });
     this.body = el("div", { class: "chart-body", tabindex: "0", role: "application", onkeydown: (event) => this.key(event) });
     this.flags = el("div", { class: "flags" });
     this.legend = el("div", { class: "chart-legend" });
@@ -43,11 +47,11 @@ class Chart {
     return `: from ${text(known[0])} to ${text(known[known.length - 1])}, smallest ${text(by[0])}, largest ${text(by[by.length - 1])}${line.bad.length ? `, not finite at ${plural(line.bad.length, "step")}` : ""}`;
   }
   /** `lines` are {label, values, bad, style}; `values` has null for a hole, `bad` says where a value is not finite. */
-  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true, level = null, unit = "" }) {
-    this.given = { title, steps, lines, isLog, about, flags, hasRuler, level, unit };
+  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true, level = null, unit = "", ends = null }) {
+    this.given = { title, steps, lines, isLog, about, flags, hasRuler, level, unit, ends };
     this.plotted?.destroy();
     const { axis } = this.app;
-    this.head.replaceChildren(el("strong", {}, title), ...about.map((text) => el("span", { class: "dim" }, text)));
+    this.head.replaceChildren(el("strong", {}, title), ...about.map((text) => el("span", { class: "dim" }, text)), this.at);
     this.body.setAttribute("aria-label", `${visible(title)} over steps${this.summary(this.given)}; left and right move, plus, minus and 0 zoom`);
     const width = Math.max(this.body.clientWidth || this.element.clientWidth || 600, 200), gutter = axis.gutter(width);
     this.element.style.setProperty("--gutter", `${gutter}px`);
@@ -58,12 +62,12 @@ class Chart {
     const lineStyle = { stroke: cssColor("--grid"), width: 1 };
     const ruled = { stroke: cssColor("--dim"), font: "11px system-ui, sans-serif", grid: lineStyle, ticks: { ...lineStyle, size: 4 } };
     const options = {
-      width, height: this.height, legend: { show: false }, class: "plot", padding: [flags.length ? 20 : 8, 0, hasRuler ? 0 : 8, 0],
+      width, height: this.height, legend: { show: false }, class: "plot", padding: [flags.length ? 20 : 8, 0, hasRuler ? 0 : 8, roomBeside(unit, gutter)],
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {
         x: { time: false, range: () => axis.domain },
         y: isLog && numbers.length ? { distr: isAllPositive ? 3 : 4, asinh: Number.isFinite(smallest) ? smallest : 1 } : {
-          range: (_, low, high) => this.range(low, high) },
+          range: (_, low, high) => ends ?? this.range(low, high) },
       },
       axes: [
         { ...ruled, size: hasRuler ? 26 : 0, gap: 2, splits: () => axis.ticks(width - gutter),
@@ -161,6 +165,7 @@ class Chart {
         context.setLineDash([]);
       }
     }
+    if (!this.given.flags.length) this.app.axis.drawFlags(context, top + height, ratio, (step) => plot.valToPos(step, "x", true));
     const { level } = this.given, y = level === null ? NaN : plot.valToPos(level, "y", true);
     if (y > top && y < top + height) {
       context.strokeStyle = cssColor("--accent");
@@ -194,7 +199,7 @@ class Chart {
     this.dumpNote = el("span", { class: "dump-note" }, `${DUMP_MARK} dump`);
     const numMore = this.isTrack && !this.isWhole && lines.length > MAX_TRACK_LINES ? lines.length - MAX_TRACK_LINES + 1 : 0;
     const unfold = () => { this.isWhole = true; this.makeLegend(lines); };
-    this.legend.classList.toggle("whole", Boolean(this.isWhole));
+    this.legend.classList.toggle("whole", Boolean(this.isWhole) || lines.some(({ label }) => label.length > MAX_TRACK_NAME));
     this.legend.replaceChildren(...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...lines.slice(0, lines.length - numMore).map((line) => {
       const reading = el("span", { class: "reading" });
       this.readings.set(line.label, reading);
@@ -213,19 +218,20 @@ class Chart {
           if (!this.hidden.delete(line.label)) this.hidden.add(line.label);
           this.draw(this.given);
         },
-      }, mark, line.label, reading);
+      }, mark, el("span", { title: visible(line.label) }, line.label), reading);
     }), ...(numMore ? [el("button", { type: "button", class: "line-name", onclick: unfold }, `and ${numMore} more`)] : []), ...(hasDumps ? [this.dumpNote] : []));
   }
   follow(plot, shown) {
     const index = plot.cursor.idx;
     const dumps = index === null || index === undefined ? [] : this.app.dumps.of(this.given.steps[index]);
     if (this.dumpNote) this.dumpNote.textContent = dumps.length ? dumps.join("; ") : `${DUMP_MARK} dump`;
+    this.at.textContent = index === null || index === undefined ? "" : `step ${this.given.steps[index]}`;
     for (const line of shown) {
       const reading = this.readings?.get(line.label);
       if (!reading) continue;
       const value = index === null || index === undefined ? null : line.values[index];
       reading.textContent = index === null || index === undefined ? "" :
-        ` ${line.bad.includes(index) ? "not finite; " : ""}${shortNumber(value, 4, line.digits[index])} at ${this.given.steps[index]}`;
+        ` ${line.bad.includes(index) ? "not finite; " : ""}${shortNumber(value, 4, line.digits[index])}`;
     }
   }
 }

@@ -271,6 +271,7 @@ class MapPanel {
     }
     const dumps = drawn.isOfSteps ? this.app.dumps.over(drawn.columns) : [];
     if (dumps.length) texts.push(`${DUMP_MARK} on the axis: steps that ${plural(dumps.length, "trigger")} had the ranks write; the pointer says why.`);
+    if (drawn.isOfSteps && this.app.flags().length) texts.push("▴ on the axis: a step at which something stands out.");
     if (drawn.isOfModules) {
       const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length && !modules.whyNone(number, choices.siteAndMode[0])).length;
       if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.siteAndMode[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);

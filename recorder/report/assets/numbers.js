@@ -29,11 +29,12 @@ class NumbersPanel {
   }
   build(section) {
     this.body = el("div", { class: "tracks" });
+    this.absent = el("p", { class: "note", hidden: true });
     this.constants = el("p", { class: "note", hidden: true });
     put(section, this.body, this.constants);
   }
   async update() {
-    const { app } = this, { run, other, state } = app, flags = this.part === "head" ? app.flags() : [];
+    const { app } = this, { run, other, state } = app, flags = this.part === "head" || this.part === "objectives" ? app.flags() : [];
     const pictures = this.scalars.length || this.rates.length ? await Promise.all([run.picture("mean", "scalars"), other?.scalars.length ? other.picture("mean", "scalars") : null]) : [];
     const drawn = this.part === "objectives" ? this.ofObjectives(pictures) : this.scalars.slice(0, MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
     if (this.part === "head" && !this.scalars.some((one) => this.rank(one) === 1)) drawn.push(this.gradientNorms());
@@ -44,10 +45,14 @@ class NumbersPanel {
       this.body.append(chart.element);
       const values = one.lines.flatMap((line) => line.values).filter((value) => value > 0), isWide = Math.max(...values) > LOG_FROM * Math.min(...values);
       const more = isLast && this.part !== "objectives" && this.scalars.length > MAX_SCALARS ? `${plural(this.scalars.length - MAX_SCALARS, "more number")} not drawn` : "";
-      chart.draw({ ...one, isLog: isWide && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast || this.part !== "head",
+      chart.draw({ ...one, isLog: isWide && !one.ends && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast || this.part !== "head",
         flags: index ? flags.map((flag) => ({ ...flag, label: "" })) : flags, about: [...(one.about ?? []), more].filter(Boolean) });
     });
     for (const chart of this.charts.slice(some.length)) chart.element.remove();
+    const isAbsent = drawn.at(-1) === null, next = drawn.length - 1;
+    this.absent.hidden = !isAbsent;
+    if (isAbsent) this.absent.textContent = `No gradient norm: ${this.whyNoNorm()}.`;
+    if (isAbsent) this.body.insertBefore(this.absent, some[next] ? this.charts[next].element : null);
   }
   linesOf(series, picture, otherPicture, isEach) {
     const { run, other } = this.app, colorOf = (lane) => lineColor(Math.max(lane, 0));
@@ -78,7 +83,7 @@ class NumbersPanel {
       });
       const [steps, lines] = joinSteps(groups);
       const which = known.some((one) => one.series.path === path && one.tensor > 1) ? `, tensor ${tensor}` : "";
-      return { title, steps, lines, level: kind === "cosine" ? 0 : null, about: [`of objectives in ${pathText(path)}${which}`] };
+      return { title, steps, lines, ...(kind === "cosine" ? { level: 0, ends: [-1.05, 1.05] } : {}), about: [`of objectives in ${pathText(path)}${which}`] };
     }).filter((one) => one.lines.length));
   }
   /** The learning rates and the scale of the gradients in flat pictures; those that never change in one line of text. */
@@ -102,6 +107,13 @@ class NumbersPanel {
     if (!beside) return own;
     const [steps, lines] = joinSteps([own, beside].map((one) => [one.steps, one.lines]));
     return { ...own, steps, lines };
+  }
+  whyNoNorm() {
+    const { run } = this.app, grads = run.series.filter((one) => one.site === "grad" && one.mode === "train");
+    const why = grads.map((one) => run.reasons.get(`${one.number} 1`) ?? run.reasons.get(`${one.number} 0`)).find(Boolean);
+    return !grads.length ? "no gradient of a parameter was recorded (site=grad)" : !run.axes.statistics.includes("l2") ? "this page has no L2 norms (--statistics l2)" :
+      !run.axes.has_global && run.axes.num_ranks > 1 ? "gradients of all ranks together are not made of a run with so many rows in a step" :
+        `the ranks' gradients make no single ones${why ? ` (${why})` : ""}`;
   }
   gradientNorm(run, isBeside) {
     const norms = run.axes.gradient_norm, columns = [...norms.keys()].filter((c) => norms[c] !== null);
