@@ -14,7 +14,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +36,8 @@ CHECKSUM = "crc32c"
 
 _CHECKSUM = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
+_WRITER_DIR = re.compile(r"[0-9]{6,}-[0-9a-f]{12}")
+"""The names that the recorder gives to directories of writers; other writers may give any name."""
 _SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
 _OPEN_PREFIX = "_"
 OPEN_SUFFIX = ".open"
@@ -63,6 +65,15 @@ def parse_rank_dir(name: str) -> int | None:
     return int(match[1])
 
 
+def is_writer_dir(name: str, files: Callable[[], Iterable[str]]) -> bool:
+    """Return whether a directory in a rank's directory is a writer's; `files` lists it if its name does not say so.
+
+    In the directory of another program no file's name begins with ``_``, and none is a shard's.
+    """
+    is_named = _WRITER_DIR.fullmatch(name) is not None
+    return is_named or any(file.startswith("_") or parse_shard_name(file) for file in files())
+
+
 def shard_name(kind: str, number: int) -> str:
     """Return the name of a sealed shard, such as `tensors-000012.arrow`."""
     if kind not in SHARD_KINDS:
@@ -78,6 +89,12 @@ def open_name(shard: str) -> str:
 def index_name(shard: str) -> str:
     """Return the name of the index that is derived from a sealed shard, such as `_tensors-000012.index`."""
     return f"_{shard.removesuffix('.arrow')}.index"
+
+
+def shard_of_index(name: str) -> str:
+    """Return the name of the shard whose index has this name; empty for any other name."""
+    shard = f"{name[1:].removesuffix('.index')}.arrow"
+    return shard if name == index_name(shard) and parse_shard_name(shard) else ""
 
 
 def parse_shard_name(name: str) -> ShardName | None:

@@ -96,6 +96,11 @@ class RecordedRun:
         return sum(writer.size_bytes for writer in self.writers)
 
     @property
+    def opened_bytes(self) -> int:
+        """The bytes of the shards when they were opened, and of their indexes."""
+        return sum(writer.opened_bytes for writer in self.writers)
+
+    @property
     def problems(self) -> list[str]:
         """A message for each damage on disk that makes rows missing; each is logged when it is found.
 

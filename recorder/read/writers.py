@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..errors import NotARunError, RunError
 from ..format import rundir
 from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest
 from ..storage.locations import Location, OpenLocation, store_of
-from ..system.text import counted
+from ..system.text import counted, listed
 from .shard_rows import ShardRows, each_of, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
@@ -106,9 +106,11 @@ class RecordedWriter:
         return counts
 
     @property
-    def shard_bytes(self) -> int:
-        """The bytes of the shards when they were opened."""
-        return sum(shard.size_bytes for shard in self.all_shards)
+    def opened_bytes(self) -> int:
+        """The bytes of the shards when they were opened, and of their indexes: of an ended writer its `size_bytes`."""
+        sealed = [shard.path for shard in self.all_shards if shard.is_sealed]
+        indexes = sum(_look(path.with_name(rundir.index_name(path.name)))[1] for path in sealed)
+        return indexes + sum(shard.size_bytes for shard in self.all_shards)
 
     @property
     def size_bytes(self) -> int:
@@ -224,13 +226,45 @@ class RecordedWriter:
             account = self.manifest.balance
             num_retired = account.retired_rows + sum(one.retired_rows for one in self.retired_shards.values())
             num_gone = account.written - num_retired - self.num_rows
-            return f"{num_gone} of {counted(account.written, 'row')} that were written are gone" if num_gone > 0 else ""
+            if num_gone <= 0:
+                return ""
+            return f"{num_gone} of {counted(account.written, 'row')} that were written are gone{self._files_gone}"
         num_gone = self._num_synced_gone
         if num_gone <= 0 or self.state != "unclosed":
             return ""
         there = f"{self.balance.synced} rows had been synced, {self.balance.retired_rows} of them removed"
         lost = f"{counted(num_gone, 'row')} lost after they were safe, or on the way where a daemon ships the run"
-        return f"{there}, and {self.num_rows} are there: {lost}"
+        return f"{there}, and {self.num_rows} are there: {lost}{self._files_gone}"
+
+    @property
+    def _files_gone(self) -> str:
+        """The end of a sentence on rows that are gone: the shards that may have had them, by their numbers."""
+        numbers: dict[str, set[int]] = {}
+        for shard in self.all_shards:
+            if (name := rundir.parse_shard_name(shard.path.name)) is not None:
+                numbers.setdefault(name.kind, set()).add(name.number)
+        files: list[str] = []
+        with contextlib.suppress(NotARunError):  # the directory was removed since the run was opened
+            files = store_of(self.directory).list_directory(self.directory, directories=False)
+        gone = [shard for shard in map(rundir.shard_of_index, files) if shard and shard not in files]
+        for kind, present in sorted(numbers.items()):
+            retired = {number for one, number in self.retired_shards if one == kind}
+            for before, after in pairwise([-1, *sorted(present | retired)]):
+                if after > before + 1:
+                    ends = dict.fromkeys((rundir.shard_name(kind, before + 1), rundir.shard_name(kind, after - 1)))
+                    gone.append(" to ".join(ends))
+        if gone:
+            why = ", of which retention may have removed some" if self.balance.retired_rows else ""
+            return f"; not here: {listed(sorted(set(gone)))}{why}"
+        last = [rundir.shard_name(kind, max(present)) for kind, present in sorted(numbers.items())]
+        return f"; the last shards here: {listed(last)}" if last else "; no shard is here"
+
+    @property
+    def manifest_lost(self) -> str:
+        """A sentence that the writer has rows and no manifest; empty if it has a manifest, sound or not."""
+        if self.manifest_problem or self.manifest.members or not self.num_rows:
+            return ""
+        return f"{self.directory}: has rows and no manifest; it is lost, or the disk never took it"
 
     @property
     def _num_synced_gone(self) -> int:
@@ -295,12 +329,21 @@ def list_writers(folder: Location) -> list[str]:
 
     NotARunError: as for `writer_folders`.
     """
+    store = store_of(folder)
+
+    def files(name: str) -> list[str]:
+        try:
+            return store.list_directory(folder / name, directories=False)
+        except NotARunError:
+            return [rundir.WRITER_MANIFEST]  # whoever opens the writer says why it cannot be listed
+
     try:
-        return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
+        names = store.list_directory(folder, directories=True, is_part=lambda name: True)
     except NotARunError:
-        if store_of(folder).exists(folder):
+        if store.exists(folder):
             raise
         return []
+    return [name for name in names if rundir.is_writer_dir(name, partial(files, name))]
 
 
 def _find_copies(writers: list[RecordedWriter]) -> None:

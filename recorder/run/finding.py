@@ -29,10 +29,11 @@ from ..read.writers import find_writers
 from ..storage.locations import LOCAL, ObjectPath, location_of, store_of
 from ..storage.locations import Location as Location
 from ..storage.locations import scheme_of as scheme_of
-from ..system.text import counted, moment
+from ..system.text import counted, listed, moment
 
 _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
 _MAX_LISTED = 8
+_MAX_PRUNED = 20
 _logger = logging.getLogger("recorder")
 
 
@@ -61,9 +62,13 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
 
 def typed_for(location: Location, name: str) -> str:
     """Return the shortest text that identifies a run here, unquoted: its name, FOLDER/NAME, or else its path."""
+
+    def refuse(*words: object) -> None:
+        raise LookupFailedError("several runs have the name, of which the newest would be taken")
+
     for typed in (name, location.parent / name):
         with suppress(RecorderError, OSError):
-            if is_same_folder(_meant(typed, warn=lambda *words: None), location):
+            if is_same_folder(_meant(typed, warn=refuse), location):
                 return str(typed)
     return str(location)
 
@@ -80,7 +85,7 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | N
         return location if may_be_empty and is_same_folder(location, default) and not store.exists(location) else None
     if has_manifest(location):
         return None
-    if is_fleet(location) or runs_in(location):
+    if is_fleet(location) or runs_in(location) or pruned_runs(location):
         return location
     parents: Sequence[Location] = location.absolute().parents
     is_part = any(has_manifest(parent) for parent in list(parents)[:2]) or command_of_merge(location) is not None
@@ -236,6 +241,8 @@ def _raise_no_run(folder: Location) -> NoReturn:
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
     if (command := command_of_merge(folder)) is not None:
         raise NotARunError(f"{folder}: an unfinished merge; run it again, what is finished is kept: {command}")
+    if pruned := pruned_runs(folder):
+        raise NotARunError(pruned_note(folder, pruned))
     why = "RECORDER=1 in front of a training command records one; where it does not, `recorder doctor`, without a path"
     why += ", says what keeps it from it"
     raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
@@ -275,6 +282,8 @@ def _look_at(location: Location) -> ListedRun | None:
 
 FLEET = "_fleet"
 """The folder with the documents of a fleet's index."""
+PRUNED = "_pruned"
+"""The folder of a destination in which each pruned run leaves its name."""
 _MAX_BYTES = 16 << 20
 _MAX_TEXT = 300
 _STATES = ("unclosed", "silent", "recording", "closed", "empty")
@@ -315,6 +324,25 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
                 one = _checked(path, summary, is_stale)
                 summaries[path] = _added(summaries[path], one) if path in summaries else one
     return summaries
+
+
+def pruned_runs(folder: Location) -> list[str]:
+    """Return the paths of the runs that were pruned from a folder that daemons ship to."""
+    store = store_of(folder)
+    found: list[str] = []
+    below = [""] if store.is_directory(folder / PRUNED) else []
+    while below:
+        path = below.pop()
+        inner = folder / PRUNED / path
+        found += [path + name[:-5] for name in store.list_directory(inner, directories=False) if name.endswith(".json")]
+        below += [f"{path}{name}/" for name in store.list_directory(inner, directories=True)]
+    return sorted(found)
+
+
+def pruned_note(folder: Location, pruned: Sequence[str]) -> str:
+    """Return the sentence that no run is left in a folder, and which were pruned from it."""
+    were = "run was" if len(pruned) == 1 else "runs were"
+    return f"{folder}: no run is left here; {len(pruned):,} {were} pruned: {listed(pruned, _MAX_PRUNED)}"
 
 
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:

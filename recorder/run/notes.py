@@ -265,6 +265,17 @@ def absence(run: Run) -> str:
     return f"{ranks} of {run.world_size}, of which nothing is here"
 
 
+def damages(run: Run) -> list[str]:
+    """Return a sentence for each damage, and for each writer that has rows and no manifest."""
+    return [*run.problems, *filter(None, (writer.manifest_lost for writer in run.writers))]
+
+
+def damage(run: Run) -> str:
+    """Return the first damage of a run, and the number of the others, as one line; "" if there is none."""
+    first, *others = damages(run) or [""]
+    return f"{first}; and {len(others)} more, which recorder verify names" if others else first
+
+
 def left_out(run: Run) -> str:
     """Return a sentence on the rows and ranks missing from the run, which no answer considers; "" if there are none."""
     run.load_balances()

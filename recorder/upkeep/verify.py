@@ -73,8 +73,8 @@ def _threads() -> Iterator[Each]:
 def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: Each) -> Iterator[VerifyResult]:
     if writer.manifest_problem:
         yield VerifyResult(True, writer.manifest_problem)
-    elif not writer.manifest.members and writer.num_rows:
-        yield VerifyResult(True, f"{writer.directory}: has rows and no manifest; it is lost, or the disk never took it")
+    elif writer.manifest_lost:
+        yield VerifyResult(True, writer.manifest_lost)
     elif not writer.manifest.members:
         yield VerifyResult(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
     verify_one = partial(_verify_shard, writer=writer, report=report, is_over=is_over)

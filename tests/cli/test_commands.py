@@ -42,6 +42,49 @@ class TestLs:
         assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
         assert all("pool_full=3" in line and "closed" in line for line in lines[2:])
 
+    def test_a_run_that_is_damaged_or_lost_a_manifest_says_so_in_a_line(self, cli: Cli, recorded: Path) -> None:
+        where = next(recorded.glob("rank=00000/*"))
+        (where / "tensors-000000.arrow").rename(recorded.parent / "kept")
+        told = f"damaged: {where}: 12 of 48 rows that were written are gone; not here: tensors-000000.arrow"
+        for asked, line in ((recorded, told), (recorded.parent, f"run-a: {told}")):
+            found = cli("ls", asked)
+            assert found.exit_code == 1 and line in found.out.splitlines()
+        (recorded.parent / "kept").rename(where / "tensors-000000.arrow")
+        manifest = (where / "_writer.json").read_bytes()
+        for content, why in (
+            (b"", "_writer.json: the file is empty"),
+            (None, ": has rows and no manifest; it is lost"),
+        ):
+            (where / "_writer.json").unlink() if content is None else (where / "_writer.json").write_bytes(content)
+            for asked in (recorded, recorded.parent):
+                found = cli("ls", asked)
+                assert found.exit_code == 1 and f"damaged: {where}" in found.out and why in found.out
+        (where / "_writer.json").write_bytes(manifest)
+        assert cli("ls", recorded).exit_code == 0
+        (recorded / "_run.json").write_bytes(b"")
+        found = cli("ls", recorded.parent)
+        assert found.exit_code == 1 and f"unreadable: {recorded}/_run.json: the file is empty" in found.out
+
+    def test_a_folder_of_another_program_in_a_ranks_folder_is_no_writer(self, cli: Cli, recorded: Path) -> None:
+        before = cli("ls", recorded).out
+        top = cli("top", recorded, "--once").out
+        for name, file in (("mine", "notes.txt"), ("empty", "")):
+            (folder := recorded / "rank=00000" / name).mkdir()
+            (folder / file).write_text("") if file else None
+        assert cli("ls", recorded).out == before
+        assert cli("top", recorded, "--once").out == top
+
+    def test_a_folder_whose_runs_were_all_pruned_says_which(self, cli: Cli, tmp_path: Path) -> None:
+        for name in ("run-b", "team/run-a"):
+            (mark := tmp_path / "_pruned" / f"{name}.json").parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text("{}")
+        told = f"{tmp_path}: no run is left here; 2 runs were pruned: run-b, team/run-a"
+        found = cli("ls", tmp_path)
+        assert (found.exit_code, found.out) == (0, f"{told}\n")
+        assert cli("ls", tmp_path, "--json").json["pruned"] == ["run-b", "team/run-a"]
+        found = cli("verify", tmp_path)
+        assert found.exit_code == 2 and told in found.err
+
     def test_rows_of_the_probe_are_counted_alike_in_a_run_and_its_writers(self, cli: Cli, tmp_path: Path) -> None:
         model = torch.nn.Linear(2, 2)
         more: dict[str, Any] = {"rules": "site=output keep=probe; site=output steps=::2 keep=stats"}

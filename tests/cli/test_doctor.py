@@ -287,7 +287,18 @@ def test_a_shard_that_is_gone_is_no_early_end_of_its_rank(cli: Cli, run: Path) -
     found = cli("doctor", run)
     assert found.exit_code == 1 and "closed its record before" not in found.out
     assert lines(found, "missing", "rank 1, steps 0..4")
-    assert cli("layouts", run).exit_code == 1
+    gone = f"{next(run.glob('rank=00001/*'))}: 85 of 86 rows that were written are gone; the last shards here: probe"
+    assert gone in found.out and gone in cli("check", run).out
+    told = cli("layouts", run)
+    assert told.exit_code == 1 and gone in told.out
+
+
+def test_of_runs_of_one_name_the_path_is_told(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECORDER_DIR", str(tmp_path))
+    for number in (1, 2):
+        record(make_run(tmp_path / f"run-{number}", name="gpt", created_ns=number), training(5))
+    for number in (1, 2):
+        assert cli("doctor", tmp_path / f"run-{number}").out.endswith(f"recorder verify {tmp_path}/run-{number}\n")
 
 
 def test_a_forged_count_of_removed_rows_is_not_told_as_a_fact(cli: Cli, run: Path) -> None:

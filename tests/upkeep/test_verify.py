@@ -13,7 +13,7 @@ import pytest
 
 from recorder.analyze.doctor.reply import checks_of
 from recorder.analyze.first.first import first, reply_of
-from recorder.format.rundir import encode_status
+from recorder.format.rundir import encode_status, index_name
 from recorder.read.messages import footer_blocks
 from recorder.read.shard import CheckedBatch, Shard
 from recorder.run.run import open_run
@@ -103,9 +103,33 @@ def test_rows_that_vanished_are_a_fault(writer: HandmadeWriter) -> None:
     writer.finish()
     next(writer.directory.glob("tensors-000001.arrow")).unlink()
     (fault,) = faults(writer.directory.parents[1])
-    assert "1 of 11 rows that were written are gone" in fault
+    assert fault.endswith(": 1 of 11 rows that were written are gone; not here: tensors-000001.arrow")
     run = open_run(writer.directory.parents[1])
     assert run.problems and reply_of(run, first(run)).exit_code == 1
+
+
+def test_a_lost_shard_is_named_by_its_number_its_index_or_its_neighbour(writer: HandmadeWriter) -> None:
+    paths = [writer.add_shard([[make_row(n, [1.0], step=n)]], with_index=n == 4) for n in range(5)]
+    writer.finish()
+    run = writer.directory.parents[1]
+    ends = ("; the last shards here: tensors-000003.arrow", "; not here: tensors-000004.arrow")
+    content = paths[4].read_bytes()
+    for index, end in zip((False, True), ends, strict=True):
+        paths[4].unlink()
+        if not index:
+            (kept := paths[4].with_name(index_name(paths[4].name))).rename(writer.directory / "aside")
+        (fault,) = faults(run)
+        assert fault.endswith(end), fault
+        if not index:
+            (writer.directory / "aside").rename(kept)
+            paths[4].write_bytes(content)
+    for path in paths[1:3]:
+        path.unlink()
+    (fault,) = faults(run)
+    assert fault.endswith("; not here: tensors-000001.arrow to tensors-000002.arrow, tensors-000004.arrow"), fault
+    account = ledger(5) | {"retired": {"rows": 1, "bytes": 1}}
+    writer.finish(ledger=account)
+    assert ", of which retention may have removed some" in faults(run)[0]
 
 
 def test_retired_rows_are_expected_to_be_gone(writer: HandmadeWriter) -> None:

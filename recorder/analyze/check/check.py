@@ -25,7 +25,7 @@ from ...checks.rules.programs import NotOptimized
 from ...checks.rules.values import ONE_BATCH
 from ...errors import ConfigError
 from ...rules import Rule, parse_rules
-from ...run.notes import left_out
+from ...run.notes import damage, left_out
 from ...run.reply import Reply, StateLine, Table, table_of
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
@@ -118,7 +118,7 @@ def check(
         notes.append(f"{rows.num_superseded} rows of steps that a restart did again were left out")
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
-        notes.append(f"the run is damaged, and what cannot be read{lost} was left out; recorder verify says where")
+        notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
     unjudged, steps = _advised(run, verdict.unjudged), sorted(rows.steps)
     return Checked(findings, unjudged, len(chosen), rows.num_rows, rows.num_probed, steps, notes)
 

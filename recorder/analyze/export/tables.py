@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from ...columns import METADATA_COLUMNS, SCHEMA
 from ...errors import CorruptError, LookupFailedError, UnsupportedError, not_installed
+from ...run.notes import damages, strays
 from ...run.probe import PROBE_SCHEMA, probe_tables
 from ...run.run import Run
 from ...run.step_ranges import Attempts, Mapper, map_serially
@@ -49,7 +50,7 @@ TABLES: dict[str, pa.Schema] = {
             *((name, pa.string()) for name in ("name", "path", "state")),
             ("created", pa.timestamp("us", "UTC")),
             *((name, pa.int64()) for name in ("world_size", "num_ranks", "first_step", "last_step", "num_rows")),
-            *((name, pa.int64()) for name in ("size_bytes", "num_problems")),
+            *((name, pa.int64()) for name in ("num_probe_rows", "size_bytes", "num_problems")),
             ("hosts", pa.list_(pa.string())),
         ]
     ),
@@ -91,8 +92,9 @@ def _run(run: Run, max_rows: int) -> Iterator[Any]:
                 "name": run.name, "path": str(run.path), "world_size": run.world_size, "num_ranks": len(run.ranks),
                 "state": state_of(run),
                 "first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None,
-                "num_rows": run.num_rows, "size_bytes": sum(writer.shard_bytes for writer in run.writers),
-                "num_problems": len(run.problems), "hosts": hosts,
+                "num_rows": run.num_all_rows, "num_probe_rows": run.num_all_rows - run.num_rows,
+                "size_bytes": run.opened_bytes, "num_problems": len(damages(run)) + sum(1 for _ in strays(run)),
+                "hosts": hosts,
             }
         ],
         pa.schema([field for field in TABLES["runs"] if field.name not in ("run_id", "day", "created")]),
@@ -185,7 +187,7 @@ class RunTables:
 
     def has(self, run: Run) -> bool:
         """Return whether the run is registered as it is now."""
-        return self._registered.get(run.run_id) == (sum(one.shard_bytes for one in run.writers), state_of(run))
+        return self._registered.get(run.run_id) == (run.opened_bytes, state_of(run))
 
     def register(self, run: Run, mapper: Mapper = map_serially) -> int:
         """Put the run into the tables, in place of what they have of it; return the number of its rows.

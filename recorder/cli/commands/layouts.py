@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ...errors import NotARunError
-from ...run.notes import RowFinding, left_out
+from ...run.notes import RowFinding, damage, left_out
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run, open_run
 from ...system.text import counted
@@ -83,7 +83,7 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
 
     def parts() -> Iterator[str | Table]:
         if run.problems:
-            yield "note: the run is damaged, and what cannot be read was left out; recorder verify says where"
+            yield f"note: the run is damaged, and what cannot be read was left out: {damage(run)}"
         if told := left_out(run):
             yield f"note: {told}"
         steps = f"step {answer.first_step}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...errors import RunError
 from ...run import notes
-from ...run.finding import FLEET, Location, find_folder, fleet_runs, runs_in
+from ...run.finding import FLEET, Location, find_folder, fleet_runs, pruned_note, pruned_runs, runs_in
 from ...run.reply import Reply, Table, table_of
 from ...run.run import RecordedWriter, Run, open_location, open_run
 from ...run.status import find_silent
@@ -30,7 +30,7 @@ def command(
 
 
 def _runs_reply(folder: Location) -> Reply:
-    rows, summaries, exit_code = [], [], 0
+    rows, summaries, said, exit_code = [], [], list[str](), 0
     known = fleet_runs(folder)
     for path in find_silent(folder, [path for path, one in known.items() if one["state"] == "recording"]):
         known[path]["state"] = "silent"
@@ -49,7 +49,9 @@ def _runs_reply(folder: Location) -> Reply:
             rows.append([listed.name, "", "", "", "", "", "", f"unreadable: {error}", listed.location.name])
             continue
         summary = _summary(run)
-        exit_code = exit_code or int(bool(run.problems))
+        if why := notes.damage(run):
+            exit_code = 1
+            said.append(f"{printable(run.name)}: damaged: {why}")
         summaries.append(summary)
         rows.append(_row(summary, span(run.steps), _state(summary), run.path.name))
     titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
@@ -59,7 +61,12 @@ def _runs_reply(folder: Location) -> Reply:
         titles, rows, numbers=("rows", "size"), whole=("started", "ranks", "steps", "directory"),
         prose=("dropped", "state"), drops=("directory", "size", "rows", "started"),
     )  # fmt: skip
-    return Reply(members=lambda: {"folder": str(folder), "runs": summaries}, parts=lambda: [table], exit_code=exit_code)
+    members: dict[str, Any] = {"folder": str(folder), "runs": summaries}
+    if not summaries and (pruned := pruned_runs(folder)):
+        members["pruned"] = pruned
+        said.append(pruned_note(folder, pruned))
+    parts = [*([table] if rows or not said else ()), *said]
+    return Reply(members=lambda: members, parts=lambda: parts, exit_code=exit_code)
 
 
 def _row(summary: dict[str, Any], steps: str, state: str, directory: str) -> list[str]:
@@ -101,7 +108,7 @@ def _summary(run: Run) -> dict[str, Any]:
             notes.command_members(one) | {"answers": notes.answer_members(run, one)} for one in run.commands.sound
         ],
         "proof": None if run.proof is None else {"verdict": run.proof.verdict, "text": run.proof.text},
-        "problems": run.problems,
+        "problems": notes.damages(run),
         "endings": run.endings,
     }
 
@@ -112,7 +119,7 @@ def _writers_reply(run: Run) -> Reply:
     return Reply(
         members=lambda: summary | {"writers": writers},
         parts=lambda: _writers_parts(run, summary, _folded(writers) if run.is_merged else writers),
-        exit_code=int(bool(run.problems)),
+        exit_code=int(bool(summary["problems"])),
     )
 
 
@@ -148,6 +155,8 @@ def _writers_parts(run: Run, summary: dict[str, Any], writers: list[dict[str, An
     yield from map(notes.dump_note, run.dumps)
     if note := notes.unsealed_note(run):
         yield note
+    if why := notes.damage(run):
+        yield f"damaged: {why}"
     yield from run.endings
 
 

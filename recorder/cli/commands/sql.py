@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ...analyze.export.tables import ask, opened_tables
+from ...errors import LookupFailedError
 from ...run.reply import Aside, Reply, table_of
 from ..options import CatalogPlace, RunsPath
 from ..paths import opened_runs
@@ -28,6 +29,10 @@ def command(
     step) and findings (of all rules). Those that a query names are made from the runs, each time; with --catalog they
     are those that `recorder catalog` has registered.
     """
+    if catalog and path:
+        raise LookupFailedError(
+            f"sql {path} --catalog {catalog}: the catalog has runs of its own; leave one of them out"
+        )
     problems: list[str] = []
     with opened_tables(catalog) if catalog else nullcontext(opened_runs(path, problems)) as tables:
         answer = ask(question, tables)

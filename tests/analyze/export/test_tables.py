@@ -27,7 +27,7 @@ from recorder.format.rundir import index_name
 from recorder.run.run import Run, open_run
 from tests.daemon.support import ship
 from tests.rigs.command_line import Cli, cli, recorded
-from tests.rigs.handmade import HandmadeWriter, make_row
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.merging import grow, make_small_run, roots
 from tests.rigs.server import BUCKET, StoreServer
 from tests.rigs.stores import server, store
@@ -64,6 +64,7 @@ def test_runs_findings_and_probe_say_what_the_run_says(recorded: Path) -> None:
     run = recorder.open_run(recorded)
     (facts,) = table(run, "runs").to_pylist()
     assert (facts["num_rows"], facts["num_ranks"], facts["state"]) == (run.num_rows, len(run.ranks), "closed")
+    assert (facts["size_bytes"], facts["num_probe_rows"], facts["num_problems"]) == (run.size_bytes, 0, 0)
     assert facts["hosts"] == sorted({writer.manifest.host or "" for writer in run.writers})
     found = table(run, "findings").to_pylist()
     assert [(one["rule"], one["step"], one["ranks"]) for one in found] == [
@@ -85,6 +86,29 @@ def test_a_catalog_is_made_once_and_follows_a_run_that_grows(tmp_path: Path, cli
     assert (again["registered"], again["unchanged"]) == ({str(tmp_path / "runs" / "b"): 84}, 1)
     assert ask(COUNT, RunTables(str(where))).rows == [("a", 56), ("b", 84)]
     assert cli("sql", COUNT, tmp_path / "runs", "--json").json["rows"] == [["a", 56], ["b", 84]]
+
+
+def test_what_ls_and_the_tables_count_is_the_same_and_foreign_shards_are_problems(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "runs" / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(0, [1.0]), make_row(1, [1.0], step=1)]])
+    writer.add_shard([[make_row(2, np.ones(5), site="probe", name="output")]], kind="probe")
+    writer.finish(roots=roots())
+    listed = cli("ls", run, "--json").json
+    asked = "select num_rows, num_probe_rows, size_bytes, num_problems from runs"
+    expected = [listed["rows"], listed["probe_rows"], listed["bytes"], 0]
+    assert cli("sql", asked, tmp_path / "runs", "--json").json["rows"] == [expected]
+    assert cli("catalog", tmp_path / "runs").exit_code == 0
+    where = tmp_path / "runs" / "_catalog"
+    assert cli("sql", asked, "--catalog", where, "--json").json["rows"] == [expected]
+    assert "0 runs registered" in cli("catalog", tmp_path / "runs").out
+    (writer.directory / "mine.arrow").write_bytes(b"x")
+    assert cli("sql", asked, tmp_path / "runs", "--json").json["rows"] == [[*expected[:3], 1]]
+
+
+def test_a_folder_and_a_catalog_are_not_asked_together(tmp_path: Path, cli: Cli) -> None:
+    told = cli("sql", COUNT, tmp_path, "--catalog", "there")
+    assert told.exit_code == 2 and "--catalog there: the catalog has runs of its own; leave one of them out" in told.err
 
 
 def test_a_catalog_that_another_program_holds_is_said(tmp_path: Path, cli: Cli) -> None:
