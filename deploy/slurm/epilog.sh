@@ -19,5 +19,5 @@ mine=$scratch/recorder-$SLURM_JOB_ID
 as=()
 [ "$(id -u)" -ne 0 ] || as=(setpriv --reuid "$(stat -c %u "$mine")" --regid "$(stat -c %g "$mine")" --clear-groups)
 "${as[@]}" "$recorder" daemon --once --watch "$mine" --to "$to/$SLURM_JOB_ID" --deadline-s "$deadline_s" \
-  --state "${TMPDIR:-/tmp}/recorder-epilog-$SLURM_JOB_ID" >&2 || say "not all arrived: $mine on $(hostname)"
+  --state "${TMPDIR:-/tmp}/recorder-epilog-$SLURM_JOB_ID" >&2 || say "not all arrived, or not whole: $mine on $(hostname)"
 exit 0

@@ -18,8 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, RunError, StoreError
 from ..run.finding import FLEET
+from ..run.notes import damage
+from ..run.run import open_location
 from ..storage.clients import DESTINATIONS
 from ..system.processes import is_loopback, set_malloc
 from . import errands
@@ -92,6 +94,10 @@ class Daemon:
         self._next_find_s = self._next_summary_s = self._next_state_s = 0.0
         self._has_found = False
         self._state_path: Path | None = None
+        self.damaged: list[str] = []
+        """The damage that `run_once` has found, a sentence a run."""
+        self.strangers: list[str] = []
+        """The paths in directories of runs that are none of the runs', and that `run_once` has not shipped."""
         self.url, self.port = "", 0
         """The URL and the port of the metrics; empty and 0 if they are not served."""
 
@@ -102,7 +108,10 @@ class Daemon:
     def seen(self) -> dict[str, int]:
         """Return the numbers of ignored entries: files that belong to no run, and refused entries."""
         counted = [self._counts, *(one for run in self.runs for one in run.counted)]
-        return {"foreign": sum(one.num_foreign for one in counted), "refused": sum(one.num_refused for one in counted)}
+        return {
+            "foreign": sum(len(one.foreign) for one in counted),
+            "refused": sum(len(one.refused) for one in counted),
+        }
 
     def check_store(self) -> None:
         """Make one request to the store; raise StoreError if a setting is wrong, or the store does not answer."""
@@ -146,7 +155,10 @@ class Daemon:
             return 0
 
     def run_once(self) -> int:
-        """Upload everything that exists now; return 0 if the destination then has all of it, else 1."""
+        """Upload everything that exists now; return 0 if the destination then has all of it, and it is sound, else 1.
+
+        Sound runs that have been there for `keep_local` are removed here.
+        """
         taken_bytes, moved_s = -1, time.monotonic()
         for folder in filter(lambda folder: not os.path.isdir(folder), self._watched):
             raise ConfigError(f"watch = {folder!r}: is no folder, and with --once none is waited for; name another")
@@ -164,12 +176,33 @@ class Daemon:
                     break
                 self._wake.wait(0.1)
                 self._wake.clear()
+            if self._is_all_there() and not self._stop.is_set():
+                self._judge_runs()
             is_all_there = self._is_all_there() and not self._stop.is_set()
             self._finish()
             self.left = sum(len(writer.backlog) for run in self.runs for writer in run.all_writers)
             self.left += sum(len(run.backlog) for run in self.runs if run.there.was_pruned)
-            is_clean = not (self.counters.total("conflicts") or self.left or self.unshipped)
-            return int(not (is_all_there and is_clean))
+            self.strangers = [path for run in self.runs for path in run.strangers]
+            what = (self.counters.total("conflicts"), self.left, self.unshipped, self.damaged, self.strangers)
+            return int(not is_all_there or any(what))
+
+    def _judge_runs(self) -> None:
+        """Find the damage of runs that were shipped, and remove here those that may go, have none and no strangers."""
+        for run in self.runs:
+            if run.there.conflict or run.unreadable:
+                continue
+            try:
+                why = damage(open_location(Path(run.path)))
+            except (RunError, OSError) as error:
+                why = str(error)
+            if why:
+                self.damaged.append(why)
+            elif not run.strangers and self._is_outdated(run, time.monotonic()):
+                try:
+                    self._remove(run)
+                except (StoreError, OSError) as error:
+                    self.shared.failed(error, run.key)
+                    run.look_again()
 
     @property
     def unshipped(self) -> dict[str, str]:
@@ -361,12 +394,15 @@ class Daemon:
         if run.needs_repair:
             self._errand(run, lambda: errands.repair(run))
             return
-        if run.may_go and now_s >= run.settled_since_s + settings.keep_local_s:
+        if self._is_outdated(run, now_s) and not self.shared.is_once:
             self._errand(run, lambda: self._remove(run))
             return
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
             self._errand(run, lambda: tell(run, errands.check(run)))
+
+    def _is_outdated(self, run: RunShipper, now_s: float) -> bool:
+        return run.may_go and now_s >= run.settled_since_s + self.shared.settings.keep_local_s
 
     def _carry(self, run: RunShipper, now_s: float) -> None:
         settings = self.shared.settings

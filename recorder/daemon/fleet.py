@@ -29,15 +29,11 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError, LookupFailedError, RunError, WriteError
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest, parse_json
-from ..run.finding import FLEET, runs_in
+from ..run.finding import FLEET, PRUNED, fleet_runs, runs_in
 from ..storage.locations import location_of, store_of
 from ..system.text import listed, moment, size
 from .destination import Destination, StoredObject, TakenError
 from .watching import Folder, RefusedError
-
-PRUNED = "_pruned"
-"""The folder of a destination in which each pruned run leaves its name."""
-
 
 NODE = ".recorder-node"
 """The file in a watched folder that contains the node's name. With its leading dot it does not count as foreign."""
@@ -246,6 +242,7 @@ class KeptRun(NamedTuple):
     """A run at the destination, as found in a listing."""
 
     key: str
+    """The run's directory."""
     num_bytes: int
     num_objects: int
     changed_s: float
@@ -287,6 +284,16 @@ def list_runs(destination: Destination) -> list[KeptRun]:
         for folder, objects in folders.items()
     ]
     return sorted(runs, key=lambda run: run.changed_s)
+
+
+def run_names(destination: Destination, keys: Sequence[str]) -> dict[str, str]:
+    """Return the names of runs by their directories, from the fleet's index, or else from the runs' manifests."""
+    known = {path: str(one["name"]) for path, one in fleet_runs(location_of(destination.url)).items()}
+    for key in (one for one in keys if one not in known):
+        held = destination.get(f"{key}/{RUN_MANIFEST}")
+        with contextlib.suppress(RunError):
+            known[key] = str(parse_json(held[0], key).get("name") or "") if held is not None else ""
+    return {key: known.get(key) or key.rpartition("/")[2] for key in keys}
 
 
 def plan_prune(

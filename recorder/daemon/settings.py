@@ -48,6 +48,7 @@ class DaemonSettings:
     log: str = _setting("text", "how lines are written to standard error: text or json", "KIND")
     check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")
     webhook: str = _setting("", "a URL to which new findings are posted: Slack's, or one that takes JSON", "URL")
+    page_url: str = _setting("", "the address of `recorder view` of the destination, for links in messages", "URL")
     accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
     key_file: str = _setting("", "the file with the key that signs commands", "FILE")
     recheck_s: float = _setting(3600.0, "seconds between two looks at what the store still has of a run")
@@ -64,10 +65,10 @@ class DaemonSettings:
         _ = self.keep_local_s
         if self.listen:
             _ = self.address
-        if self.webhook and (
-            urlsplit(self.webhook).scheme not in ("http", "https") or not urlsplit(self.webhook).hostname
-        ):
-            raise ConfigError("webhook: expected http://HOST/... or https://HOST/...")
+        for name in ("webhook", "page_url"):
+            url = getattr(self, name)
+            if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+                raise ConfigError(f"{name}: expected http://HOST/... or https://HOST/...")
 
     @property
     def keep_local_s(self) -> float:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ..errors import StoreError
 from ..format.rundir import encode_manifest
@@ -37,29 +37,59 @@ _MAX_TOLD_FINDINGS = 50
 
 
 def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
-    """Log findings of a run, and post those of rules that no daemon has posted today."""
+    """Log findings of a run, and post those of rules that no daemon has posted today.
+
+    With ``--once``, which remembers nothing of earlier calls, findings that a mark shows to be told are left out.
+    """
     where = f"{run.shared.destination.url}/{run.key}"
+    is_once, page = run.shared.is_once, run.shared.settings.page_url
+    told = _told_rules(run) if is_once else set()
+    findings = [finding for finding in findings if _slug(finding["rule"]) not in told]
     for finding in findings:
         command = f"recorder {'first' if finding['rule'] == 'nonfinite' else 'check'} {shlex.quote(where)}"
         finding |= {"run": run.key, "name": run.name, "command": command}
+        if page:
+            step = "" if finding["step"] is None else f"#view=map&step={finding['step']}"
+            finding["page"] = f"{page.rstrip('/')}/run/{quote(run.key, safe='')}/{step}"
         logger.warning("%s; type: %s", _line(finding), command, extra={"finding": finding})
     url = run.shared.settings.webhook
-    marks = {rule: _mark_of(run, rule) for rule in {str(finding["rule"]) for finding in findings}} if url else {}
-    rules = {rule: mark for rule, mark in marks.items() if _is_first(run, mark)}
+    rules = {str(finding["rule"]) for finding in findings} if url or is_once else set()
+    first = {rule: mark for rule in rules if _is_first(run, mark := _mark_of(run, rule))}
 
     def counted(result: str) -> None:
         run.shared.counters.add("webhooks", result)
         if result == "failed":  # whoever finds the same next may try
             with contextlib.suppress(StoreError):
-                run.shared.destination.delete(list(rules.values()))
+                run.shared.destination.delete(list(first.values()))
 
-    if due := [finding for finding in findings if finding["rule"] in rules]:
-        tell_webhook(url, due, counted)
+    if (due := [finding for finding in findings if finding["rule"] in first]) and url:
+        posting = tell_webhook(url, due, counted)
+        if is_once:
+            posting.join()  # it has its own deadline, and the process ends soon
+
+
+def _told_rules(run: RunShipper) -> set[str]:
+    """Return the rules with a mark of today, or of after the last change of the run's statuses, which have findings."""
+    stamps = [status for writer in run.all_writers if (status := writer.files.status) is not None]
+    changed_s = max((stamp.changed_ns for stamp in stamps), default=0) / 1e9
+    told, today = set[str](), _today()
+    for key, mark in run.shared.destination.listing(f"{run.key}/{_TOLD}/"):
+        day, rule = (name := key.rpartition("/")[2])[:10], name[11:].removesuffix(".json")
+        if day == today or mark.changed_s >= changed_s:
+            told.add(rule)
+    return told
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
+def _slug(rule: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]", "-", rule)[:60]
 
 
 def _mark_of(run: RunShipper, rule: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9.-]", "-", rule)[:60]
-    return f"{run.key}/{_TOLD}/{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
+    return f"{run.key}/{_TOLD}/{_today()}-{_slug(rule)}.json"
 
 
 def _is_first(run: RunShipper, key: str) -> bool:
@@ -96,7 +126,7 @@ def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[st
 def message(findings: list[dict[str, Any]], *, is_slack: bool) -> dict[str, Any]:
     """Return the body of a post. Slack takes the text alone, in which it reads ``&``, ``<`` and ``>`` as markup."""
     told = findings[:_MAX_TOLD_FINDINGS]
-    text = "\n".join(f"{_line(one)}\n`{one['command']}`" for one in told)
+    text = "\n".join("\n".join([_line(one), f"`{one['command']}`", *filter(None, [one.get("page")])]) for one in told)
     if is_slack:
         return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
     return {"source": "recorder-daemon", "text": text, "findings": told, "number": len(findings)}

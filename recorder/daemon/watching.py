@@ -10,8 +10,9 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from ..format.rundir import (
     STATUS,
     WRITER_MANIFEST,
     index_name,
+    is_writer_dir,
     parse_rank_dir,
     parse_shard_name,
     shard_name,
@@ -101,10 +103,10 @@ class Entries:
 
     directories: list[str] = field(default_factory=list)
     files: dict[str, Stamp] = field(default_factory=dict)
-    num_refused: int = 0
-    """The number of links, devices, and entries whose names may not become keys."""
-    num_foreign: int = 0
-    """The number of files and directories that belong to no run."""
+    refused: list[str] = field(default_factory=list)
+    """Links, devices, and entries whose names may not become keys."""
+    foreign: list[str] = field(default_factory=list)
+    """Files and directories that belong to no run."""
     misnamed: list[str] = field(default_factory=list)
     """Directories whose names may not become keys."""
     unshipped: dict[str, str] = field(default_factory=dict)
@@ -122,8 +124,8 @@ class WriterFiles:
     aside: dict[str, Stamp] = field(default_factory=dict)
     manifest: Stamp | None = None
     status: Stamp | None = None
-    num_refused: int = 0
-    num_foreign: int = 0
+    refused: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -191,7 +193,7 @@ class Folder:
                 is_directory, is_file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
                 if not (is_directory or is_file) or not _NAME.fullmatch(entry.name):
                     if not entry.name.startswith("."):
-                        listed.num_refused += 1
+                        listed.refused.append(entry.name)
                         listed.misnamed += [entry.name] * is_directory
                 elif is_directory:
                     listed.directories.append(entry.name)
@@ -220,11 +222,11 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
     if RUN_MANIFEST in entries.files and names:
         yield names
         return
-    counts.num_refused += entries.num_refused
-    counts.num_foreign += len(entries.files)
+    counts.refused += entries.refused
+    counts.foreign += entries.files
     for name in entries.directories:
         if len(names) == _MAX_DEPTH or name.startswith("_"):
-            counts.num_foreign += 1
+            counts.foreign.append(name)
             continue
         try:
             with folder.below(name) as inner:
@@ -247,33 +249,42 @@ def closed_to_us(error: PermissionError) -> str:
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
     """Return the writers of a run as pairs of names, the run's own documents, and the counts of ignored entries."""
     entries = folder.entries()
-    counts = Entries(num_refused=entries.num_refused)
+    counts = Entries(refused=entries.refused)
     documents = {name: stamp for name, stamp in entries.files.items() if _ASIDE.fullmatch(name)}
-    counts.num_foreign += sum(not _REMAINS.fullmatch(name) for name in entries.files.keys() - documents.keys())
+    counts.foreign += [name for name in entries.files if name not in documents and not _REMAINS.fullmatch(name)]
     writers = []
     for name in entries.directories:
         if parse_rank_dir(name) is not None or name == _GLOBAL_DIR:
             try:
                 with folder.below(name) as inner:
                     below = inner.entries(with_stamps=False)
+                    own = [one for one in below.directories if is_writer_dir(one, partial(_files_of, inner, one))]
             except PermissionError as error:
                 counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
                 continue
             except OSError:  # the directory is gone, or was replaced
                 continue
-            writers += [(name, writer) for writer in below.directories]
-            counts.num_refused += below.num_refused
-            counts.num_foreign += len(below.files)
+            writers += [(name, writer) for writer in own]
+            counts.refused += [f"{name}/{one}" for one in below.refused]
+            counts.foreign += [f"{name}/{one}" for one in (*below.directories, *below.files) if one not in own]
         elif not name.startswith("_"):
-            counts.num_foreign += 1
+            counts.foreign.append(name)
     return writers, documents, counts
+
+
+def _files_of(folder: Folder, name: str) -> Iterable[str]:
+    try:
+        with folder.below(name) as inner:
+            return inner.entries(with_stamps=False).files
+    except OSError:
+        return [WRITER_MANIFEST]  # whoever opens the writer says why it cannot be listed
 
 
 def list_writer(folder: Folder) -> WriterFiles:
     """Return the files of a writer."""
     entries = folder.entries()
-    files = WriterFiles(num_refused=entries.num_refused)
-    files.num_foreign = sum(not name.startswith("_") for name in entries.directories)
+    files = WriterFiles(refused=entries.refused)
+    files.foreign = [name for name in entries.directories if not name.startswith("_")]
     indexes: dict[str, Stamp] = {}
     for name, stamp in entries.files.items():
         shard = parse_shard_name(name)
@@ -288,11 +299,11 @@ def list_writer(folder: Folder) -> WriterFiles:
         elif _ASIDE.fullmatch(name):
             files.aside[name] = stamp
         elif not _REMAINS.fullmatch(name):
-            files.num_foreign += 1
+            files.foreign.append(name)
     files.indexes = {
         index_name(name): indexes[index_name(name)] for name in files.sealed if index_name(name) in indexes
     }
-    files.num_foreign += len(indexes) - len(files.indexes)
+    files.foreign += indexes.keys() - files.indexes.keys()
     return files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from recorder.daemon import fleet
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.fleet import NODE, node_name, plan_prune, prune, set_keep
 from recorder.format.rundir import encode_manifest
+from recorder.system.text import size
 from tests.daemon.support import at_work, files, objects, ship
 from tests.daemon.test_shipping import prefix_of, small_run
 from tests.rigs.command_line import Cli
@@ -77,9 +79,16 @@ def test_the_command_removes_nothing_without_a_yes(tmp_path: Path, cli: Cli, mon
     before = files(there)
     found = cli("daemon", "prune", "run-a", "--to", there)
     assert (found.exit_code, files(there)) == (0, before)
-    assert "nothing was removed: --yes does it" in found.out
-    assert cli("daemon", "prune", "run-a", "--to", there, "--yes").exit_code == 0
+    facts = cli("daemon", "prune", "run-a", "--to", there, "--json").json["runs"]
+    assert [(one["run"], one["name"], one["objects"]) for one in facts] == [("run-a", "run-a", 9)]
+    whole = f"1 run of 1 %s: 9 files with {size(facts[0]['bytes'])}"
+    assert found.out.endswith(f"\n{whole % 'would go'}; nothing was removed: --yes does it\n")
+    assert re.split(" {2,}", found.out.split("\n")[0]) == ["run", "all files", "size of all", "what", "why"]
+    removed = cli("daemon", "prune", "run-a", "--to", there, "--yes")
+    assert removed.exit_code == 0 and removed.out.endswith(f"\n{whole % 'removed'}\n")
     assert not (there / "run-a").exists()
+    found = cli("ls", there)
+    assert (found.exit_code, found.out) == (0, f"{there}: no run is left here; 1 run was pruned: run-a\n")
 
 
 def test_a_prune_where_nothing_is_says_so(tmp_path: Path, cli: Cli) -> None:
@@ -113,7 +122,9 @@ def test_a_run_is_named_as_in_every_other_command_and_one_alone(tmp_path: Path, 
         found = cli("daemon", "prune", typed, "--to", there, "--yes")
         assert found.exit_code == 2
         assert why in found.err
-    assert "stays  has a _keep mark" in cli("daemon", "prune", "run-c", "--to", there).out
+    found = cli("daemon", "prune", "run-c", "--to", there).out
+    (line,) = [line for line in found.splitlines() if "stays  has a _keep mark" in line]
+    assert line.split()[0] == "train-7" and line.split()[-1] == "run-c", "a name that is not the directory's"
 
 
 def test_a_thousand_runs_are_listed_with_a_few_requests(store: StoreServer, to: str, cli: Cli) -> None:

@@ -23,6 +23,7 @@ from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest, encode_status
 from recorder.storage.locations import location_of, store_of
 from tests.daemon.support import at_work, faults, files, objects, ship
+from tests.rigs.command_line import Cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.proxy import FaultyProxy
 from tests.rigs.server import BUCKET, StoreServer
@@ -220,6 +221,40 @@ def test_nothing_but_a_run_is_shipped(tmp_path: Path, store: StoreServer, to: st
     assert found.keys() <= whole.keys()
     assert daemon.seen() == {"foreign": 2, "refused": 5}
     assert daemon.counters.of("refused_contents")["content"] > 0
+
+
+def test_once_says_what_is_damaged_or_foreign_in_a_run_and_is_no_success(tmp_path: Path, cli: Cli) -> None:
+    for name in ("run-a", "run-b", "run-c"):
+        small_run(tmp_path, name)
+    watched = tmp_path / "recordings"
+    (watched / "notes.txt").write_text("beside the runs")
+    words = ("daemon", "--once", "--watch", watched, "--to", tmp_path / "there", "--state", tmp_path / "state")
+    assert cli(*words).exit_code == 0
+    gone = next((watched / "run-a").glob("rank=00000/*/stats-*"))
+    gone.unlink()
+    (watched / "run-b" / "mine.txt").write_text("x")
+    (watched / "run-b" / "rank=00001" / "mine").mkdir()
+    found = cli(*words, "--keep-local", "0s")
+    assert found.exit_code == 1
+    assert f"damaged here: {gone.parent}: 4 of 8 rows that were written are gone" in found.out
+    said = f"none of the runs', and not shipped: {watched}/run-b/mine.txt, {watched}/run-b/rank=00001/mine;"
+    assert said in found.out
+    assert found.out.endswith("; 1 run removed here\n")
+    assert {path.name for path in watched.iterdir()} == {"run-a", "run-b", "notes.txt", NODE}
+
+
+def test_once_removes_what_was_there_long_enough(tmp_path: Path, cli: Cli) -> None:
+    runs = [small_run(tmp_path, name) for name in ("run-a", "run-b")]
+    own = ("--to", tmp_path / "there", "--state", tmp_path / "state", "--keep-local", "12h")
+    words = ("daemon", "--once", "--watch", tmp_path / "recordings", *own)
+    assert cli(*words).exit_code == 0
+    (ledger,) = runs[0].glob("_shipped-*")
+    long_ago = ledger.stat().st_mtime - 13 * 3600
+    os.utime(ledger, (long_ago, long_ago))
+    found = cli(*words)
+    assert (found.exit_code, found.out) == (0, "2 runs: nothing new; all files are there; 1 run removed here\n")
+    assert [run.exists() for run in runs] == [False, True]
+    assert faults(tmp_path / "there" / "run-a") == []
 
 
 def test_a_run_whose_name_no_key_may_have_is_said_and_no_success(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import shutil
 import socket
 import threading
 import time
@@ -25,7 +26,7 @@ from recorder.daemon.metrics import _LIVE_RULES
 from recorder.daemon.shipping.run import RunShipper
 from recorder.format.rundir import STATUS, STATUS_BYTES, Members, encode_status, parse_json
 from recorder.run.status import LiveFinding
-from tests.daemon.support import at_work
+from tests.daemon.support import at_work, ship
 from tests.rigs.command_line import Cli
 from tests.rigs.waiting import wait_until
 
@@ -164,6 +165,29 @@ def test_a_message_that_could_not_be_posted_is_not_marked_as_posted(spiked: Path
     with at_work(spiked, str(there), webhook=receiver.url, state=str(spiked / "state4")) as daemon:
         wait_until(lambda: daemon.counters.of("webhooks").get("sent"))
     assert len(receiver.bodies) == 1
+
+
+def test_once_tells_a_finding_once_and_with_a_link_to_the_page(
+    spiked: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = spiked / "once"
+    own = {"webhook": receiver.url, "page_url": "https://view.example/token/", "state": str(spiked / "state5")}
+    assert ship(spiked, str(there), **own)[0] == 0
+    (body,) = receiver.bodies
+    (run,) = (path for path in there.iterdir() if not path.name.startswith("_"))
+    page = f"https://view.example/token/run/{run.name}/#view=map&step=50"
+    (told,) = [one for one in body["findings"] if one["rule"] == "nonfinite"]
+    assert told["page"] == page and f"`{told['command']}`\n{page}\n" in f"{body['text']}\n"
+    assert "nonfinite: step 50" in caplog.text
+    for mark in (run / "_told").iterdir():  # as on the next day
+        mark.rename(mark.with_name(f"2020-01-01{mark.name[10:]}"))
+    caplog.clear()
+    assert ship(spiked, str(there), **own)[0] == 0
+    assert "nonfinite" not in caplog.text and len(receiver.bodies) == 1
+    shutil.rmtree(run / "_told")
+    assert ship(spiked, str(there), **own | {"webhook": ""})[0] == 0
+    assert "nonfinite: step 50" in caplog.text
+    assert sorted(path.name[11:] for path in (run / "_told").iterdir()) == ["nonfinite.json", "spike.json"]
 
 
 def test_slack_gets_its_text_and_nothing_else() -> None:

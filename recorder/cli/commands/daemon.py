@@ -57,7 +57,8 @@ def command(
     shows what the daemons of this node are doing. `prune` removes runs from the destination, and `keep` protects runs
     from that. Each setting can be set in the file, or in the environment as RECORDERD_NAME.
 
-    Exit code 1: with --once, not all files are at the destination; with status, no daemon is running.
+    Exit code 1: with --once, not all files are at the destination, or a run here is damaged or holds files that are
+    none of its own; with status, no daemon is running.
     """
     if action not in _ACTIONS:
         raise LookupFailedError(f"{action}: expected one of {', '.join(_ACTIONS)}")
@@ -115,10 +116,15 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
         lacking = [f"{counted(daemon.left, 'file')} not there"] if daemon.left else []
         if daemon.unshipped:
             lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
+        if daemon.strangers:
+            lacking.append(f"none of the runs', and not shipped: {listed(map(printable_line, daemon.strangers))}")
+        lacking += [f"damaged here: {printable_line(why)}" for why in daemon.damaged]
         if num_pruned := sum(run.there.was_pruned for run in daemon.runs):
             lacking.append(f"{counted(num_pruned, 'run')} pruned at the destination, and not uploaded again")
         rest = "; ".join(lacking) or ("not everything is there" if code else "all files are there")
-        say(f"{counted(len(daemon.runs), 'run')}: {news}; {rest}")
+        removed = daemon.counters.total("removed_runs")
+        gone = f"; {counted(removed, 'run')} removed here" if removed else ""
+        say(f"{counted(len(daemon.runs), 'run')}: {news}; {rest}{gone}")
     else:
         code = daemon.run()
     if daemon.is_parked:
@@ -188,7 +194,7 @@ def _mark_reply(action: str, settings: DaemonSettings, runs: list[str]) -> Reply
 def _prune_reply(
     settings: DaemonSettings, runs: list[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool
 ) -> Reply:
-    from ...daemon.fleet import plan_prune, prune
+    from ...daemon.fleet import plan_prune, prune, run_names
 
     if not (runs or older_than or max_bytes):
         raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
@@ -200,6 +206,7 @@ def _prune_reply(
         max_bytes=read_bytes("--max-bytes", max_bytes) if max_bytes else None,
         names=names,
     )
+    called = run_names(destination, [plan.run.key for plan in plans])
     entries: list[dict[str, Any]] = []
     exit_code = 0
     for run, goes, why in plans:
@@ -209,13 +216,25 @@ def _prune_reply(
                 state = "removed" if prune(destination, run) else "stays: was changed or marked meanwhile"
             except StoreError as error:
                 state, exit_code = f"failed: {error}", 1
-        entries.append({"run": run.key, "bytes": run.num_bytes, "objects": run.num_objects, "state": state, "why": why})
+        facts = {"run": run.key, "name": called[run.key], "bytes": run.num_bytes, "objects": run.num_objects}
+        entries.append({**facts, "state": state, "why": why})
 
     def parts() -> Iterator[Part]:
-        rows = [[one["run"], size(one["bytes"]), str(one["objects"]), one["state"], one["why"]] for one in entries]
-        yield table_of(("run", "size", "objects", "what", "why"), rows, numbers=("size", "objects"))
-        if not is_wanted and any(plan.goes for plan in plans):
-            yield "nothing was removed: --yes does it"
+        titles = ["run", "all files", "size of all", "what", "why", "directory"]
+        rows = [
+            [one["name"], str(one["objects"]), size(one["bytes"]), one["state"], one["why"], one["run"]]
+            for one in entries
+        ]
+        if all(row[0] == row[-1] for row in rows):
+            titles, rows = titles[:-1], [row[:-1] for row in rows]
+        yield table_of(titles, rows, numbers=("all files", "size of all"))
+        done = "removed" if is_wanted else "would go"
+        gone = [one for one in entries if one["state"] == done]
+        files, num_bytes = (sum(one[name] for one in gone) for name in ("objects", "bytes"))
+        said = (
+            f"{counted(len(gone), 'run')} of {len(entries):,} {done}: {counted(files, 'file')} with {size(num_bytes)}"
+        )
+        yield f"{said}; nothing was removed: --yes does it" if gone and not is_wanted else said
 
     nothing = [f"{destination.url}: holds no runs; nothing to remove"]
     return Reply(members=lambda: {"runs": entries}, parts=parts if entries else lambda: nothing, exit_code=exit_code)

@@ -36,7 +36,7 @@ class RunShipper:
         """Why the run's manifest cannot be read; empty if it can be read."""
         self.is_settled = False
         self.settled_since_s = 0.0
-        """The monotonic time at which the destination first had everything."""
+        """The monotonic time at which the destination first had everything, also if an earlier process saw to that."""
         self.found_s = time.time()
         self.next_check_s = self.next_carry_s = 0.0
         self.is_carrying = False
@@ -91,7 +91,7 @@ class RunShipper:
         if not jobs and not counts.unshipped and all(writer.is_settled for writer in self.all_writers):
             if self.there.are_documents_there and is_shown:
                 self.is_settled = True
-                self.settled_since_s = self.settled_since_s or now_s
+                self.settled_since_s = self.settled_since_s or now_s - self.there.ledger.age_s
             else:
                 jobs.append(("small", self.there.put_documents))
         is_due = now_s >= self._next_shown_s or self.shared.is_once
@@ -185,6 +185,13 @@ class RunShipper:
         own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
         of_writers = {one.path: one.unreadable for one in self.all_writers if one.unreadable}
         return own | self._counts.unshipped | of_writers
+
+    @property
+    def strangers(self) -> list[str]:
+        """The paths of files, links and directories in the run's directory that are none of the run's."""
+        own = [f"{self.path}/{name}" for name in (*self._counts.foreign, *self._counts.refused)]
+        of_writers = ((one.path, one.files) for one in self.all_writers)
+        return sorted(own + [f"{path}/{name}" for path, its in of_writers for name in (*its.foreign, *its.refused)])
 
     @property
     def is_recording(self) -> bool:

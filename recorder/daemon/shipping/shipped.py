@@ -20,8 +20,8 @@ from crc32c import crc32c
 
 from ...errors import RunError, StoreError
 from ...format.rundir import MAX_MANIFEST_BYTES, NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
+from ...run.finding import PRUNED
 from ..destination import Destination, StoredObject, TakenError
-from ..fleet import PRUNED
 from ..settings import DaemonSettings
 from ..telemetry import Counters, Health
 from ..watching import Folder, LocalFile, RefusedError, Stamp
@@ -77,6 +77,11 @@ class ShippedLedger:
                 self._files[name] = Confirmed(size, how)
         if text and not text.endswith(b"\n"):
             os.write(self._descriptor, b"\n")
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the last confirmation, by the time of the file; 0 if the ledger cannot be kept."""
+        return max(time.time() - os.fstat(self._descriptor).st_mtime, 0.0) if self._descriptor >= 0 else 0.0
 
     def get(self, name: str) -> Confirmed | None:
         """Return the confirmation of a file; None if it was not confirmed."""
