@@ -701,7 +701,9 @@ def test_what_check_says_is_told_with_a_link_to_the_lines(open_page: Open, train
     assert hash_of(opened)["step"] == "15"
 
 
-def run_of_optimizer(path: Path, *, rate: float = 1e-3, other_rate: float | None = None) -> Path:
+def run_of_optimizer(
+    path: Path, *, rate: float = 1e-3, other_rate: float | None = None, has_groups: bool = False
+) -> Path:
     """AdamW trains two layers at a rate that leaps at step 150; the loss spikes a step later. The head is frozen."""
     run, rows = make_run(path), list[dict[str, Any]]()
     for step in range(200):
@@ -722,7 +724,15 @@ def run_of_optimizer(path: Path, *, rate: float = 1e-3, other_rate: float | None
     writer = HandmadeWriter(run)
     writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
     frozen = module("net.head", "Linear", sites=["param"], frozen=["weight"])
-    modules = [module("", "Net"), module("net.first", "Linear"), module("net.last", "Linear"), frozen]
+    layers = [
+        module("net.first", "Linear"),
+        module("net.last", "Linear"),
+        module("net.idle", "Linear", sites=["param"]),
+    ]
+    if has_groups:
+        for number, layer in enumerate(layers[:2]):
+            layer["rates"] = {"weight": f"lr.AdamW.{number}"}
+    modules = [module("", "Net"), *layers, frozen]
     writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}], rules=[f"rate={rate}"])
     return run
 
@@ -767,7 +777,20 @@ def test_an_empty_view_by_depth_says_why_there_is_no_estimate(open_page: Open, t
     run = run_of_optimizer(tmp_path / "run", other_rate=2e-3)
     opened = open_page(write_page(run, tmp_path / "r.html"), "#site=param&stat=update&step=20")
     text = opened.text("#panel-depth .note")
-    assert text.startswith("No module has a number at this step") and "differ in their rates" in text
+    assert text.startswith("No module has a number at this step")
+    assert "does not say which rate a parameter has: where rates differ, there is no estimate" in text
+
+
+def test_each_parameter_is_estimated_by_the_rate_of_its_group(open_page: Open, tmp_path: Path) -> None:
+    run = run_of_optimizer(tmp_path / "run", other_rate=2e-3, has_groups=True)
+    opened = open_page(write_page(run, tmp_path / "r.html"), "#site=param&stat=update")
+    for name, size in (("first", "0.002"), ("last", "0.004")):
+        opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index(name), 20, 200))
+        assert any(
+            text.endswith(f"estimated: {size}") for text in opened.page.locator(".tooltip div").all_inner_texts()
+        )
+    idle = opened.page.locator("#panel-map .heat-name").nth(rows_of(opened).index("idle"))
+    assert idle.inner_text().endswith("in no optimizer")
 
 
 def test_rows_that_only_single_ranks_have_say_so_below_the_map(open_page: Open, tmp_path: Path) -> None:
@@ -840,7 +863,40 @@ def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path
     rows = opened.page.locator("#panel-against .unlike tbody tr").all_inner_texts()
     assert [row.split() for row in rows] == [["rule", "rate=0.001", "rate=0.002"]]
     norms = opened.page.locator("#panel-top .track", has_text="gradient norm").locator(".chart-legend")
-    assert norms.inner_text().split("\n") == ["rank 0", "B: rank 0"]
+    assert norms.inner_text().split("\n") == ["A: rank 0", "B: rank 0"]
+    runs = [f"{run.parent.name}/{recorder.open_run(run).name}" for run in (one, two)]
+    assert opened.text("h1") == f"A: {runs[0]}, B: {runs[1]}"
+
+
+def test_rates_of_two_runs_are_labelled_and_all_are_named(open_page: Open, tmp_path: Path) -> None:
+    one, two = (run_of_optimizer(tmp_path / name, other_rate=rate) for name, rate in (("one", 1e-3), ("two", 2e-3)))
+    opened = open_page(write_page(one, tmp_path / "r.html", two))
+    assert opened.text("#panel-top p.note") == "lr.AdamW.1: A 0.001, B 0.002 at all steps."
+    strip = opened.page.locator("#panel-top .track", has_text="lr.AdamW.0").locator(".chart-legend")
+    assert strip.inner_text().split("\n") == ["A: rank 0", "B: rank 0"]
+
+
+def test_objectives_of_two_tensors_have_pictures_of_their_own(open_page: Open, tmp_path: Path) -> None:
+    run, names = make_run(tmp_path / "run"), ("norm.main", "norm.aux", "cosine.main:aux")
+    common: dict[str, Any] = {"module_path": "", "site": "scalar", "encoding": None}
+    rows = [
+        make_row(0, np.float64(1.0), step=step, name=f"objective.{name}{number}", **common)
+        for step in range(4) for number in ("#2", "") for name in names
+    ]  # fmt: skip
+    writer = HandmadeWriter(run)
+    writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
+    writer.finish()
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    told = opened.page.locator("#panel-objectives .chart-head .dim").all_inner_texts()
+    assert told == [f"of objectives in (the model), tensor {number}" for number in (1, 1, 2, 2)]
+
+
+def test_a_line_of_all_ranks_says_what_it_leaves_out(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained, "#site=output&module=head")
+    legend = opened.text("#panel-lines .chart-legend")
+    assert "all ranks together (finite elements alone where a rank is not finite)" in legend or (
+        "all ranks together (no number where a rank is not finite)" in legend
+    )
 
 
 def test_the_spectrum_of_a_weight_says_its_stable_rank(open_page: Open, tmp_path: Path) -> None:

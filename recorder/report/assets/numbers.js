@@ -74,7 +74,7 @@ class NumbersPanel {
   ofObjectives(pictures) {
     const isEach = this.app.state.get("each") !== "0", shared = new Map(), known = this.scalars.map((series) => ({ series, ...objectiveOf(series.name) }));
     for (const one of known) shared.set(JSON.stringify([one.series.path, one.tensor]), { path: one.series.path, tensor: one.tensor });
-    return [...shared.values()].slice(0, MAX_SCALARS / 2).flatMap(({ path, tensor }) => [["norm", "norms of the gradients"], ["cosine", "cosines between the gradients"]].map(([kind, title]) => {
+    return [...shared.values()].sort((a, b) => (a.path === b.path ? a.tensor - b.tensor : 0)).slice(0, MAX_SCALARS / 2).flatMap(({ path, tensor }) => [["norm", "norms of the gradients"], ["cosine", "cosines between the gradients"]].map(([kind, title]) => {
       const some = known.filter((one) => one.kind === kind && one.series.path === path && one.tensor === tensor);
       const groups = some.map(({ series, names: name }, number) => {
         const { steps, lines } = this.linesOf(series, ...pictures, isEach);

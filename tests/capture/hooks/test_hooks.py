@@ -473,3 +473,23 @@ def test_hooks_of_the_user_on_a_tensor_of_ours_fire_and_can_be_taken_off(tmp_pat
     rows = recording.rows()
     assert sorted(rows.site) == ["grad_input"] * 2 + ["grad_output"] * 3
     assert recording.array("2", site="grad_output").tolist() == [[1.0, 1.0]] * 3
+
+
+def test_the_manifest_says_which_learning_rate_each_parameter_has(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    adam = torch.optim.AdamW([{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 1e-2}])
+    sgd = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with flagged(tmp_path, "site=param,scalar keep=stats") as found:
+        for step in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+            if step == 1:
+                sgd.add_param_group({"params": [model[2].weight]})
+            adam.step()
+            sgd.step()
+    rates = {path: dict(module.rates) for (_, path), module in found.run.modules.items() if module.params}
+    assert rates == {
+        "0": {"weight": "lr.AdamW.0", "bias": "lr.AdamW.1"},
+        "1": {"weight": "lr.SGD.0", "bias": "lr.SGD.0"},
+        "2": {"weight": "lr.SGD.1"},
+        "3": {},
+    }
