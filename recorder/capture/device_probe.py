@@ -54,7 +54,7 @@ class SeenOnDevice(NamedTuple):
 
 
 class DeviceAccess(Protocol):
-    """What `Capture` has for values on devices."""
+    """What `Capture`, which describes each member, has for values on devices."""
 
     @property
     def pool(self) -> Pool: ...
@@ -62,11 +62,9 @@ class DeviceAccess(Protocol):
     @property
     def nonfinite(self) -> FirstNonFinite: ...
 
-    def stager_of(self, tensor: torch.Tensor) -> Stager:
-        """Return what copies values of the tensor's device. `UnsupportedKind` is raised if nothing can."""
+    def stager_of(self, tensor: torch.Tensor) -> Stager: ...
 
-    def put_measured(self, value: ProbedValue, moment: Moment, call: int, note: str | None, its: Measured) -> None:
-        """Put a row of statistics on the channel that were computed elsewhere."""
+    def put_measured(self, value: ProbedValue, moment: Moment, call: int, note: str | None, its: Measured) -> None: ...
 
 
 class NormsOnWay(NamedTuple):

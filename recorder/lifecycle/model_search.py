@@ -44,7 +44,7 @@ _OTHER_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global
 
 
 class RecorderForDiscovery(Protocol):
-    """The part of the recorder that discovery needs; the recorder may not have started yet."""
+    """The part of `Recorder` that discovery needs; the recorder may not have started yet."""
 
     def is_inside_root(self) -> bool:
         """Whether this thread is inside a root's call."""
@@ -52,11 +52,9 @@ class RecorderForDiscovery(Protocol):
     def wants(self, module: nn.Module) -> bool:
         """Whether an outermost module should become a root."""
 
-    def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Make a module a root; return other arguments for the call that goes on, or None to keep these."""
+    def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None: ...
 
-    def discovery_failed(self, error: Exception) -> None:
-        """Report an error of the recorder's own, once; training goes on."""
+    def discovery_failed(self, error: Exception) -> None: ...
 
 
 class Discovery:

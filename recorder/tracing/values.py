@@ -163,7 +163,8 @@ class Values(Mapping[Any, torch.Tensor]):
             TraceKeyError: there is no such value, or several; the message names the nearest keys and the reason.
         """
         parts = (key,) if isinstance(key, str) else key
-        if not isinstance(parts, tuple) or not 1 <= len(parts) <= 5 or not all(map(_fits, parts, range(5))):
+        kinds = (str, str, str, int, int)
+        if not isinstance(parts, tuple) or not 1 <= len(parts) <= 5 or not all(map(isinstance, parts, kinds)):
             raise TraceKeyError(
                 f"{key!r} is no key of a trace; expected a module path, or a tuple of it with site, name, call and "
                 "repeat, such as ('layers.0', 'output', 'hidden', 1)"
@@ -348,10 +349,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_quantized
     )
-
-
-def _fits(part: object, position: int) -> bool:
-    return isinstance(part, str) if position < 3 else isinstance(part, int)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -42,7 +42,7 @@ class MaskByRuleSet(Protocol):
 
 
 class CaptureForHooks(Protocol):
-    """The part of `Capture` that hooks, roots, scalars and taps need. Any thread may call it."""
+    """The part of `Capture`, which describes each method, that hooks, roots, scalars and taps need. Any thread."""
 
     is_in_stage: bool
     """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
@@ -64,8 +64,7 @@ class CaptureForHooks(Protocol):
     def lost(self) -> Callable[[], object]:
         """A counter of values neither recorded nor counted as dropped. Calling it needs no stack and no memory."""
 
-    def keep_of(self, rule_set: int, call: int) -> int:
-        """Return bits of KEEP_* for a rule set at this step and call."""
+    def keep_of(self, rule_set: int, call: int) -> int: ...
 
     def observe(
         self,
@@ -80,14 +79,11 @@ class CaptureForHooks(Protocol):
         chunk: Chunk | None = None,
         note: str | None = None,
         put: Callable[[Staged], None] | None = None,
-    ) -> None:
-        """Pass a tensor's values to the writer, or count them as dropped."""
+    ) -> None: ...
 
-    def site_failed(self, origin: Origin, error: Exception) -> bool:
-        """Count an error of the recorder at a site of a module; return whether the site is disarmed now."""
+    def site_failed(self, origin: Origin, error: Exception) -> bool: ...
 
-    def keep_leaf_hook(self, handle: Any) -> None:
-        """Take a hook on a leaf tensor, which would outlive the graph; the recording removes it at the next step."""
+    def keep_leaf_hook(self, handle: Any) -> None: ...
 
     @property
     def settings(self) -> Settings: ...
@@ -109,32 +105,23 @@ class CaptureForHooks(Protocol):
         """True in inference: without an optimizer, every call of a root counts as a step."""
 
     @property
-    def is_step_in_force(self) -> bool:
-        """Whether `step_changed` has finished for this step."""
+    def is_step_in_force(self) -> bool: ...
 
-    def token_blocks(self) -> TokenBlocks:
-        """Return the blocks of ``keep=tokens``."""
+    def token_blocks(self) -> TokenBlocks: ...
 
-    def step_changed(self) -> None:
-        """Decide what is kept at the new step."""
+    def step_changed(self) -> None: ...
 
-    def call_begins(self) -> None:
-        """Let stagers hand values that have arrived to the writer, as a call of a root begins."""
+    def call_begins(self) -> None: ...
 
-    def forward_without_root(self) -> None:
-        """Advance the step when a module runs although no root has ever run."""
+    def forward_without_root(self) -> None: ...
 
-    def pause(self) -> None:
-        """Keep nothing until `resume`."""
+    def pause(self) -> None: ...
 
-    def resume(self) -> None:
-        """Keep what the rules select, also after `pause`."""
+    def resume(self) -> None: ...
 
-    def hook_failed(self, where: str, error: Exception) -> None:
-        """Count an exception that the recorder itself has raised."""
+    def hook_failed(self, where: str, error: Exception) -> None: ...
 
-    def is_disarmed(self, site: str, name: str) -> bool:
-        """Whether a tap or a scalar has failed too often, and is disarmed."""
+    def is_disarmed(self, site: str, name: str) -> bool: ...
 
 
 class CalledModule(Protocol):
@@ -155,7 +142,7 @@ class CalledModule(Protocol):
 
 
 class CalledRoot(Protocol):
-    """The part of `Root` that hooks and hooked modules call."""
+    """The part of `Root`, which describes each method, that hooks and hooked modules call."""
 
     @property
     def capture(self) -> CaptureForHooks: ...
@@ -171,14 +158,11 @@ class CalledRoot(Protocol):
     def is_over_meshes(self) -> bool:
         """Whether parameters are, or were, DTensors, so that plain tensors may share memory with DTensors."""
 
-    def slice_now(self) -> tuple[Slice, str]:
-        """Return the slice and phase for a value that is recorded now."""
+    def slice_now(self) -> tuple[Slice, str]: ...
 
-    def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a slice uses a parameter for the first time; rows identify the parameter by module and name."""
+    def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool: ...
 
-    def is_entry(self, module: nn.Module) -> bool:
-        """Whether an outermost call of a module counts as a call of the root. False for a copy of an entry module."""
+    def is_entry(self, module: nn.Module) -> bool: ...
 
     def is_entered_at(self, module: nn.Module) -> bool: ...
 
