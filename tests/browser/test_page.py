@@ -730,8 +730,8 @@ def run_of_optimizer(
         module("net.idle", "Linear", sites=["param"]),
     ]
     if has_groups:
-        for number, layer in enumerate(layers[:2]):
-            layer["rates"] = {"weight": f"lr.AdamW.{number}"}
+        for number, described in enumerate(layers[:2]):
+            described["rates"] = {"weight": f"lr.AdamW.{number}"}
     modules = [module("", "Net"), *layers, frozen]
     writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}], rules=[f"rate={rate}"])
     return run

@@ -477,7 +477,8 @@ def test_hooks_of_the_user_on_a_tensor_of_ours_fire_and_can_be_taken_off(tmp_pat
 
 def test_the_manifest_says_which_learning_rate_each_parameter_has(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    adam = torch.optim.AdamW([{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 1e-2}])
+    groups: list[dict[str, Any]] = [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 1e-2}]
+    adam = torch.optim.AdamW(groups)
     sgd = torch.optim.SGD(model[1].parameters(), lr=0.1)
     with flagged(tmp_path, "site=param,scalar keep=stats") as found:
         for step in range(2):
