@@ -122,8 +122,8 @@ def test_a_run_is_named_as_in_every_other_command_and_one_alone(tmp_path: Path, 
         found = cli("daemon", "prune", typed, "--to", there, "--yes")
         assert found.exit_code == 2
         assert why in found.err
-    found = cli("daemon", "prune", "run-c", "--to", there).out
-    (line,) = [line for line in found.splitlines() if "stays  has a _keep mark" in line]
+    told = cli("daemon", "prune", "run-c", "--to", there).out
+    (line,) = [line for line in told.splitlines() if "stays  has a _keep mark" in line]
     assert line.split()[0] == "train-7" and line.split()[-1] == "run-c", "a name that is not the directory's"
 
 
