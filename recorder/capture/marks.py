@@ -1,9 +1,9 @@
-"""Reads how a framework marks plain tensors that it cuts over ranks, as Megatron-Core's tensor parallel layers do.
+"""Reads how a framework marks plain tensors that it cuts over ranks: Megatron-Core, DeepSpeed's AutoTP.
 
 Such tensors carry no placements. What is read are attributes: of parameters (`tensor_model_parallel`, `partition_dim`,
-`partition_stride`, `allreduce`), of modules (`output_size_per_partition` and its like), and of `megatron.core.
-parallel_state` if the program has loaded it. Nothing here may import or call a framework, read a value, issue a
-collective, or keep a module, a tensor or a process group.
+`partition_stride`, `allreduce`, and AutoTP's table of a parameter), of modules (`output_size_per_partition` and its
+like), and of the modules in which the frameworks keep their groups, if the program has loaded them. Nothing here may
+import or call a framework, read a value, issue a collective, or keep a module, a tensor or a process group.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from ..records import Chunk
 from .local_values import compact, written_ranks
 from .topology import is_distributed
 
-_STATE = "megatron.core.parallel_state"
+_STATES = ("megatron.core.parallel_state", "deepspeed.utils.groups")
+"""The modules whose attributes are process groups, such as ``_TENSOR_MODEL_PARALLEL_GROUP``."""
+_AUTOTP = "ds_autotp_universal_checkpoint_meta"
+"""AutoTP's table of a parameter (DeepSpeed 0.19.8, `module_inject/layers.py`): what the parameter is a part of."""
 MEGATRONS_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _MAX_KNOWN = 256
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """Return the ranks of a process group that Megatron's `parallel_state` names; empty without such a group."""
-    return ranks_of(getattr(sys.modules.get(_STATE), f"_{name}_GROUP", None))
+    """Return the ranks of a process group that a framework's state names; empty without such a group."""
+    found = (ranks_of(getattr(sys.modules.get(state), f"_{name}_GROUP", None)) for state in _STATES)
+    return next(filter(None, found), ())
 
 
 def process_groups() -> list[dict[str, Any]]:
@@ -109,7 +113,8 @@ def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
     if not is_cut and not any(isinstance(getattr(module, size, None), int) for size in _SIZES):
         return ()
     name = "EXPERT_TENSOR_PARALLEL" if getattr(module, "is_expert", False) else "TENSOR_MODEL_PARALLEL"
-    return ranks_of(getattr(module, "tp_group", None)) or group_ranks(name)
+    own = (ranks_of(getattr(module, group, None)) for group in ("tp_group", "mp_group"))
+    return next(filter(None, own), ()) or group_ranks(name)
 
 
 _SIZES = (
@@ -136,6 +141,9 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
     """
     if not is_marked(parameter) or tensor.shape != parameter.shape:
         return None
+    if (split := _split_by_autotp(parameter)) is not None:
+        dim, parts, _ = split
+        return _cut(tensor.shape, dim, ranks, parts=parts) if len(parts) == len(ranks) > 1 else None
     dim = getattr(parameter, "partition_dim", -1)
     is_cut = isinstance(dim, int) and 0 <= dim < parameter.dim()
     return _cut(tensor.shape, dim, ranks, _stride(parameter)) if is_cut and len(ranks) > 1 else None
@@ -155,8 +163,22 @@ def _stride(parameter: object) -> int:
     return stride if isinstance(stride, int) and stride > 1 else 1
 
 
-def _cut(shape: Sequence[int], dim: int, ranks: tuple[int, ...], stride: int = 1) -> Chunk | None:
-    """Return this rank's chunk of a tensor that ranks cut evenly along a dim.
+def _split_by_autotp(parameter: object) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """Return the dim along which AutoTP has cut a parameter, the ranks' sizes along the dim, and the whole shape.
+
+    None is returned for other parameters, and where AutoTP cuts several parts of a parameter one by one.
+    """
+    table = getattr(parameter, _AUTOTP, None)
+    if not isinstance(table, dict) or table.get("sub_param_sizes"):
+        return None
+    dim, parts, shape = (table.get(key) for key in ("partition_dim", "partition_sizes", "logical_shape"))
+    return (dim, tuple(parts), tuple(shape)) if isinstance(dim, int) and parts and shape else None
+
+
+def _cut(
+    shape: Sequence[int], dim: int, ranks: tuple[int, ...], stride: int = 1, parts: Sequence[int] = ()
+) -> Chunk | None:
+    """Return this rank's chunk of a tensor that ranks cut along a dim: evenly, or into parts of the sizes given.
 
     With a stride the dim is that many blocks one after another, and each rank has a part of every block, as of the gate
     and the up projection of a gated MLP: DTensor calls that a strided shard.
@@ -167,8 +189,11 @@ def _cut(shape: Sequence[int], dim: int, ranks: tuple[int, ...], stride: int = 1
     kind: dict[str, Any] = {"kind": "Shard", "dim": dim}
     if stride > 1:
         kind = {"kind": "StridedShard", "dim": dim, "split_factor": stride}
-    whole = tuple(size * len(ranks) if d == dim else size for d, size in enumerate(shape))
-    offsets = tuple(size * at if d == dim else 0 for d, size in enumerate(shape)) if stride == 1 else None
+    parts = parts or (shape[dim],) * len(ranks)
+    if parts[at] != shape[dim]:
+        return None
+    whole = tuple(sum(parts) if d == dim else size for d, size in enumerate(shape))
+    offsets = tuple(sum(parts[:at]) if d == dim else 0 for d in range(len(shape))) if stride == 1 else None
     return _chunk(whole, offsets, kind, ranks, at)
 
 
@@ -224,6 +249,7 @@ class CutCalls:
         stride: int = 1,
         sequence: str = "",
         whole: Mapping[str, tuple[int, bool]] = MappingProxyType({}),
+        parts: Sequence[int] = (),
     ) -> None:
         """Take what the module's attributes say.
 
@@ -235,7 +261,9 @@ class CutCalls:
             sequence: the site at which the module's tensors are cut along dim 0, as sequence parallel does; or empty.
             whole: for a site at which all ranks have the same tensor, the size of its last dim, and whether they have
                 the same gradient, too.
+            parts: the ranks' sizes along the dims in `sizes`, where the ranks' parts may differ in size.
         """
+        self._parts = parts
         self._ranks, self._sizes, self._stride, self._sequence, self._whole = ranks, sizes, stride, sequence, whole
         self._known: dict[tuple[str, torch.Size], Seen] = {}
 
@@ -253,7 +281,7 @@ class CutCalls:
     def _find(self, site: str, shape: torch.Size) -> Seen:
         for (where, num_dims, dim), sizes in self._sizes.items():
             if where == site and shape and num_dims in (0, len(shape)) and shape[dim] in sizes:
-                chunk = _cut(shape, dim % len(shape), self._ranks, self._stride)
+                chunk = _cut(shape, dim % len(shape), self._ranks, self._stride, self._parts)
                 return Seen(chunk, chunk)
         if len(shape) < 3:
             return _NOTHING
@@ -269,7 +297,7 @@ class CutCalls:
 
 
 def cut_calls(module: nn.Module) -> CutCalls | None:
-    """Return how a module of Megatron-Core cuts what it takes and gives; None for every other module.
+    """Return how a module of Megatron-Core or AutoTP cuts what it takes and gives; None for every other module.
 
     A size counts only where the size of the whole, which the module or its configuration names too, is as many times
     larger as there are ranks. What these layers give and take whole is equal on all ranks, and marked as replicated.
@@ -282,6 +310,8 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     ranks = tensor_ranks(module)
     if len(ranks) < 2 or getattr(module, "is_expert", False):
         return None
+    if (split := _split_by_autotp(getattr(module, "weight", None))) is not None:
+        return _cut_by_autotp(module, ranks, *split)
     is_sequence = bool(getattr(module, "sequence_parallel", False))
     all_inputs, all_outputs = (getattr(module, name, 0) for name in ("input_size", "output_size"))
     if outputs := _size(module, len(ranks), "output_size"):
@@ -299,6 +329,21 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     if (heads := _heads(module, ranks)) and isinstance(hidden, int):  # the core of attention
         return CutCalls(ranks, {("input", 4, 2): heads, ("output", 0, -1): (hidden,)})
     return None
+
+
+def _cut_by_autotp(
+    module: nn.Module, ranks: tuple[int, ...], dim: int, parts: tuple[int, ...], shape: tuple[int, ...]
+) -> CutCalls | None:
+    """Return how a layer of AutoTP cuts: outputs where its weight is cut along dim 0, and else inputs."""
+    at = _index(ranks)
+    if at is None or len(parts) != len(ranks) or len(shape) != 2:
+        return None
+    outputs, inputs = shape
+    if hasattr(module, "padding_idx"):  # an embedding, which gives each rank whole rows
+        return CutCalls(ranks, {}, whole={"output": (inputs, True)})
+    whole, is_gathered = {"input": (inputs, True), "output": (outputs, True)}, getattr(module, "gather_output", False)
+    site = "input" if dim == 1 else "output"
+    return CutCalls(ranks, {} if is_gathered else {(site, 0, -1): (parts[at],)}, whole=whole, parts=parts)
 
 
 def _size(module: nn.Module, num_ranks: int, name: str) -> int:

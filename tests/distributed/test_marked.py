@@ -35,6 +35,39 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     return {name: recorder.open_run(folder / name) for name in (*OF_ONE, *OF_TWO, *OF_FOUR)}
 
 
+@pytest.fixture(scope="module")
+def of_autotp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
+    folder = tmp_path_factory.mktemp("autotp")
+    names = {1: ("whole",), 2: ("two", "flag_two", "unsummed", "flag_unsummed"), 4: ("four", "flag_four")}
+    for num, of_num in names.items():
+        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "autotp.py", *of_num, num=num))
+    return {name: recorder.open_run(folder / name) for of_num in names.values() for name in of_num}
+
+
+@pytest.mark.parametrize("name", ["two", "four"])
+def test_ranks_of_autotp_are_the_one_process_that_has_the_whole_model(
+    of_autotp: dict[str, recorder.Run], name: str
+) -> None:
+    """The 7 columns between the linears are cut into 4 and 3."""
+    found = recorder.diff(of_autotp["whole"], of_autotp[name], rtol=1e-9, atol=1e-12)
+    assert (found.verdict, found.num_compared) == ("equal", 100)
+    assert not len(found.only_a) and not len(found.only_b) and not found.left_out
+    for run in (of_autotp[name], of_autotp[f"flag_{name}"]):
+        assert not first(run).is_found and not check(run).findings and layouts(run).contradiction is None
+    assert of_autotp[name].array("up", site="output", step=0).shape == (4, 3, 7)
+    assert of_autotp[name].array("down", site="param", name="weight", step=0).shape == (6, 7)
+
+
+def test_a_sum_that_autotp_did_not_make_is_named(of_autotp: dict[str, recorder.Run]) -> None:
+    culprit = recorder.diff(of_autotp["whole"], of_autotp["unsummed"], rtol=1e-9, atol=1e-12).culprits[0]
+    assert (culprit.step, culprit.module_path, culprit.phase) == (0, "down", "forward")
+    replica = first(of_autotp["flag_unsummed"]).replica
+    assert replica is not None
+    assert (replica.value.step, replica.value.module_path, replica.value.site) == (0, "down", "output")
+    found = layouts(of_autotp["flag_unsummed"]).contradiction
+    assert found is not None and (found.module_path, found.site) == ("down", "output")
+
+
 @pytest.mark.parametrize("name", SOUND)
 def test_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, recorder.Run], name: str) -> None:
     found = recorder.diff(runs["whole"], runs[name], rtol=1e-9, atol=1e-12)

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
-from ...run.run import Run
+from ...run.run import RecordedModule, Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
 from ...system.text import listed
 from .compare import Tolerance
-from .culprit_findings import CulpritFinder
+from .culprit_findings import Culprit, CulpritFinder
 from .noise import BeyondNoise
 from .pairs import PairedSteps
 from .renames import NO_RENAMES, RenameHint, Renames, rename_hints
@@ -145,9 +145,25 @@ def compare_runs(
         unpaired_names = {name for one in unpaired for name in one.own_names}
         culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]
         total = total._replace(culprits=culprits)
+    modules_b = {(root, renames.old(path)): one for (root, path), one in b.modules.items()}
+    lacking = {"a": modules_b, "b": a.modules}
+    total = total._replace(culprits=[_explained(one, lacking.get(one.alone_in or "", {})) for one in total.culprits])
     if not renames:
         return total
     return total._replace(unpaired_a=[*unpaired[0].own_names], unpaired_b=[*unpaired[1].own_names.values()])
+
+
+def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModule]) -> Culprit:
+    """Say of a gradient that one run alone has why the other run has none, if that run's modules (`lacking`) know."""
+    module = lacking.get((culprit.root, culprit.seen_at))
+    if module is None or culprit.module_path is None or culprit.site != "grad":
+        return culprit
+    other = "B" if culprit.alone_in == "a" else "A"
+    if culprit.name in module.untrained:
+        return culprit._replace(why=f"no optimizer of {other} has {culprit.name}")
+    if culprit.name in module.frozen:
+        return culprit._replace(why=f"{culprit.name} requires no gradient in {other}")
+    return culprit
 
 
 def payload_bytes(run: Run) -> int:

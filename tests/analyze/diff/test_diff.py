@@ -713,6 +713,25 @@ def test_no_module_is_named_for_a_parameter_that_may_be_each_rank_s_own(tmp_path
     assert named == ([(0, "reduction", "up")] if has_start else [])
 
 
+@pytest.mark.parametrize(("fact", "why"), [
+    ("untrained", "no optimizer of B has weight"), ("frozen", "weight requires no gradient in B"), ("", ""),
+])  # fmt: skip
+def test_a_parameter_that_no_optimizer_of_the_other_run_has_is_called_that(tmp_path: Path, fact: str, why: str) -> None:
+    def run(name: str, modules: tuple[str, ...], **facts: Any) -> recorder.Run:
+        rows = [
+            row(step * 10 + number, values_of(step, number), step=step, module_path=module, site=site, name="weight")
+            | {"phase": "optimizer", "scope": "final" if site == "grad" else None}
+            for step in range(2)
+            for number, (module, site) in enumerate((m, s) for m in modules for s in ("param", "grad"))
+        ]
+        described = [{"path": path, "class": "Linear", **(facts if path == "down" else {})} for path in MODULES]
+        return write(tmp_path / name, rows, modules=described)
+
+    found = diff(run("a", ("up", "down")), run("b", ("up",), **({fact: ["weight"]} if fact else {})))
+    (culprit,) = found.culprits
+    assert (culprit.module_path, culprit.alone_in, culprit.why) == ("down", "a", why)
+
+
 def test_what_one_run_alone_recomputes_is_no_difference(tmp_path: Path) -> None:
     kept = [row(0, values_of(0, 0), module_path="up"), row(1, values_of(0, 1), module_path="down")]
     again = [*kept, row(2, values_of(0, 0), module_path="up", phase="recompute")]
