@@ -141,7 +141,7 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
     """
     if not is_marked(parameter) or tensor.shape != parameter.shape:
         return None
-    if (split := _split_by_autotp(parameter)) is not None:
+    if (split := split_by_autotp(parameter)) is not None:
         dim, parts, _ = split
         return _cut(tensor.shape, dim, ranks, parts=parts) if len(parts) == len(ranks) > 1 else None
     dim = getattr(parameter, "partition_dim", -1)
@@ -163,7 +163,12 @@ def _stride(parameter: object) -> int:
     return stride if isinstance(stride, int) and stride > 1 else 1
 
 
-def _split_by_autotp(parameter: object) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+def is_cut_by_autotp(parameter: object) -> bool:
+    """Whether a parameter has AutoTP's table of what it is a part of."""
+    return is_marked(parameter) and hasattr(parameter, _AUTOTP)
+
+
+def split_by_autotp(parameter: object) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
     """Return the dim along which AutoTP has cut a parameter, the ranks' sizes along the dim, and the whole shape.
 
     None is returned for other parameters, and where AutoTP cuts several parts of a parameter one by one.
@@ -310,7 +315,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     ranks = tensor_ranks(module)
     if len(ranks) < 2 or getattr(module, "is_expert", False):
         return None
-    if (split := _split_by_autotp(getattr(module, "weight", None))) is not None:
+    if (split := split_by_autotp(getattr(module, "weight", None))) is not None:
         return _cut_by_autotp(module, ranks, *split)
     is_sequence = bool(getattr(module, "sequence_parallel", False))
     all_inputs, all_outputs = (getattr(module, name, 0) for name in ("input_size", "output_size"))

@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
 @pytest.fixture(scope="module")
 def of_autotp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     folder = tmp_path_factory.mktemp("autotp")
-    names = {1: ("whole",), 2: ("two", "flag_two", "unsummed", "flag_unsummed"), 4: ("four", "flag_four")}
+    names = {1: ("whole",), 2: ("two", "flag_two", "unsummed", "flag_unsummed", "flag_fused"), 4: ("four", "flag_four")}
     for num, of_num in names.items():
         jobs.succeeded(jobs.ranks(folder, SCRIPTS / "autotp.py", *of_num, num=num))
     return {name: recorder.open_run(folder / name) for of_num in names.values() for name in of_num}
@@ -56,6 +56,11 @@ def test_ranks_of_autotp_are_the_one_process_that_has_the_whole_model(
         assert not first(run).is_found and not check(run).findings and layouts(run).contradiction is None
     assert of_autotp[name].array("up", site="output", step=0).shape == (4, 3, 7)
     assert of_autotp[name].array("down", site="param", name="weight", step=0).shape == (6, 7)
+
+
+def test_what_autotp_cuts_part_by_part_stays_with_its_ranks(of_autotp: dict[str, recorder.Run]) -> None:
+    run = of_autotp["flag_fused"]
+    assert not first(run).is_found and not check(run).findings and layouts(run).contradiction is None
 
 
 def test_a_sum_that_autotp_did_not_make_is_named(of_autotp: dict[str, recorder.Run]) -> None:

@@ -23,7 +23,15 @@ from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..local_values import is_dtensor, requires_gradient
-from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, tensor_ranks
+from ..marks import (
+    CutCalls,
+    chunk_of_parameter,
+    chunks_of_given,
+    is_cut_by_autotp,
+    is_marked,
+    split_by_autotp,
+    tensor_ranks,
+)
 from ..topology import is_distributed
 from . import callbacks
 from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
@@ -393,6 +401,8 @@ class HookedModule:
         module = self._owner() if is_marked(parameter) and is_distributed() else None
         is_known = module is None or self.is_expert or getattr(module, "is_expert", False) or tensor_ranks(module)
         is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
+        if is_known and tensor.dim() and is_cut_by_autotp(parameter) and split_by_autotp(parameter) is None:
+            return '{"no_layout":"marked"}'
         return None if is_known else '{"no_group":true,"no_layout":"marked"}'
 
     def tensor_ranks(self) -> tuple[int, ...]:

@@ -83,6 +83,9 @@ class Net(nn.Module):
 def train(name: str, group: Any, replicas: Any) -> None:
     torch.manual_seed(0)
     net = Net(group, identity if "unsummed" in name else summed)
+    if "fused" in name:  # AutoTP cuts each of several parts of the weight, as those of a fused QKV
+        for fused in net.up.parameters():
+            fused.ds_autotp_universal_checkpoint_meta["sub_param_sizes"] = (4, 3)  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     flag = "; ".join(rule.text for rule in DEFAULT_RULES)
     rules = flag if "flag" in name else "site=* keep=tensor,stats,fingerprint"
