@@ -644,8 +644,9 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
         not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
     )
     assert not opened.page.locator("input:visible, select:visible, .take:visible").count()
-    box = opened.page.locator("#panel-graph .box").first
-    assert box.evaluate("one => getComputedStyle(one).breakInside") == "avoid"
+    for whole in ("#panel-graph .box", "#panel-ranks .scroll"):
+        style = opened.page.locator(whole).first.evaluate("one => getComputedStyle(one).breakInside")
+        assert style == "avoid", whole
     printed = opened.page.pdf(print_background=True)
     assert printed.startswith(b"%PDF") and len(printed) > 20_000
 
