@@ -644,7 +644,7 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
         not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
     )
     assert not opened.page.locator("input:visible, select:visible, .take:visible").count()
-    for whole in ("#panel-graph .box", "#panel-ranks .scroll"):
+    for whole in ("#panel-graph .box", "#panel-ranks .scroll", "#panel-depth"):
         style = opened.page.locator(whole).first.evaluate("one => getComputedStyle(one).breakInside")
         assert style == "avoid", whole
     printed = opened.page.pdf(print_background=True)
