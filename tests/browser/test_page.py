@@ -109,6 +109,7 @@ def test_what_is_not_finite_and_what_is_missing_look_like_nothing_else(open_page
 
 def test_a_click_on_the_map_shows_the_line_and_is_in_the_address(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
+    opened.page.locator("#panel-map").evaluate("one => one.scrollIntoView()")
     opened.page.locator(CELLS).click(position=point_at(opened, rows_of(opened).index("head"), 3))
     opened.redrawn()
     assert opened.text("#panel-lines .chart-head strong") == "head output"
