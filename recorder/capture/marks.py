@@ -1,7 +1,7 @@
-"""Reads how a framework marks plain tensors that it cuts over ranks: Megatron-Core, DeepSpeed's AutoTP.
+"""Reads how frameworks mark plain tensors that they cut over ranks: Megatron-Core, AutoTP, nanotron, Colossal-AI.
 
 Such tensors carry no placements. What is read are attributes: of parameters (`tensor_model_parallel`, `partition_dim`,
-`partition_stride`, `allreduce`, and AutoTP's table of a parameter), of modules (`output_size_per_partition` and its
+`partition_stride`, `allreduce`, and the tables in `_READERS`), of modules (`output_size_per_partition` and its
 like), and of the modules in which the frameworks keep their groups, if the program has loaded them. Nothing here may
 import or call a framework, read a value, issue a collective, or keep a module, a tensor or a process group.
 """
@@ -9,7 +9,7 @@ import or call a framework, read a value, issue a collective, or keep a module, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ from .topology import is_distributed
 
 _STATES = ("megatron.core.parallel_state", "deepspeed.utils.groups")
 """The modules whose attributes are process groups, such as ``_TENSOR_MODEL_PARALLEL_GROUP``."""
-_AUTOTP = "ds_autotp_universal_checkpoint_meta"
-"""AutoTP's table of a parameter (DeepSpeed 0.19.8, `module_inject/layers.py`): what the parameter is a part of."""
 MEGATRONS_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _MAX_KNOWN = 256
 
@@ -109,11 +107,14 @@ def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
     """Return the ranks over which a module cuts its tensors; empty for a module that cuts nothing."""
     if not is_distributed():
         return ()
-    is_cut = any(is_marked(parameter) for parameter in module._parameters.values())
+    splits = [split_of(parameter) for parameter in module._parameters.values()]
+    if ranks := next((split.ranks for split in splits if split is not None and split.ranks), ()):
+        return ranks
+    is_cut = any(splits) or any(is_marked(parameter) for parameter in module._parameters.values())
     if not is_cut and not any(isinstance(getattr(module, size, None), int) for size in _SIZES):
         return ()
     name = "EXPERT_TENSOR_PARALLEL" if getattr(module, "is_expert", False) else "TENSOR_MODEL_PARALLEL"
-    own = (ranks_of(getattr(module, group, None)) for group in ("tp_group", "mp_group"))
+    own = (ranks_of(getattr(module, group, None)) for group in ("tp_group", "mp_group", "process_group"))
     return next(filter(None, own), ()) or group_ranks(name)
 
 
@@ -128,7 +129,7 @@ _SIZES = (
 
 def is_marked(parameter: object) -> bool:
     """Whether a parameter is marked as one rank's part of a larger one."""
-    return getattr(parameter, "tensor_model_parallel", False) is True
+    return getattr(parameter, "tensor_model_parallel", False) is True or split_of(parameter) is not None
 
 
 def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Chunk | None:
@@ -141,9 +142,9 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
     """
     if not is_marked(parameter) or tensor.shape != parameter.shape:
         return None
-    if (split := split_by_autotp(parameter)) is not None:
-        dim, parts, _ = split
-        return _cut(tensor.shape, dim, ranks, parts=parts) if len(parts) == len(ranks) > 1 else None
+    if (split := split_of(parameter)) is not None:
+        is_known = len(split.parts) == len(ranks) > 1
+        return _cut(tensor.shape, split.dim, ranks, split.stride, split.parts) if is_known else None
     dim = getattr(parameter, "partition_dim", -1)
     is_cut = isinstance(dim, int) and 0 <= dim < parameter.dim()
     return _cut(tensor.shape, dim, ranks, _stride(parameter)) if is_cut and len(ranks) > 1 else None
@@ -163,21 +164,80 @@ def _stride(parameter: object) -> int:
     return stride if isinstance(stride, int) and stride > 1 else 1
 
 
-def is_cut_by_autotp(parameter: object) -> bool:
-    """Whether a parameter has AutoTP's table of what it is a part of."""
-    return is_marked(parameter) and hasattr(parameter, _AUTOTP)
+class Split(NamedTuple):
+    """How the table of a framework says that ranks have cut a parameter."""
+
+    dim: int = -1
+    parts: tuple[int, ...] = ()
+    """The ranks' sizes along the dim; empty where the parameter is cut otherwise, so that it stays with its rank."""
+    shape: tuple[int, ...] = ()
+    """The shape of the whole parameter; empty where it is not known."""
+    stride: int = 1
+    ranks: tuple[int, ...] = ()
+    """The ranks, if the table names them."""
 
 
-def split_by_autotp(parameter: object) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-    """Return the dim along which AutoTP has cut a parameter, the ranks' sizes along the dim, and the whole shape.
+def split_of(parameter: object) -> Split | None:
+    """Return how the table of a framework says that ranks have cut a parameter; None without such a table."""
+    for name, table in getattr(parameter, "__dict__", {}).items():
+        if name in _READERS:
+            try:
+                return _READERS[name](parameter, table)
+            except Exception:  # a table of this name that another version or program has made
+                return Split()
+    return None
 
-    None is returned for other parameters, and where AutoTP cuts several parts of a parameter one by one.
-    """
-    table = getattr(parameter, _AUTOTP, None)
-    if not isinstance(table, dict) or table.get("sub_param_sizes"):
+
+def _by_autotp(parameter: Any, table: Any) -> Split | None:
+    """Read DeepSpeed's AutoTP (0.19.8, `module_inject/layers.py`); parts of a parameter may be cut one by one."""
+    if getattr(parameter, "tensor_model_parallel", False) is not True:
         return None
-    dim, parts, shape = (table.get(key) for key in ("partition_dim", "partition_sizes", "logical_shape"))
-    return (dim, tuple(parts), tuple(shape)) if isinstance(dim, int) and parts and shape else None
+    names = ("partition_dim", "partition_sizes", "logical_shape", "sub_param_sizes")
+    dim, parts, shape, several = (table.get(name) for name in names)
+    return Split(int(dim), () if several else _as_chunks(parts), tuple(shape))
+
+
+def _as_chunks(parts: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks' sizes, if torch cuts a dim into chunks of these sizes; else none: no placement says them."""
+    size = -(-sum(parts) // len(parts))
+    ends = [sum(parts[: number + 1]) for number in range(len(parts))]
+    return tuple(parts) if all(end == min(size * (at + 1), ends[-1]) for at, end in enumerate(ends)) else ()
+
+
+def _by_nanotron(parameter: Any, table: Any) -> Split | None:
+    """Read nanotron (0.4, `parallel/sharded_parameters.py`): each rank has one part of each of some pieces."""
+    if (info := table.get("sharded")) is None:
+        return None
+    ranks, split = tuple(info.global_ranks), _by_shape(parameter, info.unsharded_shape)
+    if split is None or not split.parts:
+        return split
+    pieces = [pair.global_slices[split.dim] for pair in info.local_global_slices_pairs]
+    size = split.parts[0] // len(pieces)
+    is_even = all(
+        piece.start // size % len(ranks) == _index(ranks) and piece.stop - piece.start == size for piece in pieces
+    )
+    return split._replace(stride=len(pieces), ranks=ranks, parts=split.parts if is_even else ())
+
+
+def _by_shape(parameter: Any, shape: Sequence[int]) -> Split | None:
+    """Return the split of a parameter by its whole shape; None for a whole one."""
+    dims = [dim for dim, size in enumerate(parameter.shape) if size != shape[dim]]
+    if len(dims) != 1:
+        return Split() if dims else None
+    own, whole = parameter.shape[dims[0]], tuple(map(int, shape))
+    return Split(dims[0], (own,) * (whole[dims[0]] // own), whole)
+
+
+_READERS: Mapping[str, Callable[[Any, Any], Split | None]] = {
+    "ds_autotp_universal_checkpoint_meta": _by_autotp,
+    "__nanotron_metadata__": _by_nanotron,
+    "dist_layout": lambda parameter, table: _by_shape(parameter, table.global_shape),
+    "shard_fn": lambda *_: Split(),
+}
+"""For each attribute in which a framework says how it has cut a parameter, what reads the attribute.
+
+`dist_layout` and `shard_fn` (a fused QKV, which is cut part by part) are Colossal-AI's (0.5.0, `tensor/d_tensor`).
+"""
 
 
 def _cut(
@@ -255,6 +315,7 @@ class CutCalls:
         sequence: str = "",
         whole: Mapping[str, tuple[int, bool]] = MappingProxyType({}),
         parts: Sequence[int] = (),
+        sequence_dim: int = 0,
     ) -> None:
         """Take what the module's attributes say.
 
@@ -263,12 +324,14 @@ class CutCalls:
             sizes: for a site, a number of dims (0: any) and a dim, the sizes that a rank's part of a tensor may have
                 along the dim.
             stride: the number of blocks that are cut one by one along the dims in `sizes`.
-            sequence: the site at which the module's tensors are cut along dim 0, as sequence parallel does; or empty.
+            sequence: the site at which the module's tensors are cut along the sequence, as sequence parallel does; or
+                empty.
             whole: for a site at which all ranks have the same tensor, the size of its last dim, and whether they have
                 the same gradient, too.
             parts: the ranks' sizes along the dims in `sizes`, where the ranks' parts may differ in size.
+            sequence_dim: the dim that is the sequence.
         """
-        self._parts = parts
+        self._parts, self._sequence_dim = parts, sequence_dim
         self._ranks, self._sizes, self._stride, self._sequence, self._whole = ranks, sizes, stride, sequence, whole
         self._known: dict[tuple[str, torch.Size], Seen] = {}
 
@@ -291,7 +354,7 @@ class CutCalls:
         if len(shape) < 3:
             return _NOTHING
         if site == self._sequence:
-            chunk = _cut(shape, 0, self._ranks)
+            chunk = _cut(shape, self._sequence_dim, self._ranks)
             return Seen(chunk, chunk)
         size, has_whole_gradient = self._whole.get(site, (0, False))
         at = _index(self._ranks)
@@ -302,7 +365,7 @@ class CutCalls:
 
 
 def cut_calls(module: nn.Module) -> CutCalls | None:
-    """Return how a module of Megatron-Core or AutoTP cuts what it takes and gives; None for every other module.
+    """Return how a module of a framework cuts what it takes and gives; None for every other module.
 
     A size counts only where the size of the whole, which the module or its configuration names too, is as many times
     larger as there are ranks. What these layers give and take whole is equal on all ranks, and marked as replicated.
@@ -315,8 +378,8 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     ranks = tensor_ranks(module)
     if len(ranks) < 2 or getattr(module, "is_expert", False):
         return None
-    if (split := split_by_autotp(getattr(module, "weight", None))) is not None:
-        return _cut_by_autotp(module, ranks, *split)
+    if (split := split_of(getattr(module, "weight", None))) is not None:
+        return _cut_by_weight(module, ranks, split)
     is_sequence = bool(getattr(module, "sequence_parallel", False))
     all_inputs, all_outputs = (getattr(module, name, 0) for name in ("input_size", "output_size"))
     if outputs := _size(module, len(ranks), "output_size"):
@@ -336,19 +399,40 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     return None
 
 
-def _cut_by_autotp(
-    module: nn.Module, ranks: tuple[int, ...], dim: int, parts: tuple[int, ...], shape: tuple[int, ...]
-) -> CutCalls | None:
-    """Return how a layer of AutoTP cuts: outputs where its weight is cut along dim 0, and else inputs."""
-    at = _index(ranks)
-    if at is None or len(parts) != len(ranks) or len(shape) != 2:
+def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> CutCalls | None:
+    """Return how a layer cuts: outputs where its weight is cut along dim 0, and else inputs.
+
+    Colossal-AI's linears that cut inputs have `parallel_input`, also where the weight is transposed.
+    """
+    at, parts, (outputs, inputs) = _index(ranks), split.parts, split.shape if len(split.shape) == 2 else (0, 0)
+    if at is None or len(parts) not in (0, len(ranks)) or not inputs:
         return None
-    outputs, inputs = shape
-    if hasattr(module, "padding_idx"):  # an embedding, which gives each rank whole rows
-        return CutCalls(ranks, {}, whole={"output": (inputs, True)})
-    whole, is_gathered = {"input": (inputs, True), "output": (outputs, True)}, getattr(module, "gather_output", False)
-    site = "input" if dim == 1 else "output"
-    return CutCalls(ranks, {} if is_gathered else {(site, 0, -1): (parts[at],)}, whole=whole, parts=parts)
+    is_row = split.dim == 1 or hasattr(module, "parallel_input")
+    if is_row and split.dim == 0:
+        outputs, inputs = inputs, outputs
+    sequence_dim, is_embedding = _sequence_dim(module), hasattr(module, "padding_idx")
+    sequence = "" if sequence_dim is None else "output" if is_row or is_embedding else "input"
+    is_gathered = getattr(module, "gather_output", is_embedding) or not getattr(module, "parallel_input", True)
+    site = "input" if is_row and not is_embedding else "output"
+    whole = {"output": (inputs if is_embedding else outputs, True)} | (
+        {} if is_embedding else {"input": (inputs, True)}
+    )
+    if parts and not is_embedding and (valid := getattr(module, "old_num_embeddings", 0)):  # the rest fills it up
+        parts = _as_chunks([min(max(valid - start, 0), parts[0]) for start in range(0, sum(parts), parts[0])])
+        whole["output"] = (valid, True)
+    sizes = {(site, 0, -1): (parts[at],)} if parts and not is_gathered else {}
+    return CutCalls(ranks, sizes, split.stride, sequence, whole, parts, sequence_dim or 0)
+
+
+def _sequence_dim(module: nn.Module) -> int | None:
+    """Return the dim along which a layer of nanotron or Colossal-AI cuts the sequence over the ranks of its weight."""
+    if getattr(getattr(module, "mode", None), "name", "") == "REDUCE_SCATTER":
+        return 0
+    return getattr(module, "seq_parallel_dim", 1) if getattr(module, "seq_parallel_mode", "") in _SHARED else None
+
+
+_SHARED = ("split_gather", "ring")
+"""The modes of Colossal-AI in which the ranks of a sequence are those of the weights."""
 
 
 def _size(module: nn.Module, num_ranks: int, name: str) -> int:

@@ -24,6 +24,7 @@ OF_FOUR = (
     "ddp_tp", "ddp_sp", "own_groups", "flag_ddp_tp", "dp_single_4", "tp_single_2", "flag_dp_single_4", "sp_parts",
     "mains_parts",
 )  # fmt: skip
+FRAMEWORKS = ("nanotron", "colossal")
 SOUND = ("tp", "sp", "mains", "ddp_tp", "ddp_sp", "own_groups", "parts", "sp_parts", "mains_parts")
 
 
@@ -71,6 +72,47 @@ def test_a_sum_that_autotp_did_not_make_is_named(of_autotp: dict[str, recorder.R
     assert (replica.value.step, replica.value.module_path, replica.value.site) == (0, "down", "output")
     found = layouts(of_autotp["flag_unsummed"]).contradiction
     assert found is not None and (found.module_path, found.site) == ("down", "output")
+
+
+@pytest.fixture(scope="module")
+def of_linears(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
+    folder = tmp_path_factory.mktemp("linears")
+    two = [f"{one}_{what}" for one in FRAMEWORKS for what in ("two", "sequence", "flag", "flag_sequence", "unsummed")]
+    names = {1: [f"{one}_whole" for one in FRAMEWORKS], 2: two}
+    for num, of_num in names.items():
+        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "cut_linears.py", *of_num, num=num))
+    return {name: recorder.open_run(folder / name) for of_num in names.values() for name in of_num}
+
+
+@pytest.mark.parametrize("cut", ["two", "sequence"])
+@pytest.mark.parametrize(("framework", "num_compared"), [("nanotron", 124), ("colossal", 124)])
+def test_ranks_of_marked_linears_are_the_one_process(
+    of_linears: dict[str, recorder.Run], framework: str, cut: str, num_compared: int
+) -> None:
+    """Only what the fused `qkv` has, which is cut into pieces of several sizes, stays with its rank."""
+    run = of_linears[f"{framework}_{cut}"]
+    found = recorder.diff(of_linears[f"{framework}_whole"], run, rtol=1e-9, atol=1e-12)
+    assert (found.num_compared, len(found.table), found.left_out) == (num_compared, 0, [])
+    for only in (found.only_a, found.only_b):
+        values = {(row["module_path"], row["site"], row["name"].partition(".")[0]) for row in only.to_pylist()}
+        of_parameters = {("qkv", site, name) for site in ("param", "grad", "optim") for name in ("weight", "bias")}
+        assert values == of_parameters | {("qkv", "output", ""), ("qkv", "grad_output", "")}
+    for one in (run, of_linears[f"{framework}_flag{cut.replace('two', '').replace('seq', '_seq')}"]):
+        assert not first(one).is_found and not check(one).findings and layouts(one).contradiction is None
+    frame = run.to_pandas()
+    row = frame[(frame["module_path"] == "down") & (frame["site"] == "output")].iloc[0]
+    dim = 0 if framework == "nanotron" else 1
+    kind = {"kind": "Shard", "dim": dim} if cut == "sequence" else {"kind": "Replicate"}
+    assert (json.loads(row["placements"]), row["layout_source"]) == ([kind], "marked")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_sum_that_marked_linears_did_not_make_is_named(of_linears: dict[str, recorder.Run], framework: str) -> None:
+    run = of_linears[f"{framework}_unsummed"]
+    culprit = recorder.diff(of_linears[f"{framework}_whole"], run, rtol=1e-9, atol=1e-12).culprits[0]
+    assert (culprit.step, culprit.module_path, culprit.phase) == (0, "down", "forward")
+    replica = first(run).replica
+    assert replica is not None and (replica.value.module_path, replica.value.site) == ("down", "output")
 
 
 @pytest.mark.parametrize("name", SOUND)

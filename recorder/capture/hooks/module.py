@@ -27,9 +27,8 @@ from ..marks import (
     CutCalls,
     chunk_of_parameter,
     chunks_of_given,
-    is_cut_by_autotp,
     is_marked,
-    split_by_autotp,
+    split_of,
     tensor_ranks,
 )
 from ..topology import is_distributed
@@ -401,7 +400,7 @@ class HookedModule:
         module = self._owner() if is_marked(parameter) and is_distributed() else None
         is_known = module is None or self.is_expert or getattr(module, "is_expert", False) or tensor_ranks(module)
         is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
-        if is_known and tensor.dim() and is_cut_by_autotp(parameter) and split_by_autotp(parameter) is None:
+        if is_known and tensor.dim() and (split := split_of(parameter)) is not None and not split.parts:
             return '{"no_layout":"marked"}'
         return None if is_known else '{"no_group":true,"no_layout":"marked"}'
 
