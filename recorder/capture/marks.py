@@ -375,6 +375,14 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
         ranks = tensor_ranks(layer)
         outputs = _size(layer, len(ranks), "output_size")
         return CutCalls(ranks, {("output", 3, -1): (outputs,)}) if len(ranks) > 1 and outputs else None
+    query = getattr(module, "q_proj", None)
+    if (split := split_of(getattr(query, "weight", None))) is not None and isinstance(query, nn.Module):
+        ranks, size = tensor_ranks(query), getattr(module, "head_dim", 0)  # AutoTP writes its own heads into `config`
+        heads = _as_chunks([part // size for part in split.parts]) if size and split.dim == 0 and split.parts else ()
+        # the weights of eager attention [batch, heads, queries, keys], which the module gives beside its output
+        if (at := _index(ranks)) is None or len(heads) != len(ranks):
+            return None
+        return CutCalls(ranks, {("output", 4, 1): (heads[at],)}, parts=heads)
     ranks = tensor_ranks(module)
     if len(ranks) < 2 or getattr(module, "is_expert", False):
         return None

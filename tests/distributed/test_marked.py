@@ -39,7 +39,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
 @pytest.fixture(scope="module")
 def of_autotp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     folder = tmp_path_factory.mktemp("autotp")
-    names = {1: ("whole",), 2: ("two", "flag_two", "unsummed", "flag_unsummed", "flag_fused"), 4: ("four", "flag_four")}
+    names = {
+        1: ("whole",),
+        2: ("two", "flag_two", "unsummed", "flag_unsummed", "flag_fused", "flag_heads"),
+        4: ("four", "flag_four"),
+    }
     for num, of_num in names.items():
         jobs.succeeded(jobs.ranks(folder, SCRIPTS / "autotp.py", *of_num, num=num))
     return {name: recorder.open_run(folder / name) for of_num in names.values() for name in of_num}
@@ -51,16 +55,21 @@ def test_ranks_of_autotp_are_the_one_process_that_has_the_whole_model(
 ) -> None:
     """The 7 columns between the linears are cut into 4 and 3."""
     found = recorder.diff(of_autotp["whole"], of_autotp[name], rtol=1e-9, atol=1e-12)
-    assert (found.verdict, found.num_compared) == ("equal", 100)
+    assert (found.verdict, found.num_compared) == ("equal", 172)
     assert not len(found.only_a) and not len(found.only_b) and not found.left_out
     for run in (of_autotp[name], of_autotp[f"flag_{name}"]):
         assert not first(run).is_found and not check(run).findings and layouts(run).contradiction is None
     assert of_autotp[name].array("up", site="output", step=0).shape == (4, 3, 7)
+    assert of_autotp[name].array("attention", site="output", name="1", step=0).shape == (4, 2, 3, 3)
     assert of_autotp[name].array("down", site="param", name="weight", step=0).shape == (6, 7)
 
 
-def test_what_autotp_cuts_part_by_part_stays_with_its_ranks(of_autotp: dict[str, recorder.Run]) -> None:
-    run = of_autotp["flag_fused"]
+@pytest.mark.parametrize("name", ["flag_fused", "flag_heads"])
+def test_what_autotp_cuts_as_no_placement_says_stays_with_its_ranks(
+    of_autotp: dict[str, recorder.Run], name: str
+) -> None:
+    """Part by part, or into 5 and 2 columns, where torch would make 4 and 3."""
+    run = of_autotp[name]
     assert not first(run).is_found and not check(run).findings and layouts(run).contradiction is None
 
 

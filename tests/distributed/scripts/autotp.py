@@ -22,17 +22,19 @@ from recorder.config import DEFAULT_RULES
 from tests.distributed.scripts.marked import gathered, identity, mapped, own_part, summed
 from tests.rigs.leaving import leave
 
-BATCH, SEQUENCE, DIM, HIDDEN, WORDS, STEPS = 4, 3, 6, 7, 10, 2
+BATCH, SEQUENCE, DIM, HEADS, HIDDEN, WORDS, STEPS = 4, 3, 6, 2, 7, 10, 2
 
 
 class Cut(nn.Module):
     """A linear that is cut along a dim of its weight, also where the parts are not equal."""
 
-    def __init__(self, group: Any, inputs: int, outputs: int, dim: int) -> None:
+    def __init__(self, group: Any, inputs: int, outputs: int, dim: int, sizes: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.mp_group, self.gather_output = group, False
         whole = nn.Linear(inputs, outputs)
-        self.sizes = tuple(len(part) for part in torch.arange(whole.weight.shape[dim]).tensor_split(group.size()))
+        self.sizes = sizes or tuple(
+            len(part) for part in torch.arange(whole.weight.shape[dim]).tensor_split(group.size())
+        )
         self.weight = self.part(whole.weight, dim)
         self.bias = self.part(whole.bias, 0) if dim == 0 else nn.Parameter(whole.bias.detach())
 
@@ -45,8 +47,10 @@ class Cut(nn.Module):
 
 
 class LinearLayer(Cut):
-    def __init__(self, group: Any, inputs: int, outputs: int, *, gather_output: bool = False) -> None:
-        super().__init__(group, inputs, outputs, 0)
+    def __init__(
+        self, group: Any, inputs: int, outputs: int, sizes: tuple[int, ...] = (), *, gather_output: bool = False
+    ) -> None:
+        super().__init__(group, inputs, outputs, 0, sizes)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,8 +61,10 @@ class LinearLayer(Cut):
 
 
 class LinearAllreduce(Cut):
-    def __init__(self, group: Any, inputs: int, outputs: int, *, reduce: Any = summed) -> None:
-        super().__init__(group, inputs, outputs, 1)
+    def __init__(
+        self, group: Any, inputs: int, outputs: int, sizes: tuple[int, ...] = (), *, reduce: Any = summed
+    ) -> None:
+        super().__init__(group, inputs, outputs, 1, sizes)
         self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,23 +72,40 @@ class LinearAllreduce(Cut):
         return mapped(out, self.reduce, identity, self.mp_group) + self.bias
 
 
+class Attention(nn.Module):
+    """As of Transformers: it gives the weights [batch, heads, queries, keys], too."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.head_dim = DIM // HEADS
+        self.q_proj, self.k_proj = LinearLayer(group, DIM, DIM), LinearLayer(group, DIM, DIM)
+        self.o_proj = LinearAllreduce(group, DIM, DIM)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (cut(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for cut in (self.q_proj, self.k_proj))
+        weights = (q @ k.transpose(2, 3)).softmax(-1)
+        return self.o_proj((weights @ k).transpose(1, 2).flatten(2)), weights
+
+
 class Net(nn.Module):
-    def __init__(self, group: Any, reduce: Any) -> None:
+    def __init__(self, group: Any, reduce: Any, sizes: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(WORDS, DIM), nn.LayerNorm(DIM)
-        self.up = LinearLayer(group, DIM, HIDDEN)
-        self.down = LinearAllreduce(group, HIDDEN, DIM, reduce=reduce)
+        self.attention = Attention(group)
+        self.up = LinearLayer(group, DIM, HIDDEN, sizes)
+        self.down = LinearAllreduce(group, HIDDEN, DIM, sizes, reduce=reduce)
         self.head = LinearLayer(group, DIM, WORDS, gather_output=True)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embedding(words)
+        x = x + self.attention(x)[0]
         out: Tensor = self.head(x + self.down(self.up(self.norm(x)).tanh()))
         return out.square().mean()
 
 
 def train(name: str, group: Any, replicas: Any) -> None:
     torch.manual_seed(0)
-    net = Net(group, identity if "unsummed" in name else summed)
+    net = Net(group, identity if "unsummed" in name else summed, (5, 2) if "heads" in name else ())
     if "fused" in name:  # AutoTP cuts each of several parts of the weight, as those of a fused QKV
         for fused in net.up.parameters():
             fused.ds_autotp_universal_checkpoint_meta["sub_param_sizes"] = (4, 3)  # type: ignore[attr-defined]
