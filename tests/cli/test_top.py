@@ -161,15 +161,18 @@ def test_statuses_that_change_while_they_are_read_are_never_torn_for_people(tmp_
     run = make_run(tmp_path / "run")
     path = show(run, 0, step=0)
     path.unlink()
-    is_over = threading.Event()
+    file, is_over = StatusFile(Disk(), lambda: 0.0), threading.Event()
+
+    def write_step(step: int) -> None:
+        file.write(path.parent, {"step": step, "observed": step, "written": step}, written_bytes=step)
 
     def write() -> None:
-        file = StatusFile(Disk(), lambda: 0.0)
-        step = 0
+        step = 1
         while not is_over.is_set():
             step += 1
-            file.write(path.parent, {"step": step, "observed": step, "written": step}, written_bytes=step)
+            write_step(step)
 
+    write_step(1)  # a directory without a file of a writer is none
     thread = threading.Thread(target=write)
     thread.start()
     watch, seen = RunWatch(run), []
