@@ -197,7 +197,7 @@ class Daemon:
                 why = str(error)
             if why:
                 self.damaged.append(why)
-            elif not run.strangers and self._is_outdated(run, time.monotonic()):
+            elif not (run.strangers or run.there.has_shipped) and self._is_outdated(run, time.monotonic()):
                 try:
                     self._remove(run)
                 except (StoreError, OSError) as error:

@@ -257,6 +257,15 @@ def test_once_removes_what_was_there_long_enough(tmp_path: Path, cli: Cli) -> No
     assert faults(tmp_path / "there" / "run-a") == []
 
 
+def test_once_removes_nothing_of_which_the_same_call_has_shipped_something(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    there = str(tmp_path / "there")
+    code, daemon = ship(tmp_path, there, keep_local="0s")
+    assert (code, daemon.counters.total("removed_runs"), run.exists()) == (0, 0, True)
+    code, daemon = ship(tmp_path, there, keep_local="0s")
+    assert (code, daemon.counters.total("removed_runs"), run.exists()) == (0, 1, False)
+
+
 def test_a_run_whose_name_no_key_may_have_is_said_and_no_success(tmp_path: Path) -> None:
     small_run(tmp_path, "run b\x1b")
     (tmp_path / "recordings" / "no run").mkdir()

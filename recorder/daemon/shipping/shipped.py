@@ -220,7 +220,8 @@ class ShippedRun:
         """The stamp of the local manifest that was last compared with the manifest at the destination."""
         self.conflict = ""
         """Why nothing of the run is shipped; empty if the run is shipped."""
-        self.was_pruned = False
+        self.was_pruned = self.has_shipped = False
+        """True if the run was pruned at the destination; true if this daemon has confirmed a file of the run."""
         self.stamps: dict[str, Stamp] = {}
         """The stamps of the run's own documents on this node at the last look."""
         self.held: dict[str, StoredObject] = {}
@@ -438,7 +439,7 @@ class ShippedRun:
 
     def note(self, name: str, size_bytes: int, how: str) -> None:
         """Record in the ledger that the destination has a file; log a problem of the ledger once."""
-        said = self.ledger.problem
+        said, self.has_shipped = self.ledger.problem, True
         self.ledger.add(name, size_bytes, how)
         if self.ledger.problem and not said:
             logger.warning("%s/%s", self.path, self.ledger.problem)
