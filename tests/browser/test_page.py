@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import urllib.parse
 from pathlib import Path
@@ -835,6 +836,40 @@ def test_a_picture_is_taken_along_as_png_and_its_numbers_as_csv(open_page: Open,
     assert head == ["", *(f"step {step}" for step in range(NUM_STEPS))]
     of_head = next(row for row in rows if row[0] == "head")
     assert of_head[16] == "not finite" and float(of_head[1]) > 0
+
+
+def csv_of(opened: Opened, panel: str, path: Path) -> list[list[str]]:
+    with opened.page.expect_download(timeout=5_000) as download:
+        opened.page.get_by_role("button", name=f"{panel} as CSV").click()
+    download.value.save_as(path)
+    return list(csv.reader(path.read_text().splitlines()))
+
+
+def test_ranks_and_graph_have_their_numbers_as_csv(open_page: Open, trained: Path, tmp_path: Path) -> None:
+    opened = open_page(trained)
+    ranks = csv_of(opened, "Ranks", tmp_path / "ranks.csv")
+    assert ranks[0][0] == "rank" and [row[0] for row in ranks[1:]] == ["0", "1"]
+    head, *rows = csv_of(opened, "Graph", tmp_path / "graph.csv")
+    assert head[:3] == ["module", "class", "shape"] and "(the model)" in {row[0] for row in rows}
+    assert next(row for row in rows if row[0] == "head")[3] == "nan"
+
+
+def test_a_step_that_is_not_finite_is_nan_in_csv_and_no_smallest_number(open_page: Open, tmp_path: Path) -> None:
+    run, writer = make_run(tmp_path / "run"), HandmadeWriter(tmp_path / "run")
+    rows = []
+    for step, value in enumerate((2.0, 1.0, np.nan)):
+        for more in ({"module_path": "a"}, {"module_path": "", "site": "scalar", "name": "loss"}):
+            row = make_row(len(rows), np.full(4 if len(more) == 1 else (), value, np.float32), step=step)
+            rows.append(row | more | {"encoding": None, "payload_bytes": None, "data": None})
+    writer.add_shard([rows], kind="stats")
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": [module("a", "Linear")]}])
+    opened = open_page(write_page(run, tmp_path / "r.html"), "#step=2")
+    of_depth = csv_of(opened, "By depth", tmp_path / "depth.csv")
+    assert of_depth[1] == ["a", "nan", "1", "2"]
+    head = csv_of(opened, "Run", tmp_path / "top.csv")
+    at = head.index(["loss"])
+    assert [row[1] for row in head[at + 2 : at + 5]] == ["2", "1", "nan"]
+    assert ["facts"] in head and ["what stands out"] in head
 
 
 def test_many_ranks_are_a_grid_by_node(open_page: Open, tmp_path: Path) -> None:

@@ -48,10 +48,11 @@ class DepthPanel {
   }
   /** The smallest and the largest magnitude of some series over all steps that are shown. */
   endsOf(some) {
-    const { cube } = this.picture, lanes = this.app.choices.lane === ANY_RANK ? this.picture.ownLanes : [this.app.choices.lane];
+    const { cube, nan, inf } = this.picture, lanes = this.app.choices.lane === ANY_RANK ? this.picture.ownLanes : [this.app.choices.lane];
     let low = Infinity, high = 0;
     for (const series of some) for (const lane of lanes) for (const { c } of this.columns) {
-      const size = Math.abs(cube.values[cube.at(series.number, lane, c)]);
+      const at = cube.at(series.number, lane, c), size = Math.abs(cube.values[at]);
+      if (nan?.values[at] > 0 || inf?.values[at] > 0) continue; // what is left of it is no magnitude of the value
       if (size < low) low = size;
       if (size > high) high = size;
     }
@@ -126,6 +127,6 @@ class DepthPanel {
     event.preventDefault();
   }
   table() {
-    return [["module", `step ${this.step}`, "smallest", "largest"], ...this.points.map(({ node }, index) => [node.path, this.cells[index]?.value, ...this.ends[index]])];
+    return [["module", `step ${this.step}`, "smallest", "largest"], ...this.points.map(({ node }, index) => [node.path, plainNumber(this.cells[index]), ...this.ends[index]])];
   }
 }

@@ -109,6 +109,10 @@ class GraphPanel {
     if (cell.kind === NONFINITE) return [cell.nan && `${shortNumber(cell.nan, 3, 3)} NaN`, cell.inf && `${shortNumber(cell.inf, 3, 3)} inf`].filter(Boolean).join(" ");
     return cell.kind === NUMBER ? shortNumber(cell.value, 3, cell.digits) : "";
   }
+  table() {
+    const nodes = this.app.modules.below(this.app.modules.root), isWhole = (node) => node.children.length > 0 && !this.opened.has(node.path);
+    return [["module", "class", "shape", this.about.textContent], ...nodes.map((node) => [pathText(node.path), this.app.modules.className(node.number), this.shapes(node), plainNumber(this.cellOf(node, isWhole(node)))])];
+  }
   choose(node) {
     const { state, choices } = this.app;
     const series = node.number === null ? [] : choices.seriesOf(node.number);

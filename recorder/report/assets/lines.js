@@ -37,7 +37,8 @@ class Chart {
     this.flags = el("div", { class: "flags" });
     this.legend = el("div", { class: "chart-legend" });
     this.element = el("figure", { class: isTrack ? "chart track" : "chart" }, this.head, this.flags, this.body, this.legend);
-    this.element.table = () => [["step", ...this.given.lines.map((line) => line.label)], ...this.given.steps.map((step, at) => [step, ...this.given.lines.map((line) => line.values[at])])];
+    this.element.table = () => [["step", ...this.given.lines.map((line) => line.label)], ...this.given.steps.map((step, at) => [step, ...this.given.lines.map((line) => line.values[at] ?? (line.bad.includes(at) ? "nan" : null))])];
+    this.element.named = () => this.given.title;
   }
   /** What the first line does, for whoever does not see it. */
   summary({ steps, lines: [line] }) {

@@ -29,7 +29,7 @@ class RanksPanel {
     this.isWhole = false;
   }
   build(section) {
-    this.table = el("div", { class: "scroll" });
+    this.listed = el("div", { class: "scroll" });
     const { layouts, why_none: whyNone } = this.data;
     this.options = el("div", { class: "bar" });
     this.legend = el("div", {});
@@ -39,7 +39,7 @@ class RanksPanel {
       choose: (row, column) => this.at(row, column) && this.app.state.set({ rank: this.at(row, column).rank }),
     });
     this.hasGrid = this.ranks.length > GPUS;
-    put(section, this.hasGrid && [this.options, this.legend, this.heat.element], this.table, el("h3", {}, "Who had which chunk"),
+    put(section, this.hasGrid && [this.options, this.legend, this.heat.element], this.listed, el("h3", {}, "Who had which chunk"),
       whyNone ? el("p", { class: "note" }, whyNone) :
         layouts.length ? this.pictures(layouts) :
           el("p", { class: "note" }, "No value was recorded of which that could be said."));
@@ -146,7 +146,7 @@ class RanksPanel {
     const few = this.ranks.length > 1 && this.ranks.length < RULE_RANKS ? `The rule outlier_rank judges from ${RULE_RANKS} data-parallel ranks on: of ${this.ranks.length} nobody can say which is the odd one. ` : "";
     const found = this.hasGrid && this.named.length ? `What stands out of the run names ${this.ranksText(this.named)}. ` : "";
     const more = found + (alone.length ? `Values that are not finite where most ranks' are: ${this.ranksText(alone)}.` : "");
-    this.table.replaceChildren(el("p", { class: "note" }, said + few + more),
+    this.listed.replaceChildren(el("p", { class: "note" }, said + few + more),
       el("table", { class: "grid" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
       ...(rows.length > shown.length ? [el("button", { type: "button", onclick: () => { this.isWhole = true; this.update(); } }, `all ${plural(rows.length, "rank")}`)] : []));
   }

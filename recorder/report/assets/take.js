@@ -1,6 +1,6 @@
 // Taking a picture along: any panel as a PNG, and its numbers as CSV.
 
-const MARGIN = 14;
+const MARGIN = 14, TABLE_NAMES = { facts: "facts", grid: "what stands out" };
 
 /** Draw what is seen of an element: its canvases, grounds and words where they stand. */
 function pictureOf(element) {
@@ -48,6 +48,11 @@ function drawWords(context, text) {
   for (const { index, 0: word } of text.data.matchAll(/\S+/g)) draw(word, index);
 }
 
+/** A cell's number for a table: "nan" where the value is not finite. */
+function plainNumber(cell) {
+  return cell?.kind === NONFINITE ? "nan" : cell?.value;
+}
+
 /** Lists of lists as CSV; a text that a spreadsheet would take for a formula begins with an apostrophe. */
 function csvOf(tables) {
   const cell = (value) => {
@@ -68,9 +73,10 @@ function save(name, blob) {
 function takers(panel, run) {
   const name = `${run}-${panel.id}`.replace(/[^\w.-]+/g, "-");
   const tables = () => {
-    const drawn = [...panel.section.querySelectorAll(".chart, .heat")].map((one) => one.table?.()).filter(Boolean);
-    const written = [...panel.section.querySelectorAll("table")].map((one) => [...one.rows].map((row) => [...row.cells].map((text) => text.innerText)));
-    return [...(panel.table ? [panel.table()] : []), ...drawn, ...written];
+    const drawn = [...panel.section.querySelectorAll(".chart, .heat")].filter((one) => one.table).map((one) => [one.named?.() ?? panel.title, one.table()]);
+    const written = [...panel.section.querySelectorAll("table")].map((one) => [TABLE_NAMES[one.classList[0]] ?? panel.title, [...one.rows].map((row) => [...row.cells].map((text) => text.innerText))]);
+    const named = [...(panel.table ? [[panel.title, panel.table()]] : []), ...drawn, ...written.filter(([, rows]) => rows.length)];
+    return named.map(([title, rows]) => (named.length > 1 ? [[title], ...rows] : rows)); // one table is its panel's
   };
   return el("span", { class: "take" },
     el("button", { type: "button", "aria-label": `${panel.title} as PNG`, onclick: () => {
