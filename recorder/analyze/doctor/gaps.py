@@ -91,6 +91,7 @@ REASONS = (
            False, True),
     Reason("tied", "another name of a parameter that is recorded once, under its first", False, True),
     Reason("no_update", "no optimizer stepped at these steps", False, True),
+    Reason("in_no_optimizer", "in no optimizer, though it has a gradient", False, True),
     Reason("not_optimized", "not updated by an optimizer that stepped: frozen, shared and recorded elsewhere, or "
            "updated through a copy", False, True),
     Reason("no_param_gradient", "the parameter had no gradient: unused in these steps, or frozen", False, True),
@@ -104,14 +105,16 @@ _OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "d
 _OF_CAUSE |= {UNACCOUNTED: "unaccounted", MISSED: "trigger_missed"}
 _OF_MODULE = {
     "not_called", "other_ranks", "elsewhere", *HIDDEN, "silent", "bypassed", "unused", "children", "never_called",
-    "untapped", "no_tensor", "no_gradient", "tied", "not_optimized", "no_param_gradient", "param_unseen", "no_state",
+    "untapped", "no_tensor", "no_gradient", "tied", "in_no_optimizer", "not_optimized",
+    "no_param_gradient", "param_unseen", "no_state",
     "no_buffer", "disarmed",
 }  # fmt: skip
 """Reasons that differ between modules. Sites share a gap for one of these only if they have the same modules."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
-    *HIDDEN, "untapped", "unused", "no_gradient", "tied", "not_optimized", "no_param_gradient", "no_state",
+    *HIDDEN, "untapped", "unused", "no_gradient", "tied", "in_no_optimizer", "not_optimized",
+    "no_param_gradient", "no_state",
 )])  # fmt: skip
 """Reasons that other rows of the same step prove, even if some rows were lost."""
 _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
@@ -396,6 +399,8 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
     if view.promised.tied:
         put("tied", np.isin(block.slots, list(view.promised.tied))[:, None])
     put("no_update", is_state & ~is_updated)
+    if view.promised.untrained:
+        put("in_no_optimizer", np.isin(block.slots, list(view.promised.untrained))[:, None])
     put("not_optimized", is_of("param"))
     param_there, param_selected = neighbour("grad", "param")
     put("no_param_gradient", is_of("grad") & param_there)

@@ -64,12 +64,14 @@ class WriterSlots(NamedTuple):
     """For each slot, whether its module is recorded only by taps in graphs, and by these only at other sites."""
     tied: dict[int, str]
     """For each slot of a tied parameter, the other name under which that parameter is recorded."""
+    untrained: frozenset[int]
+    """The slots of parameters that have a gradient and that no optimizer has."""
 
     @classmethod
     def joined(cls, slots: Slots, some: Iterable[WriterSlots]) -> WriterSlots:
         """Join the slots of several writers. If there is no writer, no slot is selected."""
         of_slots, of_modules = np.zeros(slots.num_slots, bool), np.zeros(len(slots.modules), np.int64)
-        joined = cls(of_slots, of_modules, np.full(slots.num_slots, NEVER, np.int64), of_slots, {})
+        joined = cls(of_slots, of_modules, np.full(slots.num_slots, NEVER, np.int64), of_slots, {}, frozenset())
         for one in some:
             joined = cls(
                 joined.selected | one.selected,
@@ -77,6 +79,7 @@ class WriterSlots(NamedTuple):
                 np.minimum(joined.disarmed, one.disarmed),
                 joined.untapped | one.untapped,
                 joined.tied | one.tied,
+                joined.untrained | one.untrained,
             )
         return joined
 
@@ -201,19 +204,24 @@ class Slots:
         hidden[tapped] = HIDDEN.index("tapped") + 1
         hidden[of_dtensors] = HIDDEN.index("dtensor") + 1
         if not self.modules:
-            return WriterSlots(np.zeros(0, bool), hidden, np.zeros(0, np.int64), np.zeros(0, bool), {})
+            return WriterSlots(np.zeros(0, bool), hidden, np.zeros(0, np.int64), np.zeros(0, bool), {}, frozenset())
         of_slots = self.module, self.site
-        return WriterSlots(selected[of_slots], hidden, disarmed[of_slots], untapped[of_slots], self._tied(modules))
-
-    def _tied(self, modules: Sequence[tuple[RecordedRoot, RecordedModule]]) -> dict[int, str]:
-        tied: dict[int, str] = {}
+        tied, untrained = dict[int, str](), set[int]()
         for root, module in modules:
-            number = self.number_of[root.name, module.path]
             for name, first in module.tied.items():
-                of_module = range(self.first[number], self.first[number + 1])
-                code, states = self._name_codes.get(name), range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS))
-                tied |= {slot: first for slot in of_module if self.name[slot] == code and self.site[slot] in states}
-        return tied
+                tied |= dict.fromkeys(self._slots_of(root, module, name), first)
+            for name in module.untrained:
+                untrained.update(self._slots_of(root, module, name))
+        of_calls = selected[of_slots], hidden, disarmed[of_slots], untapped[of_slots]
+        return WriterSlots(*of_calls, tied, frozenset(untrained))
+
+    def _slots_of(self, root: RecordedRoot, module: RecordedModule, name: str) -> list[int]:
+        number, code = self.number_of[root.name, module.path], self._name_codes.get(name)
+        of_module, states = (
+            range(self.first[number], self.first[number + 1]),
+            range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS)),
+        )
+        return [slot for slot in of_module if self.name[slot] == code and self.site[slot] in states]
 
 
 def _join(described: Sequence[Sequence[tuple[RecordedRoot, RecordedModule]]]) -> list[DescribedModule]:

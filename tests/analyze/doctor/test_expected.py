@@ -482,6 +482,12 @@ class TestWhatNeverWas:
         assert what(only(found, "no_gradient"))[:2] == (["grad_output"], ["a"])
         assert all(gap.reason.is_harmless for gap in found.gaps)
 
+    def test_a_parameter_that_no_optimizer_has_is_told_as_that(self, run: Path) -> None:
+        rows = [row for row in training(3) if row["module_path"] != "a" or row["site"] in ("output", "grad_output")]
+        modules = [module("a", untrained=["weight"]) if one["path"] == "a" else one for one in MODULES]
+        record(run, renumbered(rows), roots=root(modules))
+        assert what(only(found_in(run), "in_no_optimizer"))[:2] == (["param", "grad", "optim"], ["a"])
+
     def test_a_module_that_is_called_now_and_then(self, run: Path) -> None:
         forward = ("output", "grad_output")
         rows = [r for r in training(4) if r["module_path"] != "a" or r["site"] not in forward or r["step"] == 1]
