@@ -183,7 +183,7 @@ def _map(
         same = [key.module_path == first["module"] and key.name == first["name"] for key in keys]
         row = same.index(True) if any(same) else None
     title = f"{'load' if statistic == 'numel' else statistic} of {counted(len(chosen), 'value')} of {site}"
-    names = [key.module_path or MODEL for key in keys]
+    names = [" ".join(filter(None, (key.module_path or MODEL, key.name))) for key in keys]
     sizes = _sizes(collected, statistic, chosen, over=1)
     return _heat(title, names, collected.cube.first_steps, at, *sizes, first, row)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 import recorder
 from recorder.cli.commands import report
@@ -24,6 +24,7 @@ from recorder.report import statistics
 from recorder.report.axes import Axes, DrawnSeries
 from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
+from recorder.report.picture import write_picture
 from recorder.report.report import write_report
 from recorder.report.statistics import StatisticsBlocks
 from recorder.report.top import DoctorLine, Highlight, folded, told_by_doctor
@@ -586,3 +587,21 @@ def test_more_panels_are_written_as_pictures(cli: Cli, tmp_path: Path) -> None:
         assert has_bad == (panel == "ranks"), "the NaN is in an output"
     for panel in ("histograms", "experts"):
         assert f"no values for --png {panel}" in cli("report", tmp_path / "few", "--png", panel).err
+    refused = cli("report", tmp_path / "few", "--png", "map", "--against", tmp_path / "many")
+    assert refused.exit_code == 2 and "--png draws one run" in refused.err
+
+
+def test_a_row_of_a_parameter_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        make_row(
+            number, np.ones(2, np.float32), site="grad", name=name, module_path="fc", phase="optimizer", encoding=None
+        )
+        for number, name in enumerate(("weight", "bias"))
+    ]
+    run, drawn = make_run(tmp_path / "run"), list[str]()
+    writer = HandmadeWriter(run, 0)
+    writer.add_shard([rows], kind="stats")
+    writer.finish()
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, at, text, **_: drawn.append(text))
+    write_picture(recorder.open_run(run), tmp_path / "g.png", "gradients")
+    assert {"fc weight", "fc bias"} <= set(drawn)

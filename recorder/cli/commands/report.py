@@ -55,6 +55,8 @@ def command(
     run = open_run(path)
     run.keep_columns()
     if png is not None:
+        if against is not None:
+            raise LookupFailedError("--png draws one run; leave out --against, or leave out --png for the page of both")
         return _picture(run, png, out or Path(f"{png}.png"), force)
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
     more = [] if align is None else [tokens_block(_aligned(run, align))]
