@@ -192,11 +192,11 @@ class Daemon:
             if run.there.conflict or run.unreadable:
                 continue
             try:
-                why = damage(open_location(Path(run.path)))
+                run.damage = damage(open_location(Path(run.path)))
             except (RunError, OSError) as error:
-                why = str(error)
-            if why:
-                self.damaged.append(why)
+                run.damage = str(error)
+            if run.damage:
+                self.damaged.append(run.damage)
             elif not (run.strangers or run.there.has_shipped) and self._is_outdated(run, time.monotonic()):
                 try:
                     self._remove(run)

@@ -102,7 +102,7 @@ class FleetDocument:
         for _ in range(3):
             if not self._has_read:
                 self._read()
-            merged = {**self._runs, **runs}
+            merged = {**self._runs, **{run: self._problems_of(run) | one for run, one in runs.items()}}
             if merged == self._runs:
                 return
             host = os.uname().nodename
@@ -114,6 +114,11 @@ class FleetDocument:
                 continue
             self._runs, self._has_put = merged, True
             return
+
+    def _problems_of(self, run: str) -> dict[str, Any]:
+        """Return the member with the damage that an earlier summary has named: only `--once` looks for damage."""
+        before = self._runs.get(run)
+        return {"problems": before["problems"]} if isinstance(before, dict) and "problems" in before else {}
 
     def _read(self) -> None:
         held = self._destination.get(self._key)

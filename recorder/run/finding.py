@@ -346,7 +346,8 @@ def pruned_note(folder: Location, pruned: Sequence[str]) -> str:
 
 
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:
-    dropped, ranks, state, findings = (summary.get(name) for name in ("dropped", "ranks", "state", "findings"))
+    dropped, ranks, state = (summary.get(name) for name in ("dropped", "ranks", "state"))
+    texts = {name: one if isinstance(one := summary.get(name), list) else [] for name in ("findings", "problems")}
     dropped = dropped if isinstance(dropped, dict) else {}
     state = "silent" if state == "recording" and is_stale else state if state in _STATES else "empty"
     step = summary.get("last_step")
@@ -356,7 +357,7 @@ def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str,
         "run_id": str(summary.get("run_id"))[:200],
         "ranks": {rank for rank in ranks if isinstance(rank, int)} if isinstance(ranks, list) else set(),
         "dropped": {str(reason): _count(count) for reason, count in dropped.items()},
-        "findings": {str(one)[:_MAX_TEXT] for one in findings} if isinstance(findings, list) else set(),
+        **{name: {str(one)[:_MAX_TEXT] for one in its} for name, its in texts.items()},
         "state": state,
         "last_step": step if isinstance(step, int) else None,
         **{name: _count(summary.get(name)) for name in ("created_ns", "started_ns", "world_size", "rows", "bytes")},
@@ -368,7 +369,7 @@ def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     steps = [step for step in (one["last_step"], other["last_step"]) if step is not None]
     return {
         **one,
-        **{name: one[name] | other[name] for name in ("ranks", "findings")},
+        **{name: one[name] | other[name] for name in ("ranks", "findings", "problems")},
         "dropped": {reason: one["dropped"].get(reason, 0) + other["dropped"].get(reason, 0) for reason in reasons},
         "state": min(one["state"], other["state"], key=_STATES.index),
         "last_step": max(steps, default=None),

@@ -243,6 +243,30 @@ def test_once_says_what_is_damaged_or_foreign_in_a_run_and_is_no_success(tmp_pat
     assert {path.name for path in watched.iterdir()} == {"run-a", "run-b", "notes.txt", NODE}
 
 
+def test_the_index_says_what_once_has_found_damaged_until_once_finds_it_mended(
+    tmp_path: Path, store: StoreServer, to: str, cli: Cli
+) -> None:
+    run = small_run(tmp_path)
+    (shard,) = run.glob("rank=00001/*/tensors-000000.arrow")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-300])
+    code, daemon = ship(tmp_path, to)
+    (why,) = daemon.damaged
+    assert code == 1 and shard.name in why
+    for num_runs, name in enumerate(("run-b", "run-c"), 2):
+        found = cli("ls", to)
+        assert found.exit_code == 1
+        assert f"run-a: damaged: {why}" in found.out
+        with at_work(tmp_path, to) as other:
+            small_run(tmp_path, name)
+            wait_until(lambda num=num_runs: len(other.runs) == num and all(one.is_settled for one in other.runs))
+    assert [one["problems"] for one in cli("ls", to, "--json").json["runs"]] == [[why], [], []]
+    store.client.delete_object(Bucket=BUCKET, Key=f"{prefix_of(to)}/{shard.relative_to(run.parent)}")
+    shard.write_bytes(whole)
+    assert ship(tmp_path, to)[0] == 0
+    assert cli("ls", to).exit_code == 0
+
+
 def test_once_removes_what_was_there_long_enough(tmp_path: Path, cli: Cli) -> None:
     runs = [small_run(tmp_path, name) for name in ("run-a", "run-b")]
     own = ("--to", tmp_path / "there", "--state", tmp_path / "state", "--keep-local", "12h")

@@ -35,10 +35,12 @@ def _runs_reply(folder: Location) -> Reply:
     for path in find_silent(folder, [path for path, one in known.items() if one["state"] == "recording"]):
         known[path]["state"] = "silent"
     for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
-        sets = {name: sorted(fleet_summary[name]) for name in ("ranks", "findings")}
+        sets = {name: sorted(fleet_summary[name]) for name in ("ranks", "findings", "problems")}
         summaries.append(fleet_summary | sets | {"suspect_rows": 0})
         steps = "" if fleet_summary["last_step"] is None else f"..{fleet_summary['last_step']}"
         rows.append(_row(summaries[-1], steps, fleet_summary["state"], path))
+        said += [f"{printable(fleet_summary['name'])}: damaged: {printable(why)}" for why in sets["problems"]]
+        exit_code = int(bool(said))
     for listed in runs_in(folder, without={FLEET, *(path.partition("/")[0] for path in known)}):
         try:
             run = open_location(listed.location)

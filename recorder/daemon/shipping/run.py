@@ -32,6 +32,8 @@ class RunShipper:
         self.there = ShippedRun(root, names, shared)
         self.key, self.path, self.shared = self.there.key, self.there.path, shared
         self.writers: dict[tuple[str, str], WriterShipper] = {}
+        self.damage: str | None = None
+        """The damage that the daemon has found; empty if there is none, None if the daemon has not looked for any."""
         self.unreadable = ""
         """Why the run's manifest cannot be read; empty if it can be read."""
         self.is_settled = False
@@ -338,4 +340,5 @@ class RunShipper:
             "dropped": dict(dropped),
             "findings": sorted({f"{one.rule}: {one.text}" for writer in self.all_writers for one in writer.findings}),
             "state": next((state for state in ("unclosed", "recording", "closed") if state in states), "empty"),
+            **({} if self.damage is None else {"problems": [self.damage] * bool(self.damage)}),
         }
