@@ -180,8 +180,8 @@ class Daemon:
                 self._judge_runs()
             is_all_there = self._is_all_there() and not self._stop.is_set()
             self._finish()
-            self.left = sum(len(writer.backlog) for run in self.runs for writer in run.all_writers)
-            self.left += sum(len(run.backlog) for run in self.runs if run.there.was_pruned)
+            self.left = [f"{one.path}/{name}" for run in self.runs for one in run.all_writers for name in one.backlog]
+            self.left += [path for run in self.runs if run.there.was_pruned for path in run.backlog]
             self.strangers = [path for run in self.runs for path in run.strangers]
             what = (self.counters.total("conflicts"), self.left, self.unshipped, self.damaged, self.strangers)
             return int(not is_all_there or any(what))
@@ -445,7 +445,7 @@ class Daemon:
     def _write_state(self) -> None:
         if self._state_path is None:
             return
-        backlog = [stamp for run in self.runs for stamp in run.backlog]
+        backlog = [stamp for run in self.runs for stamp in run.backlog.values()]
         state = {
             "pid": os.getpid(),
             "to": self.shared.destination.url,
@@ -496,8 +496,8 @@ class Daemon:
         while any(not future.done() for future in self._under_way) and time.monotonic() < until_s:
             time.sleep(0.02)
 
-    left = 0
-    """The number of files that `run_once` could not upload."""
+    left: list[str]
+    """The paths of the files that `run_once` could not upload."""
     is_parked = False
     """True if threads are still working, so that the process must end without waiting for them."""
 

@@ -131,7 +131,7 @@ class DaemonCollector:
 
     def _of_store(self) -> Iterator[Any]:
         runs, now = self.runs(), time.time()
-        backlog = [stamp for run in runs for stamp in run.backlog]
+        backlog = [stamp for run in runs for stamp in run.backlog.values()]
         oldest_s = min((stamp.changed_ns / 1e9 for stamp in backlog), default=now)
         live = [one.small_since_s for run in runs for one in run.all_writers if one.state == "alive"]
         live += [run.found_s for run in runs if not (run.has_looked or run.there.conflict or run.unreadable)]

@@ -58,7 +58,7 @@ def test_what_may_not_be_read_is_said_and_ends_an_epilog_and_the_rest_is_there(t
         for path in closed:
             path.chmod(0o755)
     assert done.returncode == 1, done.stderr
-    assert "1 file not there; not shipped: " in done.stdout
+    assert f"1 file not there: {shard_c}; not shipped: " in done.stdout
     for path in (run["run-a"] / "rank=00001", writer_b, run["run-d"] / "_run.json"):
         assert str(path) in done.stdout
     assert str(shard_c) in done.stderr

@@ -13,7 +13,7 @@ import pytest
 from recorder.daemon import fleet
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.fleet import NODE, node_name, plan_prune, prune, set_keep
-from recorder.format.rundir import encode_manifest
+from recorder.format.rundir import encode_manifest, index_name
 from recorder.system.text import size
 from tests.daemon.support import at_work, files, objects, ship
 from tests.daemon.test_shipping import prefix_of, small_run
@@ -48,7 +48,7 @@ def test_a_prune_removes_what_is_old_and_neither_marked_nor_under_way(
     assert (code, daemon.counters.total("uploads")) == (0, 0), "a node does not put it there again"
 
 
-def test_once_says_what_a_pruned_run_did_not_ship(tmp_path: Path, store: StoreServer, to: str) -> None:
+def test_once_names_what_a_pruned_run_did_not_ship(tmp_path: Path, store: StoreServer, to: str, cli: Cli) -> None:
     run = small_run(tmp_path)
     assert ship(tmp_path, to)[0] == 0
     destination = parse_destination(to, Throttle(0))
@@ -58,8 +58,10 @@ def test_once_says_what_a_pruned_run_did_not_ship(tmp_path: Path, store: StoreSe
     late = HandmadeWriter(run, 2)
     late.add_shard([[make_row(0, np.ones(64, np.float32), rank=2)]])
     late.finish(state="closed")
-    code, daemon = ship(tmp_path, to)
-    assert code == 1 and daemon.left > 0
+    found = cli("daemon", "--once", "--watch", run.parent, "--to", to, "--state", tmp_path / "state")
+    assert found.exit_code == 1
+    shard = late.directory / "tensors-000000.arrow"
+    assert f"2 files not there: {shard.with_name(index_name(shard.name))}, {shard}; 1 run pruned" in found.out
 
 
 def test_a_run_that_changes_between_the_look_and_the_prune_stays(tmp_path: Path, store: StoreServer, to: str) -> None:

@@ -191,7 +191,7 @@ def test_a_run_that_ends_while_the_store_hangs_is_to_go(tmp_path: Path, store: S
             is_over.set()
             store.before = lambda method, path: None
         wait_until(lambda: one.is_settled)
-        assert one.backlog == []
+        assert one.backlog == {}
 
 
 def test_the_age_of_statistics_grows_while_nothing_of_a_run_can_be_shipped(

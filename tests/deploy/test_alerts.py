@@ -60,7 +60,7 @@ class Node:
             writers=dict(enumerate(writers)),
             all_writers=writers,
             newest_writers=writers,
-            backlog=[],
+            backlog={},
             is_settled=False,
             has_looked=True,
             findings={},
@@ -101,7 +101,7 @@ class Node:
 
 def grow_backlog(node: Node) -> None:
     begun_ns = int((time.time() - 60 * (node.minute - BEGINS)) * 1e9)
-    node.run.backlog = [Stamp(1 << 20, begun_ns, 1)] * (node.minute - BEGINS + 1)
+    node.run.backlog = {str(n): Stamp(1 << 20, begun_ns, 1) for n in range(node.minute - BEGINS + 1)}
 
 
 def hang(node: Node) -> None:

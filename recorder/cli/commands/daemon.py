@@ -113,7 +113,8 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
         code = daemon.run_once()
         num_uploads, num_bytes = (daemon.counters.total(name) for name in ("uploads", "uploaded_bytes"))
         news = f"{counted(num_uploads, 'upload')} with {size(num_bytes)}" if num_uploads else "nothing new"
-        lacking = [f"{counted(daemon.left, 'file')} not there"] if daemon.left else []
+        left = sorted(map(printable_line, daemon.left))
+        lacking = [f"{counted(len(left), 'file')} not there: {listed(left)}"] if left else []
         if daemon.unshipped:
             lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
         if daemon.strangers:

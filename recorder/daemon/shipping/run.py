@@ -162,18 +162,20 @@ class RunShipper:
         return list(newest.values())
 
     @property
-    def backlog(self) -> list[Stamp]:
-        """The sealed files that the destination has not confirmed, listed now, as no job ends while the store hangs."""
+    def backlog(self) -> dict[str, Stamp]:
+        """The sealed files that the destination lacks, by path, listed now, as no job ends while the store hangs."""
         is_out = self.there.conflict and not self.there.was_pruned
         if self.is_settled or is_out or self.unreadable:
-            return []
-        found: list[Stamp] = []
+            return {}
+        found: dict[str, Stamp] = {}
         with contextlib.suppress(OSError), self.there.open() as folder:
             for names in list_run(folder)[0]:
                 with contextlib.suppress(OSError), folder.below(*names) as inner:
                     files = list_writer(inner)
                     sealed, has = (files.sealed | files.indexes).items(), self.there.ledger.has
-                    found += [stamp for name, stamp in sealed if not has("/".join((*names, name)), stamp)]
+                    found |= {
+                        f"{inner.path}/{name}": one for name, one in sealed if not has("/".join((*names, name)), one)
+                    }
         return found
 
     @property
