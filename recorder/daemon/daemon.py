@@ -97,7 +97,7 @@ class Daemon:
         self.damaged: list[str] = []
         """The damage that `run_once` has found, a sentence a run."""
         self.strangers: list[str] = []
-        """The paths in directories of runs that are none of the runs', and that `run_once` has not shipped."""
+        """Paths that are part of no run, which `run_once` has not shipped. Files beside a run are left out."""
         self.url, self.port = "", 0
         """The URL and the port of the metrics; empty and 0 if they are not served."""
 
@@ -182,7 +182,8 @@ class Daemon:
             self._finish()
             self.left = [f"{one.path}/{name}" for run in self.runs for one in run.all_writers for name in one.backlog]
             self.left += [path for run in self.runs if run.there.was_pruned for path in run.backlog]
-            self.strangers = [path for run in self.runs for path in run.strangers]
+            beside = sorted([*self._counts.foreign, *self._counts.refused]) if not self._runs else []
+            self.strangers = [path for run in self.runs for path in run.strangers] or beside
             what = (self.counters.total("conflicts"), self.left, self.unshipped, self.damaged, self.strangers)
             return int(not is_all_there or any(what))
 

@@ -222,11 +222,11 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
     if RUN_MANIFEST in entries.files and names:
         yield names
         return
-    counts.refused += entries.refused
-    counts.foreign += entries.files
+    counts.refused += [f"{folder.path}/{name}" for name in entries.refused]
+    counts.foreign += [f"{folder.path}/{name}" for name in entries.files]
     for name in entries.directories:
         if len(names) == _MAX_DEPTH or name.startswith("_"):
-            counts.foreign.append(name)
+            counts.foreign.append(f"{folder.path}/{name}")
             continue
         try:
             with folder.below(name) as inner:

@@ -237,10 +237,22 @@ def test_once_says_what_is_damaged_or_foreign_in_a_run_and_is_no_success(tmp_pat
     found = cli(*words, "--keep-local", "0s")
     assert found.exit_code == 1
     assert f"damaged here: {gone.parent}: 4 of 8 rows that were written are gone" in found.out
-    said = f"none of the runs', and not shipped: {watched}/run-b/mine.txt, {watched}/run-b/rank=00001/mine;"
+    said = f"part of no run, and not shipped: {watched}/run-b/mine.txt, {watched}/run-b/rank=00001/mine;"
     assert said in found.out
     assert found.out.endswith("; 1 run removed here\n")
     assert {path.name for path in watched.iterdir()} == {"run-a", "run-b", "notes.txt", NODE}
+
+
+def test_once_names_what_lies_in_a_folder_without_any_run_and_is_no_success(tmp_path: Path, cli: Cli) -> None:
+    watched = tmp_path / "recordings"
+    (watched / "old").mkdir(parents=True)
+    words = ("daemon", "--once", "--watch", watched, "--to", tmp_path / "there", "--state", tmp_path / "state")
+    assert cli(*words).exit_code == 0, "a job that records nothing"
+    (watched / "old" / "tensors-000000.arrow").write_text("x")
+    (watched / "linked").symlink_to(tmp_path)
+    found = cli(*words)
+    said = f"part of no run, and not shipped: {watched}/linked, {watched}/old/tensors-000000.arrow"
+    assert (found.exit_code, found.out) == (1, f"0 runs: nothing new; {said}\n")
 
 
 def test_the_index_says_what_once_has_found_damaged_until_once_finds_it_mended(

@@ -118,7 +118,7 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
         if daemon.unshipped:
             lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
         if daemon.strangers:
-            lacking.append(f"none of the runs', and not shipped: {listed(map(printable_line, daemon.strangers))}")
+            lacking.append(f"part of no run, and not shipped: {listed(map(printable_line, daemon.strangers))}")
         lacking += [f"damaged here: {printable_line(why)}" for why in daemon.damaged]
         if num_pruned := sum(run.there.was_pruned for run in daemon.runs):
             lacking.append(f"{counted(num_pruned, 'run')} pruned at the destination, and not uploaded again")
