@@ -339,6 +339,8 @@ def plan_prune(
 
 
 def _no_such_run(destination: Destination, key: str) -> LookupFailedError:
+    if key and destination.get(f"{PRUNED}/{key}.json") is not None:
+        return LookupFailedError(f"{destination.url}/{key}: was pruned: an earlier prune has removed the run")
     return LookupFailedError(f"{destination.url}/{key}: no such run; `recorder ls {destination.url}` lists them")
 
 

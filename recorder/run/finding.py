@@ -34,6 +34,8 @@ from ..system.text import counted, listed, moment
 _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
 _MAX_LISTED = 8
 _MAX_PRUNED = 20
+_MAX_DEPTH = 5
+"""The most folders above a run in which a destination may be."""
 _logger = logging.getLogger("recorder")
 
 
@@ -170,10 +172,21 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
     if matches:
         begin = f"{len(matches)} runs begin so: {'; '.join(_described(matches))}"
         raise LookupFailedError(f"{location}: {begin}; type more of the name or the directory")
+    _refuse_pruned(location, folders)
     where = " or ".join(map(str, dict.fromkeys(folders)))
     if re.fullmatch(r"@[+-]?\d*", location.name):
         raise NotARunError(f"{location}: no such run; @-1 is the newest, @-2 the one before")
     raise NotARunError(f"{location}: no such directory{_nearest(location, runs, where)}")
+
+
+def _refuse_pruned(location: Location, folders: Sequence[Location]) -> None:
+    """Raise NotARunError if a prune has removed the run from the destination that it is looked for at."""
+    above: Sequence[Location] = location.absolute().parents
+    names = [location.name, *(one.name for one in above)]
+    places = [(folder, "/".join(reversed(names[: depth + 1]))) for depth, folder in enumerate(list(above)[:_MAX_DEPTH])]
+    for folder, key in [*places, *((folder, location.name) for folder in folders)]:
+        if store_of(folder).is_file(folder / PRUNED / f"{key}.json"):
+            raise NotARunError(f"{location}: was pruned from {folder}: `recorder daemon prune` has removed the run")
 
 
 def _newest_in(folder: Location, warn: Callable[..., None]) -> Location:

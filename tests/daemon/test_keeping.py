@@ -91,6 +91,10 @@ def test_the_command_removes_nothing_without_a_yes(tmp_path: Path, cli: Cli, mon
     assert not (there / "run-a").exists()
     found = cli("ls", there)
     assert (found.exit_code, found.out) == (0, f"{there}: no run is left here; 1 run was pruned: run-a\n")
+    found = cli("ls", there / "run-a")
+    assert found.exit_code == 2 and f"{there}/run-a: was pruned from {there}: `recorder daemon prune`" in found.err
+    found = cli("daemon", "prune", "run-a", "--to", there)
+    assert found.exit_code == 2 and f"file://{there}/run-a: was pruned: an earlier prune" in found.err
 
 
 def test_a_prune_where_nothing_is_says_so(tmp_path: Path, cli: Cli) -> None:
