@@ -52,7 +52,7 @@ const RUN_COLUMNS = [
   ["run", (run) => run.name, (run) => el("a", { href: `run/${encodeURIComponent(run.directory)}/` }, run.name)],
   ["loss", (run) => run.loss?.findLast((one) => one !== null) ?? Infinity, (run) => sparkline(run.loss ?? [])],
   ["findings", (run) => -(run.found?.length ?? -1), (run) => run.found && el("span", { class: run.found.length ? "flag wrong" : "flag right",
-    title: visible(run.found.join("\n")) }, run.found.length ? String(run.found.length) : "✓")],
+    title: run.found.map(visible).join("\n") }, run.found.length ? String(run.found.length) : "✓")],
   ["state", (run) => statesOf(run), (run) => statesOf(run)],
   ["step", (run) => -(run.step ?? -1), (run) => (run.step === null ? "" : run.step.toLocaleString("en"))],
   ["ranks", (run) => -run.ranks, (run) => el("a", { href: `ranks?${new URLSearchParams({ run: run.directory })}` }, String(run.ranks))],
@@ -262,7 +262,7 @@ class RanksPage {
     this.note.textContent = ranks.length ? [`${plural(ranks.length, "rank")} on ${plural(nodes.size, "node")}: ${statesOf({ states })}`,
       known.length ? `step ${Math.min(...known)} to ${Math.max(...known)}` : "no step yet", `${number((rank) => rank.findings.length)} with findings in training`,
       `${number(droppedOf)} that dropped rows`].join("; ") : this.all?.length ? `No rank has "${visible(this.wanted)}" in its node, state or findings.` : "No rank is shown yet.";
-    const found = this.found?.length && el("a", { href: `run/${encodeURIComponent(this.run)}/`, title: visible(this.found.join("\n")) }, `recorder check has ${plural(this.found.length, "finding")} in the whole run`);
+    const found = this.found?.length && el("a", { href: `run/${encodeURIComponent(this.run)}/`, title: this.found.map(visible).join("\n") }, `recorder check has ${plural(this.found.length, "finding")} in the whole run`);
     if (found) put(this.note, "; ", found, ".");
     this.nodes.draw([...nodes].map(([host, some]) => nodeOf(host, some)));
     this.ranks.draw(ranks);
