@@ -435,8 +435,8 @@ def command_of(typed: str, one: ToldFindings) -> str:
         return ""
     if worst.rule == Replica.name:
         return shlex.join(["recorder", "first", typed])
-    if worst.rule == NotOptimized.name:  # no row has the parameter
-        return shlex.join(["recorder", "show", typed, worst.module_path])
+    if worst.rule == NotOptimized.name:  # no row has the parameter or its gradient; this names each parameter
+        return shlex.join(["recorder", "check", typed, "--rule", worst.rule, "--json"])
     words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
     words += ["--name", worst.name] if worst.site == "scalar" and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []

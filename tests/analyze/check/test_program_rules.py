@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recorder.analyze.check.check import check
+from recorder.analyze.check.check import check, command_of, told_of
 from recorder.checks.rule import Severity
 from tests.rigs.capturing import flagged
 
@@ -87,7 +87,11 @@ def test_what_is_left_out_by_an_optimizer_of_frozen_parameters_is_named(tmp_path
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
             model.zero_grad()
-    named = {(one.module_path, one.name) for one in check(recording.run, rules=["not_optimized"]).findings}
+    findings = check(recording.run, rules=["not_optimized"]).findings
+    named = {(one.module_path, one.name) for one in findings}
+    if findings:
+        typed = command_of("RUN", next(iter(told_of(findings)))[0])
+        assert typed == "recorder check RUN --rule not_optimized --json", "no row has the parameter"
     assert named == (set() if has_copies else {("1", "weight"), ("1", "bias")})
 
 
