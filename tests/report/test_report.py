@@ -430,6 +430,23 @@ def test_two_runs_are_drawn_beside_each_other(cli: Cli, tmp_path: Path) -> None:
     assert [row[:3] for row in blocks["against"].data["differing"]] == [[2, "net.fc", "output"]]
 
 
+def test_what_is_not_finite_in_one_run_alone_is_told_below_the_culprit(cli: Cli, tmp_path: Path) -> None:
+    for name, own, last in (("a", [("b", 1, np.nan)], 9.0), ("b", [], 3.0)):
+        rows: list[dict[str, Any]] = []
+        for path, step, value in [("a", 0, 1.0), ("a", 1, 2.0), *own, ("a", 2, last)]:
+            rows.append(make_row(len(rows), np.full(3, value, np.float32), step=step, module_path=path))
+        writer = HandmadeWriter(make_run(tmp_path / name), 0)
+        writer.add_shard([rows])
+        writer.finish()
+    told = f"before it: A alone has values that are not finite, since step 1: recorder first {tmp_path / 'a'}"
+    lines = cli("diff", tmp_path / "a", tmp_path / "b", "--brief").out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("culprit: step 2"))
+    assert lines[at + 1] == told
+    assert cli("diff", tmp_path / "b", tmp_path / "a").out.count("B alone has values that are not finite") == 1
+    cli("report", tmp_path / "a", "--against", tmp_path / "b", "-o", tmp_path / "r.html")
+    assert read_page(tmp_path / "r.html")["against"].data["culprits"][0]["text"].endswith(told)
+
+
 @pytest.fixture(scope="module")
 def page_of_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of more ranks than lines, one of which has a NaN."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -91,6 +93,7 @@ def _parts(
     yield from _reasons(result, most, common=options.common)
     yield from _faults(result, most)
     yield from accusations(result.culprits, most)
+    yield from nonfinite_before(a, b, result.culprits)
     if result.first is not None:
         yield _describe(result.first)
     if is_brief:
@@ -238,6 +241,34 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
         yield "note: of several culprits the first is sure; the others may follow from it"
     if limit and len(led) > limit:
         yield f"{len(led) - limit} more culprits (--limit 0 shows all)"
+
+
+def nonfinite_before(a: Run, b: Run, culprits: Sequence[Culprit]) -> Iterator[str]:
+    """Yield a line if one run alone has values that are not finite at a step before the first culprit.
+
+    Such a value may have no counterpart in the other run, as where the probe recorded it because it was not finite.
+    """
+    if not culprits:
+        return
+    (first_a, last_a), (first_b, last_b) = _first_nonfinite(a), _first_nonfinite(b)
+    sides = ("A", a, first_a, first_b, last_b), ("B", b, first_b, first_a, last_a)
+    for name, run, first, other_first, other_last in sides:
+        if first < min(culprits[0].step, other_first) and first <= other_last:
+            command = shlex.join(["recorder", "first", str(run.path)])
+            yield f"before it: {name} alone has values that are not finite, since step {first:.0f}: {command}"
+
+
+def _first_nonfinite(run: Run) -> tuple[float, float]:
+    """Return the first step with a value that is not finite, infinity if all are finite, and the last step."""
+    first, last = math.inf, -math.inf
+    for writer in run.writers:
+        for shard in writer.shards:
+            for rows in shard.columns(["step", "nan_count", "inf_count"]):
+                is_bad = pc.or_kleene(pc.greater(rows.column("nan_count"), 0), pc.greater(rows.column("inf_count"), 0))
+                bad = pc.min(rows.column("step").filter(is_bad)).as_py()
+                first = first if bad is None else min(first, bad)
+                last = max(last, pc.max(rows.column("step")).as_py() or 0)
+    return first, last
 
 
 def _accused(culprit: Culprit) -> str:
