@@ -395,6 +395,9 @@ class Daemon:
         if run.needs_repair:
             self._errand(run, lambda: errands.repair(run))
             return
+        if any(writer.needs_count for writer in run.all_writers):
+            self._errand(run, lambda: errands.count(run))
+            return
         if self._is_outdated(run, now_s) and not self.shared.is_once:
             self._errand(run, lambda: self._remove(run))
             return

@@ -31,6 +31,7 @@ from ..errors import CommandError, ConfigError, RunError
 from ..format.commands import COMMAND_BYTES, COMMANDS, MAX_COMMANDS, UNDO, Command, command_name, parse_command_name
 from ..format.commands import read_command as read_members
 from ..format.rundir import RUN_MANIFEST, parse_json
+from ..read.writers import find_writers
 from ..storage.commands import CommandFolder, send
 from .destination import Destination, TakenError
 from .shipping.run import RunShipper
@@ -89,6 +90,17 @@ def repair(run: RunShipper) -> None:
     for writer in ended:
         writer.was_repaired = True
     run.look_again()
+
+
+def count(run: RunShipper) -> None:
+    """Count the rows and steps of killed writers, because a status ends seconds before the rows do."""
+    uncounted = [writer for writer in run.all_writers if writer.needs_count]
+    for writer in uncounted:
+        writer.counted = writer.num_rows, writer.summary()["step"]  # also where the run cannot be read
+    found = {(one.rank, one.name): one for one in find_writers(Path(run.path))}
+    for writer in uncounted:
+        if one := found.get((writer.rank, writer.names[1])):
+            writer.counted = one.num_rows, one.last_step
 
 
 def check(run: RunShipper) -> list[dict[str, Any]]:

@@ -175,13 +175,17 @@ def test_a_dead_writer_is_sealed_and_shipped(tmp_path: Path, store: StoreServer,
     run = make_run(tmp_path / "recordings" / "run-a")
     writer = HandmadeWriter(run)
     writer.add_shard([[make_row(0, np.ones(8, np.float32))]], is_sealed=False, tail=b"\xff\xff\xff\xff\x10")
-    writer.add_shard([[make_row(1, np.ones(8, np.float32), encoding=None)]], kind="stats", is_sealed=False)
+    writer.add_shard([[make_row(1, np.ones(8, np.float32), step=1, encoding=None)]], kind="stats", is_sealed=False)
     pid = os.fork()
     if not pid:
         os._exit(0)
     os.waitpid(pid, 0)
     writer.finish(state="recording", host=os.uname().nodename, pid=pid)
-    assert ship(tmp_path, to)[0] == 0
+    (writer.directory / "_status.json").write_bytes(encode_status({"state": "recording", "step": 0, "written": 1}))
+    for _ in range(2):
+        code, daemon = ship(tmp_path, to)
+        (summary,) = (one.summary() for one in daemon.runs)
+        assert (code, summary["rows"], summary["last_step"]) == (0, 2, 1), "as the shards have it, not the status"
     found = objects(store, prefix_of(to))
     assert not any(name.endswith(".open") for name in found)
     assert found == files(run.parent)

@@ -62,6 +62,8 @@ class WriterShipper:
         self.lifetime = Lifetime()
         self.balance = Balance()
         """The balance in the manifest or in the status, whichever is later."""
+        self.counted: tuple[int, int | None] | None = None
+        """The rows and the last step of a writer that was killed, as its shards have them: its status is older."""
         self.step_changed_s = 0.0
         self.path = f"{there.path}/{rank}/{writer}"
         self.unreadable = ""
@@ -138,12 +140,19 @@ class WriterShipper:
         return name.lstrip("_").startswith("tensors")
 
     @property
+    def needs_count(self) -> bool:
+        """True if a killed writer's shards are sealed, and nobody has counted what they hold."""
+        return self.state == "dead" and self.is_settled and self.counted is None
+
+    @property
     def num_rows(self) -> int:
+        if self.counted is not None:
+            return self.counted[0]
         return self.balance.written - self.balance.retired_rows
 
     def summary(self) -> dict[str, Any]:
         state = {"alive": "recording", "closed": "closed"}.get(self.state, "unclosed")
-        step = self.status.get("step")
+        step = self.status.get("step") if self.counted is None else self.counted[1]
         return {
             "rank": self.rank,
             "state": state,
