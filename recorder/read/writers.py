@@ -333,7 +333,7 @@ def list_writers(folder: Location) -> list[str]:
 
     def files(name: str) -> list[str]:
         try:
-            return store.list_directory(folder / name, directories=False)
+            return store.list_directory(folder / name, directories=False, is_part=lambda entry: True)
         except NotARunError:
             return [rundir.WRITER_MANIFEST]  # whoever opens the writer says why it cannot be listed
 

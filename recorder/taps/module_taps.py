@@ -368,6 +368,10 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TapError(
             f"objective: the name is {type(name).__name__} {one_line(name)[:50]!r}; expected a constant text"
         )
+    if not name or ":" in name or "#" in name:
+        raise TapError(f"objective: the name is {name[:50]!r}; expected letters without ':' and '#', which name pairs")
+    if not isinstance(tensor, torch.Tensor):
+        raise TapError(f"objective {name[:50]!r}: expected the shared tensor, got {type(tensor).__name__}")
     return tap(f"{OBJECTIVE}{name}", tensor.view_as(tensor))
 
 

@@ -102,5 +102,10 @@ def test_the_objective_whose_loss_turned_nan_is_named(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
+    for name in ("", "a:b", "a#2"):
+        with pytest.raises(TapError, match="expected letters without ':' and '#'"):
+            recorder.objective(name, torch.ones(2))
+    with pytest.raises(TapError, match="objective 'a': expected the shared tensor, got NoneType"):
+        recorder.objective("a", None)  # type: ignore[arg-type]
     with pytest.raises(TapError, match="objective: the name is int"):
         recorder.objective(3, torch.ones(1))  # type: ignore[arg-type]

@@ -359,7 +359,7 @@ class Jump(CurveRule):
 
 class LossStuck(CurveRule):
     name = "loss"
-    sentence = "The loss stands still where it began, rises far above where it began, or leaps and stays up."
+    sentence = "The loss stands still, rises far above where it began, or leaps and stays up."
     sites, columns = ("scalar",), ("mean",)
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
