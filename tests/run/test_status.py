@@ -51,6 +51,10 @@ def dead_pid() -> int:
     return child.pid
 
 
+BEGUN = "000000-0123456789ab"
+"""The name of a writer's directory, which alone says that it is one."""
+
+
 def test_the_state_of_a_rank_is_what_its_writer_and_its_process_show(run: Path, dead_pid: int) -> None:
     show(run, 0)
     show(run, 1, state="closed", pid=dead_pid)
@@ -59,10 +63,10 @@ def test_the_state_of_a_rank_is_what_its_writer_and_its_process_show(run: Path, 
     show(run, 4, host="elsewhere", pid=dead_pid)
     show(run, 5, host="elsewhere", pid=dead_pid, age_s=60)
     show(run, 6, state="failed")
-    (run / "rank=00007" / "000000-a").mkdir(parents=True)
+    (run / "rank=00007" / BEGUN).mkdir(parents=True)
     (run / "rank=00008").mkdir()
-    (run / "rank=00009" / "000000-a").mkdir(parents=True)  # killed before its first word
-    os.utime(run / "rank=00009" / "000000-a", (time.time() - 90, time.time() - 90))
+    (run / "rank=00009" / BEGUN).mkdir(parents=True)  # killed before its first word
+    os.utime(run / "rank=00009" / BEGUN, (time.time() - 90, time.time() - 90))
     states = {one.rank: one.state for one in RunWatch(run).look()}
     assert states == {
         **{0: "recording", 1: "closed", 2: "killed", 3: "silent", 4: "recording", 5: "silent", 6: "failed"},
@@ -116,11 +120,11 @@ def test_links_pipes_and_large_files_are_no_status(run: Path, tmp_path: Path) ->
     secret = tmp_path / "secret"
     secret.write_bytes(encode_status({"step": 99}))
     for rank in range(4):
-        (run / f"rank={rank:05d}" / "w").mkdir(parents=True)
-    (run / "rank=00000" / "w" / STATUS).symlink_to(secret)
-    os.mkfifo(run / "rank=00001" / "w" / STATUS)
-    (run / "rank=00002" / "w" / STATUS).write_bytes(b" " * (1 << 20) + secret.read_bytes())
-    (run / "rank=00003" / "w" / STATUS).mkdir()
+        (run / f"rank={rank:05d}" / BEGUN).mkdir(parents=True)
+    (run / "rank=00000" / BEGUN / STATUS).symlink_to(secret)
+    os.mkfifo(run / "rank=00001" / BEGUN / STATUS)
+    (run / "rank=00002" / BEGUN / STATUS).write_bytes(b" " * (1 << 20) + secret.read_bytes())
+    (run / "rank=00003" / BEGUN / STATUS).mkdir()
     found = RunWatch(run).look()
     assert [(one.rank, one.state, one.status.has_step) for one in found] == [(n, "starting", False) for n in range(4)]
     (run / "rank=00004").symlink_to(run / "rank=00000")
