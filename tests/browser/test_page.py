@@ -856,7 +856,7 @@ def test_ranks_and_graph_have_their_numbers_as_csv(open_page: Open, trained: Pat
 
 def test_a_step_that_is_not_finite_is_nan_in_csv_and_no_smallest_number(open_page: Open, tmp_path: Path) -> None:
     run, writer = make_run(tmp_path / "run"), HandmadeWriter(tmp_path / "run")
-    rows = []
+    rows: list[dict[str, object]] = []
     for step, value in enumerate((2.0, 1.0, np.nan)):
         for more in ({"module_path": "a"}, {"module_path": "", "site": "scalar", "name": "loss"}):
             row = make_row(len(rows), np.full(4 if len(more) == 1 else (), value, np.float32), step=step)

@@ -149,7 +149,7 @@ def test_the_list_is_sorted_and_searched(look: Look, tmp_path: Path) -> None:
         page.get_by_role("button", name="run").click()
         assert names.all_inner_texts() == ["two", "three", "one"]
         page.wait_for_selector(".runs .flag.wrong", timeout=_WAIT_MS)  # the rules were asked meanwhile
-        assert "\n" in page.locator(".runs .flag.wrong").first.get_attribute("title") or ""  # a finding a line
+        assert "\n" in (page.locator(".runs .flag.wrong").first.get_attribute("title") or "")  # a finding a line
         assert page.locator(".sparkline").count() == 3
         page.locator("#find").fill("three")
         assert names.all_inner_texts() == ["three"]

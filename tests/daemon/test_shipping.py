@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import recorder
+from recorder.daemon.daemon import Daemon
 from recorder.daemon.destination import StoredObject, Throttle, parse_destination
 from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
@@ -259,6 +261,10 @@ def test_once_names_what_lies_in_a_folder_without_any_run_and_is_no_success(tmp_
     assert (found.exit_code, found.out) == (1, f"0 runs: nothing new; {said}\n")
 
 
+def are_settled(daemon: Daemon, num_runs: int) -> bool:
+    return len(daemon.runs) == num_runs and all(one.is_settled for one in daemon.runs)
+
+
 def test_the_index_says_what_once_has_found_damaged_until_once_finds_it_mended(
     tmp_path: Path, store: StoreServer, to: str, cli: Cli
 ) -> None:
@@ -275,7 +281,7 @@ def test_the_index_says_what_once_has_found_damaged_until_once_finds_it_mended(
         assert f"run-a: damaged: {why}" in found.out
         with at_work(tmp_path, to) as other:
             small_run(tmp_path, name)
-            wait_until(lambda num=num_runs: len(other.runs) == num and all(one.is_settled for one in other.runs))
+            wait_until(partial(are_settled, other, num_runs))
     assert [one["problems"] for one in cli("ls", to, "--json").json["runs"]] == [[why], [], []]
     store.client.delete_object(Bucket=BUCKET, Key=f"{prefix_of(to)}/{shard.relative_to(run.parent)}")
     shard.write_bytes(whole)
