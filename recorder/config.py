@@ -342,8 +342,9 @@ def _why_unusable(path: Path) -> str | None:
     """Return why no directory can be made at a path, which may be missing; None if one can, or if a parent decides."""
     try:
         if not path.is_dir():
-            # The target of the link is missing, and a directory is never made through a link.
-            return "is no directory" if os.path.lexists(path) else None
+            # The target of the link is missing, and a directory is never made through a link. Or another rank makes the
+            # directory just now.
+            return "is no directory" if os.path.lexists(path) and not path.is_dir() else None
         if os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             return None
         return "is on a read-only file system" if os.statvfs(path).f_flag & os.ST_RDONLY else "cannot be written"
