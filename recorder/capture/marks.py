@@ -110,7 +110,7 @@ def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
     splits = [split_of(parameter) for parameter in module._parameters.values()]
     if ranks := next((split.ranks for split in splits if split is not None and split.ranks), ()):
         return ranks
-    is_cut = any(splits) or any(is_marked(parameter) for parameter in module._parameters.values())
+    is_cut = any(splits) or any(map(is_marked, module._parameters.values()))
     if not is_cut and not any(isinstance(getattr(module, size, None), int) for size in _SIZES):
         return ()
     name = "EXPERT_TENSOR_PARALLEL" if getattr(module, "is_expert", False) else "TENSOR_MODEL_PARALLEL"

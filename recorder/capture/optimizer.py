@@ -171,6 +171,12 @@ class OptimizerHooks:
         self._groups[id(optimizer)] = weakref.ref(optimizer), ids
         return ids
 
+    def _numbered_groups(self, optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the parameter groups that an optimizer steps with, each with its number among all of them."""
+        ids = self.know_groups(optimizer)
+        for i, group in enumerate(optimizer.param_groups):
+            yield ids.index(id(group)) if id(group) in ids else i, group
+
     def _live(self) -> list[Optimizer]:
         return [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
 
@@ -483,7 +489,7 @@ class OptimizerHooks:
         rates = {
             id(parameter): f"lr.{self.name_of(one)}.{i}"
             for one in live
-            for i, group in enumerate(one.param_groups)
+            for i, group in self._numbered_groups(one)
             for parameter in group["params"]
         }
         for root in self._capture.roots:
@@ -492,9 +498,8 @@ class OptimizerHooks:
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
         root = next((o.root_name for o in map(self._rows_of, _parameters(optimizer)) if o is not None), None)
-        ids = self.know_groups(optimizer)
-        for i, group in enumerate(optimizer.param_groups):
-            rate, number = group.get("lr"), ids.index(id(group)) if id(group) in ids else i
+        for number, group in self._numbered_groups(optimizer):
+            rate = group.get("lr")
             if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer computes the rate itself
                 self._capture.scalars.record(
                     f"lr.{name}.{number}", rate if isinstance(rate, torch.Tensor) else float(rate), root

@@ -68,7 +68,10 @@ def write_picture(run: Run, path: Path, panel: str, *, force: bool = False) -> i
     check_statistics(run, axes, collected)
     first, last = collected.steps_known()["ends"]
     at = np.linspace(first - 0.5, last + 0.5, _WIDTH)
-    drawn = PANELS[panel](collected, at, first_nonfinite(told_by_check(check(run).findings, str(run.path))))
+    first_bad = None
+    if panel in _MARKED:
+        first_bad = first_nonfinite(told_by_check(check(run).findings, str(run.path)))
+    drawn = PANELS[panel](collected, at, first_bad)
     if drawn is None:
         raise LookupFailedError(f"{run.name} has no values for --png {panel}")
     height = len(drawn.pixels)
@@ -321,3 +324,5 @@ PANELS: Mapping[str, Callable[[StatisticsBlocks, _Floats, _First], _Drawn | None
     "experts": partial(_map, sites=("output",), modules=r"(^|\.)experts\.\d+$", statistic="numel"),
 }
 """The panels by the names that `recorder report --png` takes; a panel is None where there is nothing for it."""
+_MARKED = ("map", "gradients", "experts", "ranks")
+"""The panels that mark the first value that is not finite, for which the rules have to be asked."""
