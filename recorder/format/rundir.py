@@ -257,7 +257,8 @@ class Members:
 
     def count(self, key: str) -> int:
         """Return a member that is an integer from 0 to 2^63 - 1; 0 by default."""
-        return self.optional_count(key) or 0
+        value: Any = self.raw.get(key)
+        return value if type(value) is int and 0 <= value < 1 << 63 else self.optional_count(key) or 0
 
     def optional_count(self, key: str) -> int | None:
         value: Any = self.raw.get(key)
@@ -329,7 +330,10 @@ class Members:
 
     def plain(self, kind: Any, *but: str) -> dict[str, Any]:
         """Return the members for a dataclass's fields of plain types, by name, without the fields in `but`."""
-        return {name: read(self, name) for name, read in _plain_fields(kind) if name not in but}
+        get = self.raw.get
+        return {
+            name: default if get(name) is None else read(self, name) for name, read, default in _plain_fields(kind, but)
+        }
 
     def _chosen(self, key: str, is_sound: Callable[[Any], bool], expected: str) -> list[Any]:
         value: Any = self.raw.get(key)
@@ -358,22 +362,23 @@ class Members:
         return path
 
 
-_READERS: dict[Any, Callable[[Members, str], Any]] = {
-    "str": Members.text,
-    "str | None": Members.optional_text,
-    "int": Members.count,
-    "int | None": Members.optional_count,
-    "bool": Members.flag,
-    "bool | None": Members.optional_flag,
-    "float": Members.number,
-    "tuple[str, ...]": Members.texts,
+_READERS: dict[Any, tuple[Callable[[Members, str], Any], Any]] = {
+    "str": (Members.text, ""),
+    "str | None": (Members.optional_text, None),
+    "int": (Members.count, 0),
+    "int | None": (Members.optional_count, None),
+    "bool": (Members.flag, False),
+    "bool | None": (Members.optional_flag, None),
+    "float": (Members.number, 0.0),
+    "tuple[str, ...]": (Members.texts, ()),
 }
-"""The function, by a field's annotation, that reads the member for a dataclass's field."""
+"""By a field's annotation, the function that reads the member for a dataclass's field, and what it reads of none."""
 
 
 @lru_cache(maxsize=64)
-def _plain_fields(kind: Any) -> list[tuple[str, Callable[[Members, str], Any]]]:
-    return [(field.name, _READERS[field.type]) for field in dataclasses.fields(kind) if field.type in _READERS]
+def _plain_fields(kind: Any, but: tuple[str, ...]) -> list[tuple[str, Callable[[Members, str], Any], Any]]:
+    plain = [field for field in dataclasses.fields(kind) if field.type in _READERS and field.name not in but]
+    return [(field.name, *_READERS[field.type]) for field in plain]
 
 
 class Shared:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ..errors import RunError
@@ -43,6 +44,9 @@ _GRACE_S = 3.0
 """The seconds that a status may be late before its writer counts as silent."""
 _BEGIN_S = 60.0
 """The most seconds from the creation of a writer's directory to its first status."""
+
+_SETTLED_NS = 2_000_000_000
+"""The age of a change, when its file was read, from which on a later change has another time in every file system."""
 
 ENDED = ("closed", "killed", "failed")
 """The states that a writer never leaves."""
@@ -117,6 +121,9 @@ class Status(Lifetime):
         return self.recent_bytes / self.recent_s if self.recent_s > 0 else 0.0
 
 
+_STATUS_MEMBERS = tuple(one.name for one in fields(Status))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNow:
     """The present state of one rank, from its newest writer."""
@@ -133,7 +140,7 @@ class RankNow:
 
     def members(self) -> dict[str, Any]:
         """Return all of this as JSON, with the rates."""
-        status: dict[str, Any] = {one.name: getattr(self.status, one.name) for one in fields(Status)}
+        status: dict[str, Any] = {name: getattr(self.status, name) for name in _STATUS_MEMBERS}
         status |= {name: [asdict(one) for one in status[name]] for name in ("commands", "findings")}
         step = self.status.step if status.pop("has_step") else None
         own = {name: getattr(self, name) for name in ("rank", "state", "silent_s", "num_writers", "num_alive")}
@@ -149,6 +156,10 @@ class _StatusFile:
     """False if there is only a manifest and no status."""
     changed_ns: int = 0
     inode: int = 0
+    read_ns: int = 0
+    """The time at which the status was read last; a change right before it may have been followed by another one."""
+    members: dict[str, Any] | None = None
+    """The status in the document of the writer's node, where a node shows it."""
 
 
 class RunWatch:
@@ -157,16 +168,18 @@ class RunWatch:
     def __init__(self, run: Location) -> None:
         self.run = run
         self._store = store_of(run)
-        self._seen: dict[Location, _StatusFile] = {}
+        self._seen: dict[tuple[str, str], _StatusFile] = {}
+        self._lock = Lock()
 
     def look(self) -> list[RankNow]:
         """Return the present state of every rank, sorted by rank.
 
-        Raises NotARunError if the run's directory cannot be listed any more.
+        Raises NotARunError if the run's directory cannot be listed any more. Any thread may call this.
         """
-        self._store.refresh()
-        ranks = (self._describe(rank, writers) for rank, writers in (self._shown() or self._listed()).items())
-        return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
+        with self._lock:
+            self._store.refresh()
+            ranks = (self._describe(rank, writers) for rank, writers in (self._shown() or self._listed()).items())
+            return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
 
     def _shown(self) -> dict[int, list[_StatusFile]]:
         """Return the writers by the documents of a shipped run's nodes, for which the run need not be listed."""
@@ -174,15 +187,28 @@ class RunWatch:
         for key, (changed_ns, members) in self._store.shown_statuses(self.run).items():
             folder, _, name = key.partition("/")
             if (rank := parse_rank_dir(folder)) is not None:
-                seen = _StatusFile(self.run / folder / name, _parse(name, members), True, changed_ns)
+                seen = self._seen_file(folder, name)
+                if seen.members is not members:  # else the node's document has not changed
+                    seen.status, seen.is_shown, seen.members = _parse(name, members), True, members
+                seen.changed_ns = changed_ns
                 of_rank.setdefault(rank, []).append(seen)
         return of_rank
 
     def _listed(self) -> dict[int, list[_StatusFile]]:
-        parents = {rank: self.run / name for name, rank in writer_folders(self.run) if rank is not None}
-        of_rank = {rank: [parent / name for name in list_writers(parent)] for rank, parent in parents.items()}
-        seen = iter(list(self._store.each(self._refresh, [one for sources in of_rank.values() for one in sources])))
-        return {rank: [next(seen) for _ in sources] for rank, sources in of_rank.items()}
+        of_rank = {
+            rank: [self._seen_file(folder, name) for name in list_writers(self.run / folder)]
+            for folder, rank in writer_folders(self.run)
+            if rank is not None
+        }
+        for _ in self._store.each(self._refresh, [one for files in of_rank.values() for one in files]):
+            pass
+        return of_rank
+
+    def _seen_file(self, folder: str, name: str) -> _StatusFile:
+        if (seen := self._seen.get((folder, name))) is None:
+            status = Status(writer=name, has_step=False)
+            seen = self._seen[folder, name] = _StatusFile(self.run / folder / name, status)
+        return seen
 
     def _describe(self, rank: int, writers: list[_StatusFile]) -> RankNow | None:
         if not writers:
@@ -195,25 +221,23 @@ class RunWatch:
             num_writers=len(writers), num_alive=sum(state not in ENDED for state in states),
         )  # fmt: skip
 
-    def _refresh(self, directory: Location) -> _StatusFile:
+    def _refresh(self, seen: _StatusFile) -> None:
         """Read the files that have changed since the last look. A torn or invalid file changes nothing."""
-        seen = self._seen.get(directory)
-        if seen is None:
-            seen = self._seen[directory] = _StatusFile(directory, Status(writer=directory.name, has_step=False))
-        if seen.status.state == "closed":
-            return seen
-        if not self._read_status(seen) and not seen.is_shown:
+        if seen.status.state != "closed" and not self._read_status(seen) and not seen.is_shown:
             self._read_manifest(seen)
-        return seen
 
     def _read_status(self, seen: _StatusFile) -> bool:
-        path = seen.directory / STATUS
+        path, read_ns = seen.directory / STATUS, time.time_ns()
         try:
-            changed_ns = self._store.look_at(path).changed_ns
+            stat = self._store.look_at(path)
+            is_settled = seen.read_ns - stat.changed_ns > _SETTLED_NS
+            if seen.is_shown and is_settled and (stat.changed_ns, stat.inode) == (seen.changed_ns, seen.inode):
+                return True
             members = self._store.read_json(path, STATUS_BYTES)
         except (OSError, RunError):
             return False
-        seen.status, seen.is_shown, seen.changed_ns = _parse(seen.directory.name, members), True, changed_ns
+        seen.status, seen.is_shown, seen.read_ns = _parse(seen.directory.name, members), True, read_ns
+        seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
         return True
 
     def _read_manifest(self, seen: _StatusFile) -> None:

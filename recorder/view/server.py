@@ -45,7 +45,7 @@ from ..report.page import live_page, live_policy
 from ..report.top import told_by_check
 from ..run.finding import FLEET, ListedRun, find_run, fleet_runs, runs_in
 from ..run.run import Run
-from ..run.status import ENDED, RankNow, RunWatch
+from ..run.status import ENDED, RunWatch
 from ..storage.locations import Location, ObjectPath, location_of, store_of
 from .drawing import Drawing
 
@@ -260,14 +260,13 @@ _logger = logging.getLogger("recorder")
 class WatchedRun:
     """One run, and the thread that follows it."""
 
-    def __init__(self, location: Location, manifest: RunManifest) -> None:
+    def __init__(self, location: Location, manifest: RunManifest, ranks: RunWatch | None = None) -> None:
         self.name = manifest.name or location.name
         self.location = location
         self._boot = secrets.token_hex(4)
         self._drawing = Drawing(location, manifest)
         self._lock = threading.Lock()
-        self._ranks = RunWatch(location_of(str(location)))  # in a store of its own, which each look refreshes
-        self._ranks_lock = threading.Lock()
+        self.ranks = (ranks or RunWatch(location_of(str(location)))).look  # a store of its own: each look refreshes it
         self._stopped = threading.Event()
         self._wanted = threading.Event()
         self._num_watching = 0
@@ -294,10 +293,6 @@ class WatchedRun:
         self._stopped.set()
         self._wanted.set()
         self._thread.join(_CLOSE_S)
-
-    def ranks(self) -> list[RankNow]:
-        with self._ranks_lock:
-            return self._ranks.look()
 
     @property
     def now(self) -> str:
@@ -372,7 +367,8 @@ class Watching:
             location = self._location(name)
             if location is None:
                 return None
-            watched = self._watched[name] = WatchedRun(*find_run(location))
+            ranks = self._status.get(name) if isinstance(location, Path) else None  # what the list has read already
+            watched = self._watched[name] = WatchedRun(*find_run(location), ranks)
             return watched
 
     def _location(self, name: str) -> Location | None:

@@ -17,6 +17,7 @@ from recorder.errors import NotARunError
 from recorder.format.rundir import STATUS, STATUS_BYTES, encode_manifest, encode_status
 from recorder.read.writers import RecordedWriter
 from recorder.run.status import RankNow, RunWatch
+from recorder.storage.locations import LocalStore
 from tests.rigs.handmade import HandmadeWriter, make_run
 
 HERE = os.uname().nodename
@@ -114,6 +115,30 @@ def test_a_torn_status_leaves_what_was_known(run: Path) -> None:
     for torn in (b"", good[:100], good[:300] + b"\0" * (STATUS_BYTES - 300), good.replace(b'"step":8', b'"step":9')):
         path.write_bytes(torn)
         assert [one.status.step for one in watch.look()] == [7]
+
+
+def test_what_has_not_changed_is_not_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 ranks are as many files, and most of a page's time was to read and parse those of before."""
+    watch, path, read = RunWatch(run), show(run, 0, step=7, age_s=60), LocalStore.read_json
+    asked: list[tuple[Any, ...]] = []
+    show(run, 1, step=7)
+
+    def counted(*words: Any) -> Any:
+        asked.append(words)
+        return read(*words)
+
+    monkeypatch.setattr(LocalStore, "read_json", counted)
+    assert [one.status.step for one in watch.look()] == [7, 7] and len(asked) == 2
+    assert [one.status.step for one in watch.look()] == [7, 7]
+    assert [path.parts[-3] for _, path, _ in asked[2:]] == ["rank=00001"], "a clock may not tell two quick writes"
+    seen_ns = path.stat().st_mtime_ns + 1
+    path.write_bytes(encode_status({"step": 8}))
+    os.utime(path, ns=(seen_ns, seen_ns))
+    assert [one.status.step for one in watch.look()] == [8, 7]
+    shown = {"rank=00000/000000-a": (time.time_ns(), {"step": 9, "interval_s": 2.0, "host": "elsewhere"})}
+    monkeypatch.setattr(LocalStore, "shown_statuses", lambda self, run: shown)
+    (first,), (second,) = watch.look(), watch.look()
+    assert first.status.step == 9 and second.status is first.status, "nor is the document of a node parsed again"
 
 
 def test_links_pipes_and_large_files_are_no_status(run: Path, tmp_path: Path) -> None:
