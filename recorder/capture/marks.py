@@ -404,7 +404,25 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     hidden = getattr(module, "hidden_size_per_partition", None)
     if (heads := _heads(module, ranks)) and isinstance(hidden, int):  # the core of attention
         return CutCalls(ranks, {("input", 4, 2): heads, ("output", 0, -1): (hidden,)})
-    return None
+    return _cut_by_marked_weight(module, ranks)
+
+
+def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls | None:
+    """Return how a linear cuts of which nothing is marked but its weight [outputs, inputs], as of a program of its own.
+
+    Where the program reduces and gathers is not known, so equal values decide what the linear takes and gives whole.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    dim = getattr(weight, "partition_dim", -1)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or dim not in (0, 1) or not is_marked(weight):
+        return None
+    is_transposed = isinstance(bias, torch.Tensor) and bias.shape != weight.shape[:1]
+    if is_transposed or "Embedding" in type(module).__name__ or hasattr(module, "padding_idx"):
+        return None
+    site, sequence = ("output", "input") if dim == 0 else ("input", "output")
+    # the bias of a row linear is added to each rank's slice of the sequence
+    is_sequence = any(getattr(one, "sequence_parallel", False) is True for one in (module, bias))
+    return CutCalls(ranks, {(site, 0, -1): (weight.shape[dim],)}, _stride(weight), sequence if is_sequence else "")
 
 
 def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> CutCalls | None:

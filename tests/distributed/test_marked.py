@@ -18,14 +18,16 @@ from tests.rigs.jobs import SCRIPTS
 OF_ONE = ("whole", "whole_drop", "single_2", "single_4", "row_single_2", "row_single_4")
 OF_TWO = (
     "tp", "sp", "mains", "fault", "drop", "drop_seed", "turned", "flag_tp", "flag_unsummed", "flag_sp_forgot",
-    "dp_single_2", "parts",
+    "dp_single_2", "parts", "bare_tp", "bare_sp",
 )  # fmt: skip
 OF_FOUR = (
     "ddp_tp", "ddp_sp", "own_groups", "flag_ddp_tp", "dp_single_4", "tp_single_2", "flag_dp_single_4", "sp_parts",
     "mains_parts",
 )  # fmt: skip
 FRAMEWORKS = ("nanotron", "colossal")
-SOUND = ("tp", "sp", "mains", "ddp_tp", "ddp_sp", "own_groups", "parts", "sp_parts", "mains_parts")
+SOUND = (
+    "tp", "sp", "mains", "ddp_tp", "ddp_sp", "own_groups", "parts", "sp_parts", "mains_parts", "bare_tp", "bare_sp",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

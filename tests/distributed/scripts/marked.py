@@ -242,6 +242,11 @@ def train(name: str, group: Any, replicas: Any) -> None:
     is_sequence = "sp" in name
     torch.manual_seed(0)
     net = Net(group, is_sequence, 0.5 if "drop" in name else 0.0, "single" in name)
+    if "bare" in name:  # as in a program of its own, which marks the parameters alone
+        for module in net.modules():
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                for size in ("input_size", "output_size", "input_size_per_partition", "output_size_per_partition"):
+                    module.__dict__.pop(size, None)
     if "own_groups" in name:
         net.pg_collection = types.SimpleNamespace(tp=group, dp=replicas)  # type: ignore[assignment]
     of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
