@@ -21,7 +21,7 @@ import numpy as np
 from .. import __version__
 from ..analyze.check.check import check
 from ..analyze.diff.diff import diff
-from ..analyze.diff.reply import accusations, nonfinite_before
+from ..analyze.diff.reply import accusations
 from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
@@ -130,7 +130,6 @@ def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str
 def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBlock:
     names = ("step", "module_path", "site", "name", "kind", "max_abs", "of_max", "statistic", "statistic_rel")
     rows = compared.table.slice(0, _MAX_DIFFERING).select(list(names)).to_pylist()
-    before = list(nonfinite_before(a, b, compared.culprits))
     return PageBlock(
         name="against",
         data={
@@ -142,8 +141,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "num_differing": compared.table.num_rows,
             "facts": _unlike_facts(a, b),
             "culprits": [
-                {name: getattr(one, name) for name in _OF_CULPRIT}
-                | {"text": "; ".join([next(accusations([one], 1)), *(before if one is compared.culprits[0] else ())])}
+                {name: getattr(one, name) for name in _OF_CULPRIT} | {"text": next(accusations([one], 1))}
                 for one in compared.culprits[:_MAX_DIFFERING]
             ],
             "differing": [[row[name] for name in names] for row in rows],

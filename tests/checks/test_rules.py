@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rule import CheckRule, Finding, Severity
+from recorder.checks.rules import parameters as parameters_rules
 from recorder.checks.rules.activations import Attention, Dead, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
 from recorder.checks.rules.curves import Jump, LossStuck, Overfitting, Spike
@@ -599,6 +601,17 @@ def test_objectives_that_agreed_and_oppose_each_other_are_named(
     found = said(recorded, Flip)
     assert [(one.step, one.since) for one in found] == expected
     assert all("'main' and 'aux'" in one.what and one.detail.startswith("cosine about 0.6") for one in found)
+
+
+def test_however_long_objectives_oppose_each_other_a_few_numbers_are_remembered() -> None:
+    sizes = []
+    for num_records in (20, 20_000):
+        pair = parameters_rules._Agreement(0)
+        for step in range(num_records):
+            pair.add(step, 0.5 if step < 10 else -0.5, 100)
+        assert (pair.num, pair.cosine, pair.positive, pair.since) == (10, 0.5, 1.0, 10)
+        sizes.append(len(pickle.dumps(pair)))
+    assert sizes[1] < sizes[0] + 20
 
 
 @pytest.mark.parametrize(("cosine", "steps", "is_told"), [(-0.4, 60, True), (-0.4, 20, False), (0.0, 60, False)])

@@ -430,7 +430,9 @@ def test_two_runs_are_drawn_beside_each_other(cli: Cli, tmp_path: Path) -> None:
     assert [row[:3] for row in blocks["against"].data["differing"]] == [[2, "net.fc", "output"]]
 
 
-def test_what_is_not_finite_in_one_run_alone_is_told_below_the_culprit(cli: Cli, tmp_path: Path) -> None:
+def test_the_first_value_that_one_run_alone_has_because_it_is_not_finite_is_the_culprit(
+    cli: Cli, tmp_path: Path
+) -> None:
     for name, own, last in (("a", [("b", 1, np.nan)], 9.0), ("b", [], 3.0)):
         rows: list[dict[str, Any]] = []
         for path, step, value in [("a", 0, 1.0), ("a", 1, 2.0), *own, ("a", 2, last)]:
@@ -438,13 +440,17 @@ def test_what_is_not_finite_in_one_run_alone_is_told_below_the_culprit(cli: Cli,
         writer = HandmadeWriter(make_run(tmp_path / name), 0)
         writer.add_shard([rows])
         writer.finish()
-    told = f"before it: A alone has values that are not finite, since step 1: recorder first {tmp_path / 'a'}"
+    told = "culprit: step 1, forward of 'b', rank 0: output is NaN or infinite in 3 elements, in A alone"
+    first = "A has its first NaN or infinity: step 1, 'b' output, rank 0; what was healthy before it: recorder first"
     lines = cli("diff", tmp_path / "a", tmp_path / "b", "--brief").out.splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("culprit: step 2"))
-    assert lines[at + 1] == told
-    assert cli("diff", tmp_path / "b", tmp_path / "a").out.count("B alone has values that are not finite") == 1
+    at = lines.index(told)
+    assert lines[at + 1] == f"hint: {first} {tmp_path / 'a'}" and lines[at + 2].startswith("culprit: step 2")
+    assert cli("diff", tmp_path / "b", tmp_path / "a").out.count("in 3 elements, in B alone") == 1
+    assert "culprit: step 1" not in cli("diff", tmp_path / "a", tmp_path / "b", "--module", "a").out
     cli("report", tmp_path / "a", "--against", tmp_path / "b", "-o", tmp_path / "r.html")
-    assert read_page(tmp_path / "r.html")["against"].data["culprits"][0]["text"].endswith(told)
+    culprit = read_page(tmp_path / "r.html")["against"].data["culprits"][0]
+    assert (culprit["text"], culprit["step"], culprit["seen_at"], culprit["site"]) == (told, 1, "b", "output")
+    assert culprit["hint"].startswith(first)
 
 
 @pytest.fixture(scope="module")

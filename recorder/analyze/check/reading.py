@@ -241,7 +241,8 @@ def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*_NUMBERS, *more]))
 
 
-def _about(site: str, dtype: str, shape: str | None, global_shape: str | None, whole_numel: int | None) -> About:
+def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | None, whole_numel: int | None) -> About:
+    dtype = dtype or ""  # a row that was written by hand need not have one
     if shape is None:  # a value of the probe, which has no shape
         return About(dtype, (), int(whole_numel or 0) if site in OF_MODULES else 0)
     whole, own = _shape(global_shape), _shape(shape)  # an untrusted text that is no shape gives ``()``

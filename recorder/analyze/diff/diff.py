@@ -6,6 +6,7 @@ Payloads are not read where fingerprints are equal. Statistics are compared only
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -16,10 +17,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
+from ...run.finding import typed_for
 from ...run.run import RecordedModule, Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
 from ...system.text import listed
+from ..first.first import first_nonfinite, sentence
 from .compare import Tolerance
 from .culprit_findings import Culprit, CulpritFinder
 from .noise import BeyondNoise
@@ -148,6 +151,8 @@ def compare_runs(
     modules_b = {(root, renames.old(path)): one for (root, path), one in b.modules.items()}
     lacking = {"a": modules_b, "b": a.modules}
     total = total._replace(culprits=[_explained(one, lacking.get(one.alone_in or "", {})) for one in total.culprits])
+    if total.verdict == "different":
+        total = total._replace(culprits=_with_nonfinite(total, {"a": a, "b": b}, sides, options))
     if not renames:
         return total
     return total._replace(unpaired_a=[*unpaired[0].own_names], unpaired_b=[*unpaired[1].own_names.values()])
@@ -164,6 +169,45 @@ def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModul
     if culprit.name in module.frozen:
         return culprit._replace(why=f"{culprit.name} requires no gradient in {other}")
     return culprit
+
+
+def _with_nonfinite(
+    total: Diff, runs: Mapping[str, Run], sides: tuple[SideTotals, SideTotals], options: DiffOptions
+) -> list[Culprit]:
+    """Put the first value of one run alone that is not finite before the culprits, if it comes before these.
+
+    The probe records a value because it is not finite, and the other run, which is finite, has no record to compare.
+    """
+    culprits, steps = total.culprits, {name: side.steps for name, side in zip("ab", sides, strict=True)}
+    later = culprits[0] if culprits else None
+    for name, only, own_steps in (("a", total.only_a, total.steps_only_a), ("b", total.only_b, total.steps_only_b)):
+        other = "b" if name == "a" else "a"
+        last = max(steps[other], default=-1) if later is None else later.step
+        candidates = [step for step in (*own_steps, *only.column("first_step").to_pylist()) if step <= last]
+        bad = first_nonfinite(runs[name], last) if candidates else None
+        if bad is None or bad.value.step < min(candidates):
+            continue
+        value, path = bad.value, bad.value.module_path if name == "a" else options.renames.old(bad.value.module_path)
+        names = {"step": value.step, "module_path": path, "site": value.site, "name": value.name}
+        is_open = later is None or value.step < later.step or later.site == "scalar" or later.alone_in == name
+        next_step = min((step for step in steps[other] if step >= value.step), default=None)
+        if not is_open or next_step is None or first_nonfinite(runs[other], next_step) is not None:
+            continue
+        if not options.selection.narrow(pa.table({column: [one] for column, one in names.items()})).num_rows:
+            continue
+        ranks = [] if value.rank is None else [value.rank]
+        phase = "update" if value.site in ("param", "optim") else value.phase.replace("optimizer", "reduction")
+        command = shlex.join(["recorder", "first", typed_for(runs[name].path, runs[name].name)])
+        figures: dict[str, Any] = (
+            dict.fromkeys(Culprit._fields) | names | {f"nonfinite_{name}": bad.nan_count + bad.inf_count}
+        )
+        figures |= {"phase": phase, "root": value.root, "seen_at": path, "rank": value.rank, "ranks": ranks}
+        figures |= {"micro_step": value.micro_step, "call": value.call, "alone_in": name, "why": "", "num_params": 0}
+        figures |= {"stages": [], "micro_batches": []}
+        figures["hint"] = f"{name.upper()} has its {sentence(bad)}; what was healthy before it: {command}"
+        same = [one for one in culprits if (one.step, one.seen_at, one.alone_in) == (value.step, path, name)]
+        return [Culprit(**figures), *(one for one in culprits if one not in same)]
+    return culprits
 
 
 def payload_bytes(run: Run) -> int:

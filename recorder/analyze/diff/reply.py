@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -93,7 +91,6 @@ def _parts(
     yield from _reasons(result, most, common=options.common)
     yield from _faults(result, most)
     yield from accusations(result.culprits, most)
-    yield from nonfinite_before(a, b, result.culprits)
     if result.first is not None:
         yield _describe(result.first)
     if is_brief:
@@ -243,34 +240,6 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
         yield f"{len(led) - limit} more culprits (--limit 0 shows all)"
 
 
-def nonfinite_before(a: Run, b: Run, culprits: Sequence[Culprit]) -> Iterator[str]:
-    """Yield a line if one run alone has values that are not finite at a step before the first culprit.
-
-    Such a value may have no counterpart in the other run, as where the probe recorded it because it was not finite.
-    """
-    if not culprits:
-        return
-    (first_a, last_a), (first_b, last_b) = _first_nonfinite(a), _first_nonfinite(b)
-    sides = ("A", a, first_a, first_b, last_b), ("B", b, first_b, first_a, last_a)
-    for name, run, first, other_first, other_last in sides:
-        if first < min(culprits[0].step, other_first) and first <= other_last:
-            command = shlex.join(["recorder", "first", str(run.path)])
-            yield f"before it: {name} alone has values that are not finite, since step {first:.0f}: {command}"
-
-
-def _first_nonfinite(run: Run) -> tuple[float, float]:
-    """Return the first step with a value that is not finite, infinity if all are finite, and the last step."""
-    first, last = math.inf, -math.inf
-    for writer in run.writers:
-        for shard in writer.shards:
-            for rows in shard.columns(["step", "nan_count", "inf_count"]):
-                is_bad = pc.or_kleene(pc.greater(rows.column("nan_count"), 0), pc.greater(rows.column("inf_count"), 0))
-                bad = pc.min(rows.column("step").filter(is_bad)).as_py()
-                first = first if bad is None else min(first, bad)
-                last = max(last, pc.max(rows.column("step")).as_py() or 0)
-    return first, last
-
-
 def _accused(culprit: Culprit) -> str:
     accused = repr(culprit.module_path)
     if culprit.module_path is None:
@@ -287,7 +256,9 @@ def _symptom(culprit: Culprit) -> str:
     of = "" if is_there else f" of {culprit.seen_at!r}"
     value = " ".join(filter(None, (culprit.site, culprit.name))) + of
     if culprit.alone_in is not None:
-        return f"{value} is in {culprit.alone_in.upper()} alone"
+        num_bad = (culprit.nonfinite_a or 0) + (culprit.nonfinite_b or 0)
+        is_bad = f"NaN or infinite in {counted(num_bad, 'element')}, " if num_bad else ""
+        return f"{value} is {is_bad}in {culprit.alone_in.upper()} alone"
     if culprit.statistic is None and culprit.nonfinite_a != culprit.nonfinite_b:
         return f"{value} is NaN or infinite in {culprit.nonfinite_b} elements, {culprit.nonfinite_a} in A"
     if culprit.factor is not None:

@@ -140,6 +140,25 @@ def first(run: Run) -> First:
     )
 
 
+def first_nonfinite(run: Run, until: int) -> NonFiniteTensor | None:
+    """Return the first value that is not finite up to a step; no gradient of a step that GradScaler skipped counts."""
+    finder, attempts = NonFiniteFinder(), Attempts(run)
+    firsts: FirstRows | None = None
+    ranges = [steps for steps in run.view().windows(RANGE_ROWS) if steps[0] <= until]
+    with cut_rows(run, ranges, whole_rows) as tables_of:
+        for steps in ranges:
+            firsts = finder.add(Timeline(run, attempts, steps, firsts, tables_of(steps)))
+            if finder.first is not None:
+                break
+    return finder.first if finder.first is not None and finder.first.value.step <= until else None
+
+
+def sentence(bad: NonFiniteTensor) -> str:
+    """Return the words that say where the first value that is not finite was seen."""
+    where = "in the global tensor" if bad.value.rank is None else f"rank {bad.value.rank}"
+    return f"first NaN or infinity: step {bad.value.step}, {_value(bad.value)}, {where}"
+
+
 def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
     if bad is None:
         return []
@@ -191,14 +210,12 @@ def _nonfinite_part(run: Run, answer: First) -> str | Table:
     bad = answer.nonfinite
     if bad is None:
         return f"{run.name}: {answer.all_finite}"
-    where = "in the global tensor" if bad.value.rank is None else f"rank {bad.value.rank}"
-    title = f"{run.name}: first NaN or infinity: step {bad.value.step}, {_value(bad.value)}, {where}"
     affected = f"{counted(answer.num_nonfinite, 'value')} of {counted(answer.num_nonfinite_modules, 'module')}"
     rows = [*_nonfinite_rows(bad), ("affected", f"{affected}, NaN or infinite")]
     source = run.manifest.merged_from
     if bad.value.rank is None and source is not None:
         rows.append(("which rank", f"the run that this was merged from tells: recorder first {source.path}"))
-    return _pairs_table(title, rows)
+    return _pairs_table(f"{run.name}: {sentence(bad)}", rows)
 
 
 def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:

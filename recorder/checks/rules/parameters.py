@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -247,24 +247,26 @@ class _Agreement:
     cosine: float = 0.0
     positive: float = 0.0
     """The share of cosines above zero. Both means are of all records, later mostly of the last ones."""
-    below: list[float] = field(default_factory=list)
-    """The cosines since the last one above zero."""
+    latest: tuple[int, float, float] = (0, 0.0, 0.0)
+    """`num`, `cosine` and `positive` with the cosines below zero of the end."""
+    num_below: int = 0
+    total_below: float = 0.0
+    """The number and the sum of the cosines since the last one above zero."""
     since: int = 0
     found: Finding | None = None
     balance: int = 0
     """Since the finding, the cosines below zero less those above it."""
 
     def add(self, step: int, cosine: float, window: float) -> None:
+        num, mean, positive = self.latest
+        weight = 1 / min(num + 1, window)
+        self.latest = num + 1, mean + (cosine - mean) * weight, positive + ((cosine > 0) - positive) * weight
         if cosine < 0:
-            self.since = self.since if self.below else step
-            self.below.append(cosine)
-            return
-        for one in [*self.below, cosine]:
-            self.num += 1
-            weight = 1 / min(self.num, window)
-            self.cosine += (one - self.cosine) * weight
-            self.positive += ((one > 0) - self.positive) * weight
-        self.below.clear()
+            self.since = self.since if self.num_below else step
+            self.num_below, self.total_below = self.num_below + 1, self.total_below + cosine
+        else:
+            self.num, self.cosine, self.positive = self.latest
+            self.num_below, self.total_below = 0, 0.0
 
 
 class Flip(CheckRule):
@@ -303,13 +305,13 @@ class Flip(CheckRule):
             pair.add(step, cosine, self.thresholds["window"])
             if pair.found is not None:
                 pair.balance += 1 if cosine < 0 else -1
-            elif len(pair.below) >= self.thresholds["records"]:
-                pair.balance = len(pair.below)
+            elif pair.num_below >= self.thresholds["records"]:
+                pair.balance = pair.num_below
                 pair.found = self._judge(lane, step, pair)
         return ()
 
     def _judge(self, lane: int, step: int, pair: _Agreement) -> Finding | None:
-        least, since = self.thresholds["cosine"], float(np.mean(pair.below))
+        least, since = self.thresholds["cosine"], pair.total_below / pair.num_below
         has_agreed = pair.num >= self.thresholds["before"] and pair.positive >= self.thresholds["share"]
         if not has_agreed or pair.cosine < least or since > -least:
             return None

@@ -55,7 +55,7 @@ class App {
     this.other = isPair ? new RunData(blocks, (await blocks.get("b.axes")).data, this.modules, "b.", "B: ") : null;
     this.against = isPair ? new AgainstPanel(this, await blocks.get("against")) : null;
     const culprit = this.against?.data.culprits[0];
-    if (culprit && this.state.get("site") === null) Object.assign(this.state.values, { site: culprit.site, module: culprit.seen_at || null }); // two runs are opened where they part
+    if (culprit && this.state.get("site") === null) Object.assign(this.state.values, { site: culprit.site, module: culprit.seen_at || null, step: culprit.step }); // two runs are opened where they part
     this.axis = new StepAxis(this);
     this.choices = new Choices(this);
     this.gaps = new Gaps(this, gaps);
