@@ -79,12 +79,14 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | N
     """Return the folder of runs that `path` names; None if `path` names something else, such as a run.
 
     `path` is the user's text, or None for `default_folder`. `may_be_empty` accepts a folder without a run, and
-    `default_folder` even if it does not exist yet. Any other path that does not exist may be the name of a run.
+    `default_folder` even if it does not exist yet. Any other path that does not exist may be the name of a run, except
+    in a store where the folder above has no runs: there a prefix exists from its first object on.
     """
     location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
     store = store_of(location)
     if not store.is_directory(location):
-        return location if may_be_empty and is_same_folder(location, default) and not store.exists(location) else None
+        is_awaited = is_same_folder(location, default) or _may_come(location)
+        return location if may_be_empty and is_awaited and not store.exists(location) else None
     if has_manifest(location):
         return None
     if is_fleet(location) or runs_in(location) or pruned_runs(location):
@@ -92,6 +94,12 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | N
     parents: Sequence[Location] = location.absolute().parents
     is_part = any(has_manifest(parent) for parent in list(parents)[:2]) or command_of_merge(location) is not None
     return location if may_be_empty and not is_part else None
+
+
+def _may_come(location: Location) -> bool:
+    above = location.parent
+    is_folder = isinstance(location, ObjectPath) and not _LATEST.fullmatch(location.name)
+    return is_folder and not (is_fleet(above) or runs_in(above) or pruned_runs(above))
 
 
 def default_folder() -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from recorder.report.collect import why_not_saved
-from recorder.run.finding import find_run
+from recorder.run.finding import find_folder, find_run
 from recorder.view.drawing import Drawing
 from recorder.view.server import Watching
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
-from tests.rigs.server import StoreServer
+from tests.rigs.server import BUCKET, StoreServer
 
 
 def drawn(path: Path | str) -> Drawing:
@@ -46,3 +46,16 @@ def test_a_run_in_a_store_is_drawn_and_listed_as_its_copy_on_a_disk(store: Store
     watching = Watching(location.parent, None)
     assert [one["directory"] for one in watching.listed()] == ["run"]
     assert "object store" in (why_not_saved(location) or "")
+
+
+def test_a_prefix_without_a_run_yet_is_an_empty_list_that_waits(store: StoreServer, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}/runs"
+    folder = find_folder(url, may_be_empty=True)
+    assert folder is not None and str(folder) == url
+    assert find_folder(url) is None and find_folder(f"{url}/@-1", may_be_empty=True) is None
+    watching = Watching(folder, None)
+    assert watching.listed() == [] and watching.find("run") is None
+    store.upload(make_run(tmp_path / "run"), f"{tmp_path.name}/runs/run")
+    watching._index_at_s = 0.0  # ten seconds later
+    assert [one["directory"] for one in watching.listed()] == ["run"]
+    assert find_folder(f"{url}/rnu", may_be_empty=True) is None, "it may be meant as the name of a run"
