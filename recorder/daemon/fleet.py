@@ -251,7 +251,7 @@ class KeptRun(NamedTuple):
     num_bytes: int
     num_objects: int
     changed_s: float
-    """The time at which the run's newest object was put."""
+    """The time at which the run's newest object was put, besides its mark."""
     is_kept: bool
 
 
@@ -283,7 +283,7 @@ def list_runs(destination: Destination) -> list[KeptRun]:
             folder,
             sum(held.size_bytes for _, held in objects),
             len(objects),
-            max(held.changed_s for _, held in objects),
+            max(held.changed_s for key, held in objects if key != f"{folder}/{KEEP}"),
             any(key == f"{folder}/{KEEP}" for key, _ in objects),
         )
         for folder, objects in folders.items()

@@ -12,7 +12,7 @@ import pytest
 
 from recorder.daemon import fleet
 from recorder.daemon.destination import Throttle, parse_destination
-from recorder.daemon.fleet import NODE, node_name, plan_prune, prune, set_keep
+from recorder.daemon.fleet import NODE, list_runs, node_name, plan_prune, prune, set_keep
 from recorder.format.rundir import encode_manifest, index_name
 from recorder.system.text import size
 from tests.daemon.support import at_work, files, objects, ship
@@ -46,6 +46,17 @@ def test_a_prune_removes_what_is_old_and_neither_marked_nor_under_way(
     assert f"_pruned/{old[0].run.key}.json" in found
     code, daemon = ship(tmp_path, to)
     assert (code, daemon.counters.total("uploads")) == (0, 0), "a node does not put it there again"
+
+
+def test_a_mark_is_no_change_of_its_run(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    there = tmp_path / "there"
+    assert ship(tmp_path, str(there))[0] == 0
+    for path in there.rglob("*"):
+        os.utime(path, (1000, 1000))
+    destination = parse_destination(str(there), Throttle(0))
+    set_keep(destination, "run-a", is_kept=True)
+    assert [run.changed_s for run in list_runs(destination)] == [1000.0]
 
 
 def test_once_names_what_a_pruned_run_did_not_ship(tmp_path: Path, store: StoreServer, to: str, cli: Cli) -> None:
