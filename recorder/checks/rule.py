@@ -87,8 +87,22 @@ class Finding(NamedTuple):
     @property
     def text(self) -> str:
         """The finding as a part of a line."""
+        return self._line(f"{self.measure} {text.number(self.value)}")
+
+    @property
+    def text_with_threshold(self) -> str:
+        """The finding as a part of a line, with the number that the measured one is compared with."""
+        return self._line(self.against)
+
+    @property
+    def against(self) -> str:
+        """The measured number and its threshold, in words; empty where nothing was measured."""
+        numbers = f"{text.number(self.value)}, threshold {text.number(self.threshold)}"
+        return f"{self.measure} {numbers}" if self.measure else ""
+
+    def _line(self, numbers: str) -> str:
         where = " ".join(filter(None, (self.module_path and repr(self.module_path), self.site, self.name)))
-        return f"step {self.step}, {where}: {self.what} ({self.measure} {text.number(self.value)})"
+        return f"step {self.step}, {where}: {self.what} ({numbers})"
 
 
 class Replicas(NamedTuple):

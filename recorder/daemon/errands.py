@@ -33,6 +33,7 @@ from ..format.commands import read_command as read_members
 from ..format.rundir import RUN_MANIFEST, parse_json
 from ..read.writers import find_writers
 from ..storage.commands import CommandFolder, send
+from ..system.text import number as number_text
 from .destination import Destination, TakenError
 from .shipping.run import RunShipper
 from .telling import MEMBERS
@@ -117,13 +118,17 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
         return []
     run.shared.counters.add("errands", "check done")
     before, counts, news = run.findings, dict[tuple[str, str], int](), []
-    told = {(one.rule, one.module) for writer in run.all_writers for one in writer.findings}
+    in_training = {(one.rule, one.module) for writer in run.all_writers for one in writer.findings}
     for finding in findings.get("findings", ()):
         what = str(finding.get("rule")), str(finding.get("severity"))
         counts[what] = counts.get(what, 0) + 1
-        is_told = (what[0], finding.get("module_path")) in told
+        is_told = (what[0], finding.get("module_path")) in in_training
         if what[1] == "error" and counts[what] > before.get(what, 0) and not is_told:
-            news.append({name: finding.get(name) for name in MEMBERS})
+            told = {name: finding.get(name) for name in MEMBERS}
+            threshold = finding.get("threshold")
+            if finding.get("measure") and isinstance(threshold, float):
+                told["text"] = f"{str(told['text']).removesuffix(')')}, threshold {number_text(threshold)})"
+            news.append(told)
     run.findings = counts
     return news
 

@@ -415,7 +415,6 @@ def where_of(one: ToldFindings) -> dict[str, str]:
         return {"what": f"{worst.rule}: {worst.what}"}
     paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
     names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
-    against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}" if worst.measure else ""
     return {
         "what": f"{worst.rule}: {worst.what}",
         "module": listed(paths, _MAX_MODULES),
@@ -424,7 +423,7 @@ def where_of(one: ToldFindings) -> dict[str, str]:
         + f"step {one.first_step}"
         + (f" to {one.last_step}" if one.last_step > one.first_step else ""),
         "rank": _ranks(one.ranks).removeprefix(", "),
-        "size": "; ".join(filter(None, [against, shortened(worst.detail, _MAX_DETAIL)])),
+        "size": "; ".join(filter(None, [worst.against, shortened(worst.detail, _MAX_DETAIL)])),
     }
 
 
