@@ -266,6 +266,14 @@ class Daemon:
         if self.url and names and not is_loopback(settings.address[0]):
             lacks = " and ".join(names)
             logger.warning("whoever reaches %s reads names and figures of runs: %s not set", self.url, lacks)
+        self._say_unsigned()
+
+    def _say_unsigned(self) -> None:
+        if self.shared.settings.accept_commands and not self.shared.settings.key_file:
+            text = "accept_commands: whoever may write to %s may say what runs here record; key_file, the file with a"
+            logger.warning(
+                f"{text} key of 16 bytes at least, lets only commands in that are signed", self.shared.destination.url
+            )
 
     def _reload_settings(self) -> None:
         if self._reload is None:
@@ -280,6 +288,7 @@ class Daemon:
         self.shared.settings = settings
         self._throttle.max_bytes_per_s = settings.max_bytes_per_s
         self.counters.add("reloads", "done")
+        self._say_unsigned()
         stay = f"; {', '.join(kept)} stay as they are until a restart" if kept else ""
         logger.info("the settings were reloaded%s", stay)
 

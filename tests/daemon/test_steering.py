@@ -18,10 +18,11 @@ from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command
 from recorder.format.rundir import encode_manifest
 from recorder.storage.commands import CommandFolder
-from tests.daemon.support import ship
+from tests.daemon.support import at_work, ship
 from tests.daemon.test_shipping import small_run
 from tests.rigs.command_line import Cli
 from tests.rigs.server import BUCKET, StoreServer
+from tests.rigs.waiting import wait_until
 
 KEY = b"0123456789abcdef"
 RULE = "module=layers.* site=output keep=tensor"
@@ -136,6 +137,20 @@ def test_a_run_in_a_store_is_told_there_and_signed(tmp_path: Path, cli: Cli, sto
     assert ring.exit_code == 2 and "no rule of it has keep=ring" in ring.err
     missing = cli("set", f"{to}/run-a", "pause", "--key-file", tmp_path / "none")
     assert missing.exit_code == 2 and "cannot be read" in missing.err
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_daemon_that_takes_unsigned_commands_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("recorder.daemon.daemon.logger.warning", lambda text, *words: said.append(text % words))
+    small_run(tmp_path)
+    (tmp_path / "key").write_bytes(KEY)
+    more = {"key_file": str(tmp_path / "key")} if has_key else {}
+    with at_work(tmp_path, str(tmp_path / "there"), accept_commands=True, **more) as daemon:
+        wait_until(lambda: any(run.is_settled for run in daemon.runs))
+    assert any("accept_commands: whoever may write to file:" in one for one in said) != has_key, said
 
 
 def test_a_run_where_it_records_takes_no_key(tmp_path: Path, cli: Cli) -> None:
