@@ -193,7 +193,7 @@ def test_a_node_that_is_silent_is_so_in_the_list_and_in_top(
         ranks = cli("top", f"{to}/team/run-a", "--once", "--json").json["ranks"]
         return {rank["state"] for rank in ranks} | {run["state"] for run in cli("ls", to, "--json").json["runs"]}
 
-    assert states() == {"recording"}
+    assert states() == {"recording"} and " up to 7 " in cli("ls", to).out
     monkeypatch.setattr("recorder.run.status._GRACE_S", -60.0)
     assert states() == {"silent"}
     monkeypatch.setattr("recorder.run.finding._QUIET_S", -1.0)  # the index alone shows that the node is gone

@@ -37,7 +37,7 @@ def _runs_reply(folder: Location) -> Reply:
     for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
         sets = {name: sorted(fleet_summary[name]) for name in ("ranks", "findings", "problems")}
         summaries.append(fleet_summary | sets | {"suspect_rows": 0})
-        steps = "" if fleet_summary["last_step"] is None else f"..{fleet_summary['last_step']}"
+        steps = "" if fleet_summary["last_step"] is None else f"up to {fleet_summary['last_step']}"
         rows.append(_row(summaries[-1], steps, fleet_summary["state"], path))
         said += [f"{printable(fleet_summary['name'])}: damaged: {printable(why)}" for why in sets["problems"]]
         exit_code = int(bool(said))
