@@ -171,7 +171,9 @@ class ViewServer:
             ranks = await run_sync(run.ranks)
         except RecorderError as error:
             return PlainTextResponse(f"{error}\n", 502, headers=_HEADERS)
-        told = {"name": run.name, "found": self._watching.found(run), "ranks": [rank.members() for rank in ranks]}
+        found, is_judging = self._watching.found(run)
+        members = [rank.members() for rank in ranks]
+        told = {"name": run.name, "found": found, "is_judging": is_judging, "ranks": members}
         return JSONResponse(told, headers=_HEADERS)
 
     async def _page(self, request: Request) -> Response:
@@ -354,6 +356,8 @@ class Watching:
         self._glances: dict[str, tuple[object, dict[str, Any]]] = {}
         """By a run's directory, the state of the run that was read last, and what was found there for the list."""
         self._glancing: threading.Thread | None = None
+        self._judging: set[str] = set()
+        """The directories of runs that are over, whose rows are still to be read for the list."""
         self._index: dict[str, dict[str, Any]] = {}
         self._index_at_s = 0.0
         self._is_closed = False
@@ -399,6 +403,7 @@ class Watching:
             if described and not (self._glancing and self._glancing.is_alive()):
                 locations = {run.location.name: run.location for run in runs if isinstance(run.location, Path)}
                 arguments = described[:_MAX_GLANCED], locations
+                self._judging = {one["directory"] for one in arguments[0] if _is_over(one)} & locations.keys()
                 self._glancing = threading.Thread(target=self._glance, args=arguments, daemon=True)
                 self._glancing.start()
             return sorted(known + described, key=lambda one: -one["created_s"])[:_MAX_LISTED]
@@ -409,9 +414,10 @@ class Watching:
         Runs in an object store are left out, where reading costs requests.
         """
         for one in described:
-            name, is_over = one["directory"], set(one["states"]) <= set(ENDED)
+            name, is_over = one["directory"], _is_over(one)
             state = one["written"] if is_over else int(time.monotonic() / _GLANCE_S)
             if self._is_closed or self._glances.get(name, (None, {}))[0] == state or name not in locations:
+                self._judging.discard(name)
                 continue
             began_s, glance = time.thread_time(), dict[str, Any]()
             with suppress(RecorderError, OSError):
@@ -421,12 +427,16 @@ class Watching:
                     found = told_by_check(check(run).findings, run.name) if is_over else None
                     glance["found"] = None if found is None else [told.text for told in found if told.mark == "wrong"]
             self._glances[name] = state, glance
+            self._judging.discard(name)
             time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most
 
-    def found(self, run: WatchedRun) -> list[str] | None:
-        """Return what the rules found in a run that is over, in words; None if the list has not asked them yet."""
+    def found(self, run: WatchedRun) -> tuple[list[str] | None, bool]:
+        """Return what the rules found in a run that is over, in words, and whether the list is about to ask them.
+
+        What they found is None if they were not asked.
+        """
         found: list[str] | None = self._glances.get(run.location.name, (None, {}))[1].get("found")
-        return found
+        return found, found is None and run.location.name in self._judging
 
     def _describe(self, run: ListedRun) -> dict[str, Any]:
         watch = self._status.setdefault(run.location.name, RunWatch(run.location))
@@ -453,12 +463,17 @@ class Watching:
             run.close()
 
 
+def _is_over(described: Mapping[str, Any]) -> bool:
+    return set(described["states"]) <= set(ENDED)
+
+
 def _listed_of_fleet(path: str, summary: dict[str, Any]) -> dict[str, Any]:
+    state = "killed or silent" if summary["state"] == "unclosed" else summary["state"]  # a page has the words of ranks
     return {
         "directory": path, "name": summary["name"], "created_s": summary["created_ns"] / 1e9,
-        "ranks": len(summary["ranks"]), "states": {summary["state"]: len(summary["ranks"])},
+        "ranks": len(summary["ranks"]), "states": {state: len(summary["ranks"])},
         "step": summary["last_step"], "written": summary["rows"], "bytes": summary["bytes"],
-        "found": sorted(summary["findings"]) or None,
+        "found": sorted(summary["findings"]) or None, "problems": sorted(summary["problems"]),
     }  # fmt: skip
 
 

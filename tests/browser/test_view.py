@@ -15,6 +15,7 @@ import pytest
 
 from recorder.format.rundir import encode_status
 from recorder.report.collect import VIEW, read_panes
+from recorder.view.server import Watching
 from tests.browser.conftest import Opened
 from tests.rigs.handmade import HandmadeWriter, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run
@@ -261,3 +262,31 @@ def test_a_browser_that_was_cut_off_goes_on_where_it_was(look: Look, tmp_path: P
     with serving(run=run, port=port, token=server.token):
         opened.page.wait_for_selector("#live.over", timeout=_WAIT_MS)  # the page has asked again by itself
         assert opened.page.locator("#panel-map .heat-chunk").count() == 1
+
+
+def test_runs_of_one_name_are_told_apart_and_damage_and_pending_findings_are_said(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {"created_s": 1.0, "ranks": 1, "step": 3, "written": 1, "bytes": 9, "found": None}
+    listed = [
+        {**one, "directory": name, "name": "gpt", "states": {state: 1}, "problems": problems}
+        for name, state, problems in (("gpt", "closed", []), ("gpt-2", "killed or silent", ["a shard is short"]))
+    ]
+    listed.append({**one, "directory": "other-1", "name": "other", "states": {"closed": 1}, "problems": []})
+    monkeypatch.setattr(Watching, "listed", lambda self: listed)
+    monkeypatch.setattr(Watching, "found", lambda self, run: (None, True))
+    HandmadeWriter(make_run(tmp_path / "runs" / "gpt-2", name="gpt")).finish()
+    with serving(tmp_path / "runs") as server:
+        opened = look(server.address)
+        page = opened.page
+        names = page.locator(".runs tbody td[data-name=run]")
+        assert sorted(names.all_inner_texts()) == ["gpt gpt", "gpt gpt-2", "other"]
+        assert page.locator(".runs .flag.wrong").get_attribute("title") == "a shard is short"
+        page.screenshot(path=tmp_path / "list.png")
+        page.fill("#find", "killed")
+        assert names.all_inner_texts() == ["gpt gpt-2"]
+        page.locator(".runs tbody td[data-name=ranks] a").click()
+        page.wait_for_selector("html[data-drawn] #ranks-note", timeout=_WAIT_MS)
+        assert opened.text("#ranks-note").endswith("; the findings of recorder check are being worked out.")
+        assert page.locator("table").first.locator("tbody td").all_inner_texts()[3] == "", "no step yet"
+        page.screenshot(path=tmp_path / "ranks.png")

@@ -12,6 +12,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,9 @@ from recorder.cli.commands import view
 from recorder.cli.commands.view import listen
 from recorder.errors import ConfigError, install_line
 from recorder.report.collect import VIEW, read_panes, save_panes
+from recorder.run.finding import _checked as fleet_summary
 from recorder.run.finding import find_folder
-from recorder.view.server import ViewServer, Watching
+from recorder.view.server import ViewServer, Watching, _listed_of_fleet
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.serving import make_certificate, serving
 from tests.rigs.small_runs import NUM_STEPS, make_training
@@ -238,3 +240,24 @@ def test_ctrl_c_ends_it_while_a_page_is_open(folder: Path) -> None:
             os.kill(job.pid, signal.SIGINT)
             assert job.wait(30) == 0
         assert job.stderr.read() == ""
+
+
+def test_the_list_of_a_fleet_has_the_words_of_ranks_and_what_is_damaged() -> None:
+    summary = fleet_summary("run-a", {"ranks": [0, 1], "state": "unclosed", "problems": ["a shard is short"]}, False)
+    listed = _listed_of_fleet("run-a", summary)
+    assert listed["states"] == {"killed or silent": 2} and listed["problems"] == ["a shard is short"]
+
+
+def test_the_ranks_say_while_the_rules_are_still_asked(folder: Path) -> None:
+    watching = Watching(folder, None)
+    watching._glancing = threading.current_thread()  # it has not begun
+    watching.listed()
+    run = watching.find("one")
+    assert run is not None and watching.found(run) == (None, False), "nobody will ask"
+    watching._glancing = None
+    watching.__dict__["_glance"] = lambda *words: None
+    described = watching.listed()
+    assert watching.found(run) == (None, True)
+    Watching._glance(watching, described, {"one": folder / "one", "two": folder / "two"})
+    assert watching.found(run) == ([], False)
+    watching.close()

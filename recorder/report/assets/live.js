@@ -49,11 +49,13 @@ class LiveSource {
 
 /** The columns of the list: title, what it is sorted by, and what is shown. */
 const RUN_COLUMNS = [
-  ["run", (run) => run.name, (run) => el("a", { href: `run/${encodeURIComponent(run.directory)}/` }, run.name)],
+  ["run", (run) => run.name, (run) => [el("a", { href: `run/${encodeURIComponent(run.directory)}/` }, run.name),
+    run.isAlike ? el("span", { class: "dim" }, ` ${visible(run.directory)}`) : ""]],
   ["loss", (run) => run.loss?.findLast((one) => one !== null) ?? Infinity, (run) => sparkline(run.loss ?? [])],
   ["findings", (run) => -(run.found?.length ?? -1), (run) => run.found && el("span", { class: run.found.length ? "flag wrong" : "flag right",
     title: run.found.map(visible).join("\n") }, run.found.length ? String(run.found.length) : "✓")],
-  ["state", (run) => statesOf(run), (run) => statesOf(run)],
+  ["state", (run) => statesOf(run), (run) => [statesOf(run), " ",
+    run.problems?.length ? el("span", { class: "flag wrong", title: run.problems.map(visible).join("\n") }, "damaged") : ""]],
   ["step", (run) => -(run.step ?? -1), (run) => (run.step === null ? "" : run.step.toLocaleString("en"))],
   ["ranks", (run) => -run.ranks, (run) => el("a", { href: `ranks?${new URLSearchParams({ run: run.directory })}` }, String(run.ranks))],
   ["size", (run) => -run.bytes, (run) => (run.bytes ? sizeText(run.bytes) : "")],
@@ -130,9 +132,11 @@ class RunsPage {
   draw(runs) {
     const active = document.activeElement?.dataset?.key;
     this.runs = runs;
+    const names = runs.map((run) => run.name);
+    for (const run of runs) run.isAlike = names.indexOf(run.name) !== names.lastIndexOf(run.name);
     this.side.disabled = this.chosen.size < 2;
     const { title, sign } = this.sorted, [, keyOf] = RUN_COLUMNS.find(([name]) => name === title);
-    const text = (run) => [run.name, statesOf(run), ...(run.found ?? []), isNonfinite(run) ? "nonfinite NaN infinite" : ""].join(" ").toLowerCase();
+    const text = (run) => [run.name, run.directory, statesOf(run), ...(run.problems?.length ? ["damaged"] : []), ...(run.found ?? []), isNonfinite(run) ? "nonfinite NaN infinite" : ""].join(" ").toLowerCase();
     const shown = runs.filter((run) => text(run).includes(this.wanted)).sort((a, b) => {
       const [one, other] = [keyOf(a), keyOf(b)];
       return sign * (one < other ? -1 : one > other ? 1 : 0);
@@ -185,8 +189,8 @@ function nodeOf(host, ranks) {
   for (const { state } of ranks) states.set(state, (states.get(state) ?? 0) + 1);
   for (const rank of ranks) for (const [why, count] of Object.entries(rank.dropped)) dropped[why] = (dropped[why] ?? 0) + count;
   const worst = [...states.keys()].sort((one, other) => BAD_STATES.has(other) - BAD_STATES.has(one))[0];
-  const free = least((rank) => rank.free_bytes ?? Infinity);
-  return { rank: ranks.length, host, state: worst, silent_s: Math.max(...ranks.map((rank) => rank.silent_s)), step: least((rank) => rank.step ?? -1),
+  const free = least((rank) => rank.free_bytes ?? Infinity), step = least((rank) => rank.step ?? -1);
+  return { rank: ranks.length, host, state: worst, silent_s: Math.max(...ranks.map((rank) => rank.silent_s)), step: step < 0 ? null : step,
     steps_per_s: least((rank) => (rank.is_ended ? Infinity : rank.steps_per_s)), is_ended: ranks.every((rank) => rank.is_ended), dropped,
     findings: ranks.flatMap((rank) => rank.findings), waited_s: Math.max(...ranks.map((rank) => rank.waited_s)), free_bytes: free === Infinity ? null : free };
 }
@@ -239,8 +243,8 @@ class RanksPage {
     try {
       const answer = await fetch(`run/${encodeURIComponent(this.run)}/ranks`);
       if (!answer.ok) throw new Error(await answer.text());
-      const { name, found, ranks } = await answer.json();
-      Object.assign(this, { all: ranks, found });
+      const { name, found, is_judging: isJudging, ranks } = await answer.json();
+      Object.assign(this, { all: ranks, found, isJudging });
       this.title.textContent = `Ranks of ${visible(name)}`;
       document.title = `ranks of ${visible(name)} - recorder`;
       this.draw();
@@ -264,6 +268,7 @@ class RanksPage {
       `${number(droppedOf)} that dropped rows`].join("; ") : this.all?.length ? `No rank has "${visible(this.wanted)}" in its node, state or findings.` : "No rank is shown yet.";
     const found = this.found?.length && el("a", { href: `run/${encodeURIComponent(this.run)}/`, title: this.found.map(visible).join("\n") }, `recorder check has ${plural(this.found.length, "finding")} in the whole run`);
     if (found) put(this.note, "; ", found, ".");
+    else if (this.isJudging) put(this.note, "; the findings of recorder check are being worked out.");
     this.nodes.draw([...nodes].map(([host, some]) => nodeOf(host, some)));
     this.ranks.draw(ranks);
   }
