@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, Moment
-from ..system.processes import live_instances
+from ..system.processes import live_instances, loaded
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
@@ -32,6 +32,8 @@ _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
 """The number of steps from one look at what an update leaves out to the next, after the early ones."""
+HERE_ALONE = '{"of_one_rank":true}'
+"""The note of a state that this rank alone has, because torch's ZeroRedundancyOptimizer shares out the parameters."""
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -48,6 +50,15 @@ class _GroupKey(NamedTuple):
 def find_live() -> list[Optimizer]:
     """Return every live optimizer of this process. Only types are read, so that no lazy object is loaded."""
     return live_instances(Optimizer)
+
+
+def updating(optimizer: Any) -> Any:
+    """Return the optimizer of this rank's parameters inside torch's ZeroRedundancyOptimizer; else the optimizer itself.
+
+    None is returned for a ZeroRedundancyOptimizer that has not made its own optimizer yet.
+    """
+    kind = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
+    return getattr(optimizer, "optim", None) if kind is not None and isinstance(optimizer, kind) else optimizer
 
 
 def last_step(optimizers: list[Optimizer]) -> int | None:
@@ -113,8 +124,8 @@ class OptimizerHooks:
         self._learned_at = -1
         self._last_gradient: LastGradient | None = None
         self._has_rescanned = False
-        self._num_groups: dict[int, int] = {}
-        """By the id of an optimizer, the number of its groups whose learning rates the manifest has."""
+        self._has_noted_rates = False
+        """Whether the manifest has the learning rates of all groups in `_groups`."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
         """By the id of an optimizer, the ids of its parameter groups when it had most of them."""
@@ -124,6 +135,8 @@ class OptimizerHooks:
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
         """The last `repeat` in this step, by site and parameter id; all buffers count under the id 0."""
+        self._firsts: dict[int, int] = {}
+        """By the id of an optimizer, the id of the first parameter that it updated in this step."""
         self._repeats_step = -1
         self.num_steps = 0
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
@@ -145,37 +158,48 @@ class OptimizerHooks:
     def name_of(self, optimizer: Optimizer) -> str:
         """Return the class name of an optimizer, with a number where several live optimizers share the class name.
 
-        An optimizer that the program makes anew at each step keeps the name of the optimizer before it.
+        An optimizer that the program makes anew at each step keeps the name of the optimizer before it. A
+        ZeroRedundancyOptimizer has the name of the optimizer inside it, which is known no longer then.
         """
         known = self.known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1]
         self.known = {key: known for key, known in self.known.items() if known[0]() is not None}
-        base, used = type(optimizer).__name__, {name for _, name in self.known.values()}
-        name, i = base, 0
-        while name in used:
-            i += 1
-            name = f"{base}_{i}"
+        inside = updating(optimizer)
+        for key, (reference, name) in self.known.items():
+            if updating(reference()) is optimizer:
+                return name
+            if reference() is inside:
+                del self.known[key]
+                break
+        else:
+            base, used = type(inside or optimizer).__name__, {name for _, name in self.known.values()}
+            name, i = base, 0
+            while name in used:
+                i += 1
+                name = f"{base}_{i}"
         self.known[id(optimizer)] = weakref.ref(optimizer), name
         self.know_groups(optimizer)
+        self._firsts.pop(id(optimizer), None)
         self.num_named += 1
         return name
 
     def know_groups(self, optimizer: Optimizer) -> list[int]:
         """Return the ids of an optimizer's parameter groups; DeepSpeed's ZeRO 1 and 2 step with one group at a time."""
-        ids, known = [id(group) for group in optimizer.param_groups], self._groups.get(id(optimizer))
-        if known is not None and known[0]() is optimizer and len(known[1]) > len(ids):
+        known = self._groups.get(id(optimizer))
+        if known is not None and known[0]() is optimizer and len(known[1]) >= len(optimizer.param_groups):
             return known[1]
-        if known is None:
-            self._groups = {key: one for key, one in self._groups.items() if one[0]() is not None}
-        self._groups[id(optimizer)] = weakref.ref(optimizer), ids
-        return ids
+        self._groups = {key: one for key, one in self._groups.items() if one[0]() is not None}
+        self._groups[id(optimizer)] = weakref.ref(optimizer), [id(group) for group in optimizer.param_groups]
+        self._has_noted_rates = False
+        return self._groups[id(optimizer)][1]
 
-    def _numbered_groups(self, optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the parameter groups that an optimizer steps with, each with its number among all of them."""
-        ids = self.know_groups(optimizer)
-        for i, group in enumerate(optimizer.param_groups):
-            yield ids.index(id(group)) if id(group) in ids else i, group
+    def _numbers(self, optimizer: Optimizer) -> Sequence[int]:
+        """Return the number of each parameter group that an optimizer steps with, among all of its groups."""
+        groups, ids = optimizer.param_groups, self.know_groups(optimizer)
+        if len(groups) == len(ids):
+            return range(len(ids))
+        return [ids.index(id(group)) if id(group) in ids else i for i, group in enumerate(groups)]
 
     def _live(self) -> list[Optimizer]:
         return [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
@@ -190,10 +214,11 @@ class OptimizerHooks:
 
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is under a root."""
-        for parameter in _parameters(optimizer):
-            rows = self._rows.get(id(parameter))  # `_rows_of` does the same, but its call costs time at every step
-            if (rows is None or rows.reference() is not parameter) and self._rows_of(parameter) is None:
-                return False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                rows = self._rows.get(id(parameter))  # `_rows_of` does the same, but its call costs time at every step
+                if (rows is None or rows.reference() is not parameter) and self._rows_of(parameter) is None:
+                    return False
         return True
 
     def _rows_of(self, parameter: torch.Tensor) -> ParameterRows | None:
@@ -230,7 +255,7 @@ class OptimizerHooks:
         self._unknown.clear()
         self._learn()
         self._has_rescanned = False
-        self._num_groups.clear()
+        self._has_noted_rates = False
 
     def _rescan_after_first_step(self) -> None:
         """Look for wrappers at the first step after a new root, because the model may have been wrapped meanwhile."""
@@ -248,9 +273,16 @@ class OptimizerHooks:
         """
         if self._repeats_step != self._capture.clock.step:
             self._repeats_step = self._capture.clock.step
+            self._firsts.clear()
             for repeats in self._repeats.values():
                 repeats.clear()
         return self._repeats[site]
+
+    def _begins_update(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer begins an update; False if it goes on, as ZeRO does with one part after the other."""
+        self._repeats_at("grad")
+        first = next(map(id, _parameters(optimizer)), 0)
+        return self._firsts.setdefault(id(optimizer), first) == first
 
     def _counts(self, optimizer: Optimizer) -> bool:
         if self._counting is None or self._counting() is None:  # no optimizer counts yet, or it was deleted
@@ -280,8 +312,10 @@ class OptimizerHooks:
         if not self._has_rescanned:
             self.name_of(optimizer)  # its tensors may be views into parameters, which the search looks for
             self._rescan_after_first_step()
-        if self._num_groups.get(id(optimizer)) != len(optimizer.param_groups):
-            self._note_rates(optimizer)
+        self.know_groups(optimizer)
+        if not self._has_noted_rates:
+            self.name_of(optimizer)  # makes it one of the known
+            self._note_rates()
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer):
             # No forward can move the step: the root's own hooks are compiled away, or the root takes no hooks.
@@ -346,8 +380,10 @@ class OptimizerHooks:
         self.num_steps += 1
         if self._counts(optimizer):
             clock = self._capture.clock
-            if clock.source == "counted" and any("step" in s for s in optimizer.state.values() if isinstance(s, dict)):
-                clock.source = "optimizer"
+            if clock.source == "counted":
+                states = updating(optimizer).state.values()
+                if any("step" in state for state in states if isinstance(state, dict)):
+                    clock.source = "optimizer"
             clock.optimizer_stepped()
         self._on_step(optimizer)
 
@@ -371,8 +407,7 @@ class OptimizerHooks:
                     rows.record("param", "", parameter, moment, "optimizer", repeat)
                 if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
                     rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
-        is_first = [id(group) for group in optimizer.param_groups[:1]] == self.know_groups(optimizer)[:1]
-        if self._counts(optimizer) and is_first and capture.selection.keeps("buffer"):
+        if capture.selection.keeps("buffer") and self._counts(optimizer) and self._begins_update(optimizer):
             repeats = self._repeats_at("buffer")
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
@@ -451,14 +486,16 @@ class OptimizerHooks:
             return
         moment = Moment(self._capture.clock.step, None, "train")
         repeats, updated = self._repeats_at("optim"), {id(parameter) for parameter in _parameters(optimizer)}
-        for parameter, state in optimizer.state.items():
+        inside = updating(optimizer)
+        note = None if inside is optimizer else HERE_ALONE
+        for parameter, state in inside.state.items():
             rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
             if rows is None or not isinstance(state, dict) or id(parameter) not in updated:  # of a group left out
                 continue
             repeat = _next_repeat(repeats, parameter)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    rows.record("optim", f".{key}", value, moment, "optimizer", repeat)
+                    rows.record("optim", f".{key}", value, moment, "optimizer", repeat, note=note)
         if any(flat.originals for root in self._capture.roots for flat in root.flats):
             self._record_empty_state(optimizer, moment, repeats)
 
@@ -481,24 +518,25 @@ class OptimizerHooks:
                 for key, value in slices.items():
                     rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
 
-    def _note_rates(self, optimizer: Optimizer) -> None:
+    def _note_rates(self) -> None:
         """Note in the manifest which learning rate each parameter has; an optimizer is new, or has a new group."""
-        self.name_of(optimizer)  # makes it one of the known
-        live = self._live()
-        self._num_groups = {id(one): len(one.param_groups) for one in live}
         rates = {
-            id(parameter): f"lr.{self.name_of(one)}.{i}"
-            for one in live
-            for i, group in self._numbered_groups(one)
+            id(parameter): f"lr.{self.name_of(one)}.{number}"
+            for one in self._live()
+            for number, group in zip(self._numbers(one), one.param_groups, strict=True)
             for parameter in group["params"]
         }
+        self._has_noted_rates = True
         for root in self._capture.roots:
             root.inventory.note_rates(rates)
 
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
         root = next((o.root_name for o in map(self._rows_of, _parameters(optimizer)) if o is not None), None)
-        for number, group in self._numbered_groups(optimizer):
+        numbers = self._numbers(optimizer)
+        if len(numbers) == len(self.know_groups(optimizer)) and not self._begins_update(optimizer):
+            return
+        for number, group in zip(numbers, optimizer.param_groups, strict=True):
             rate = group.get("lr")
             if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer computes the rate itself
                 self._capture.scalars.record(
@@ -536,7 +574,8 @@ class OptimizerHooks:
             if not hooks._capture.is_open:
                 return
             try:
-                hooks.name_of(optimizer)
+                if updating(optimizer) is not None:
+                    hooks.name_of(optimizer)
                 hooks._on_new(optimizer)
             except Exception as error:
                 hooks._capture.hook_failed(type(optimizer).__name__, error)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, KEY, MEASURED, STATISTICS, note_members, parse_shape
 from ..format.manifest import Stage
-from ..layout.placement import RANK_BOUND, TURNED, NoPlan, RankChunk, mesh_of, parse_placements
+from ..layout.placement import OF_ONE_RANK, RANK_BOUND, TURNED, NoPlan, RankChunk, mesh_of, parse_placements
 from ..layout.regions import Ints
 from ..numerics.keys import NULL, POSITIVE, Integers, bits_of, digest, pack
 from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, in_order
@@ -186,7 +186,7 @@ class RowGrouper:
             offsets or (() if texts["offsets"] else None),
             texts["placements"],
             texts["mesh"],
-            next((member for member in (*RANK_BOUND, TURNED) if member in note), None),
+            next((member for member in (*RANK_BOUND, TURNED, OF_ONE_RANK) if member in note), None),
             micro_step,
         )
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ..format.manifest import Stage
 from ..layout.levels import BatchGroup, split
-from ..layout.placement import NoPlan, RankChunk
+from ..layout.placement import OF_ONE_RANK, NoPlan, RankChunk
 from ..layout.rules import Batch
 from ..numerics.keys import NULL, bits_of, digest
 from ..read.metadata import NONE, MetadataRows
@@ -299,6 +299,8 @@ class ValueReader:
         if key.site in NUMBERS:  # the program decides which ranks report a number
             reporting = self._reporting_ranks.get((key.root, key.name), set())
             return tuple(rank for rank in expected if rank in reporting or self.topology.last_step(rank) < step)
+        if all(chunk.rank_bound == OF_ONE_RANK for chunk in chunks):
+            return ranks
         if key.site == "optim" and group.source == "fsdp" and all(chunk.shape == () for chunk in chunks):
             return ranks  # FSDP1 keeps no step count on a rank without a part of the parameter
         return expected

@@ -313,6 +313,8 @@ RANK_BOUND = {
 """The members of a row's note that forbid joining its chunk with other ranks' chunks, each with the reason."""
 TURNED = "turned"
 """The member of the note of a row that a rank wrote out of turn, because the value turned NaN or infinite there."""
+OF_ONE_RANK = "of_one_rank"
+"""The member of the note of a row that other ranks do not have, because the optimizer shares out the parameters."""
 MAX_NAMED = 8
 """The most ranks that a message lists."""
 
@@ -328,7 +330,7 @@ class RankChunk(NamedTuple):
     placements: str | None = None
     mesh: str | None = None
     rank_bound: str | None = None
-    """The member of `RANK_BOUND`, or `TURNED`, that the row has; None without one."""
+    """The member of `RANK_BOUND`, `TURNED` or `OF_ONE_RANK` that the row's note has; None without one."""
     micro_step: int = 0
 
 

@@ -12,6 +12,7 @@ import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.doctor.expected import compare
 from recorder.analyze.first.first import first
+from recorder.cli.commands.layouts import layouts
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
@@ -69,3 +70,49 @@ def test_attributes_of_another_version_cost_no_row_of_the_optimizer(
             optimizer.step()
     assert recorder.open_run(tmp_path / "run").num_rows == 8
     assert "flat parameters of ZeRO are not recorded: AttributeError" in caplog.text
+
+
+SHARED_OUT = {2: ("zero_groups", "zero_late", "zero_views", "zero_scaled", "zero_flag_skips"), 4: ("zero_four_groups",)}
+
+
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
+    """Trainings with torch's ZeroRedundancyOptimizer, which updates each parameter on one rank alone."""
+    folder = tmp_path_factory.mktemp("redundancy")
+    of = {1: ("whole", "whole_groups", "whole_flag")} | SHARED_OUT
+    for num, names in of.items():
+        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "redundancy.py", *names, num=num))
+    return {name: recorder.open_run(folder / name) for names in of.values() for name in names}
+
+
+@pytest.mark.parametrize("name", ["zero_groups", "zero_four_groups", "zero_late", "zero_views"])
+def test_parameters_shared_out_to_ranks_have_the_names_and_states_of_one_process(
+    shared_out: dict[str, recorder.Run], name: str
+) -> None:
+    """Among the values are 3 states of each of 6 parameters, and the rate of each group, at 4 steps."""
+    has_groups = "groups" in name
+    whole = shared_out["whole_groups" if has_groups else "whole"]
+    found = recorder.diff(whole, shared_out[name], rtol=1e-9, atol=1e-12)
+    assert (found.verdict, found.num_compared) == ("equal", 184 if has_groups else 180)
+    assert not first(shared_out[name]).is_found and not check(shared_out[name]).findings
+    lies = layouts(shared_out[name])
+    assert lies.contradiction is None and ("whole", "single", 18) in {way[:3] for way in lies.ways}
+    frame = shared_out[name].to_pandas()
+    assert (frame["site"] == "optim").sum() == 3 * 6 * 4
+    rates = frame[frame["name"].str.startswith("lr.") & (frame["rank"] == 1)].pivot(columns="name", values="mean")
+    last = {"lr.AdamW.0": [0.02, 0.02, 0.01, 0.01]} if has_groups else {}
+    assert {one: [*rates[one].dropna()] for one in rates} == last | {f"lr.AdamW.{len(last)}": [0.01] * 4}
+
+
+def test_a_rank_whose_update_reaches_no_other_is_named(shared_out: dict[str, recorder.Run]) -> None:
+    run = shared_out["zero_flag_skips"]
+    found = recorder.diff(shared_out["whole_flag"], run, rtol=1e-9, atol=1e-12).culprits[0]
+    assert (found.step, found.phase, found.ranks) == (1, "update", [0])
+    wrong = first(run).replica
+    assert wrong is not None and (wrong.value.step, wrong.value.site) == (2, "param")
+    assert [one.rule for one in check(run).findings] == ["replica"]
+
+
+def test_a_state_that_one_rank_scales_is_named(shared_out: dict[str, recorder.Run]) -> None:
+    found = recorder.diff(shared_out["whole"], shared_out["zero_scaled"], rtol=1e-9, atol=1e-12).culprits
+    assert [(one.step, one.phase, one.site, one.name) for one in found] == [(2, "update", "optim", "weight.exp_avg")]

@@ -67,7 +67,7 @@ class ModuleParameter:
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
         if self._is_marked:
-            note = note or self._module.note_of_mark(self.reference(), tensor)
+            note = merged_notes(note, self._module.note_of_mark(self.reference(), tensor))
         self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
