@@ -17,6 +17,7 @@ from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
 STAGES = {"stage_1": 2, "stage_3": 2, "stage_1_of_three": 3, "stage_3_of_three": 3}
+GROUPS = ("stage_1_groups", "stage_3_groups")
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +25,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     folder = tmp_path_factory.mktemp("zero")
     jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", "whole", "whole_groups", num=1))
     for num in (2, 3):
-        names = [name for name, of in STAGES.items() if of == num] + ["stage_1_groups"] * (num == 2)
+        names = [name for name, of in STAGES.items() if of == num] + [*GROUPS] * (num == 2)
         jobs.succeeded(jobs.ranks(folder, SCRIPTS / "zero.py", *names, num=num))
-    return {name: recorder.open_run(folder / name) for name in ("whole", "whole_groups", "stage_1_groups", *STAGES)}
+    return {name: recorder.open_run(folder / name) for name in ("whole", "whole_groups", *GROUPS, *STAGES)}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -39,15 +40,18 @@ def test_the_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, 
         assert runs[name].array("up", site=site, name=tensor, step=2).shape == (7, 6)
 
 
-def test_groups_that_zero_steps_one_by_one_are_those_of_one_step(runs: dict[str, recorder.Run]) -> None:
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_that_zero_steps_one_by_one_are_those_of_one_step(runs: dict[str, recorder.Run], name: str) -> None:
     """Each of the two learning rates has its name, and the state of a group is recorded once, after its own step."""
-    for name in ("whole_groups", "stage_1_groups"):
-        frame = runs[name].to_pandas()
+    for run in (runs["whole_groups"], runs[name]):
+        frame = run.to_pandas()
+        assert ((frame["site"] == "buffer") & (frame["rank"] == 0)).sum() == 3
+        assert (frame["name"].str.startswith("lr.") & (frame["rank"] == 0)).sum() == 2 * 3
         rates = frame[frame["name"].str.startswith("lr.") & (frame["step"] == 1) & (frame["rank"] == 0)]
         assert dict(zip(rates["name"], rates["mean"], strict=True)) == {"lr.Adam.0": 0.01, "lr.Adam.1": 0.02}
-    found = recorder.diff(runs["whole_groups"], runs["stage_1_groups"], rtol=1e-9, atol=1e-12)
+    found = recorder.diff(runs["whole_groups"], runs[name], rtol=1e-9, atol=1e-12)
     assert (found.verdict, len(found.only_a), len(found.only_b)) == ("equal", 0, 0)
-    assert not first(runs["stage_1_groups"]).is_found and not check(runs["stage_1_groups"]).findings
+    assert not first(runs[name]).is_found and not check(runs[name]).findings
 
 
 @pytest.mark.parametrize("name", STAGES)

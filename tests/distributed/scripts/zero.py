@@ -97,7 +97,8 @@ def train(name: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     flat, cut = None, None
     if "groups" in name:
-        train_groups(name, model, [parameters[:1], parameters[1:]])
+        of_groups = {0: [parameters[:1]], 1: [parameters[1:3], parameters[3:]] if "3" in name else [parameters[1:]]}
+        train_groups(name, model, of_groups)
         return
     if name != "whole":
         flat, cut = mark_stage_1(parameters) if "1" in name else mark_stage_3(parameters, model)
@@ -117,30 +118,50 @@ def train(name: str) -> None:
             share(parameters, flat, is_stage_3="3" in name)
 
 
-def train_groups(name: str, model: Net, of_groups: list[list[nn.Parameter]]) -> None:
-    """Train two groups, of which the optimizer is shown one at a time, as in `_optimizer_step` of ZeRO 1 and 2."""
-    rank, size, rates = dist.get_rank(), dist.get_world_size(), (0.01, 0.02)
-    marked = [mark_stage_1(parameters) for parameters in of_groups] if "1" in name else []
-    updated = [[flat] for flat, _ in marked] or of_groups
+def train_groups(name: str, model: Net, of_groups: dict[int, list[list[nn.Parameter]]]) -> None:
+    """Train two groups, of which the optimizer is shown one part after the other, as in `_optimizer_step` of ZeRO.
+
+    ZeRO 1 and 2 show one group at a time. ZeRO 3 shows all groups, of which one has a part of its parameters, and the
+    others have none.
+    """
+    rank, size, is_stage_3 = dist.get_rank(), dist.get_world_size(), "3" in name
+    parts = [(number, parameters) for number, some in of_groups.items() for parameters in some]
+    marks = [
+        mark_stage_3(one, model) if is_stage_3 else mark_stage_1(one) for _, one in parts if name != "whole_groups"
+    ]
     model.register_buffer("seen", torch.zeros(()))
-    optimizer = torch.optim.Adam([{"params": group, "lr": rate} for group, rate in zip(updated, rates, strict=True)])
+    updated = [(number, one) for (number, _), (one, _) in zip(parts, marks, strict=False)]
+    updated = updated or [(number, one) for number, parameters in parts for one in parameters]
+    optimizer = torch.optim.Adam(
+        [
+            {"params": [one for at, one in updated if at == number], "lr": rate}
+            for number, rate in enumerate((0.01, 0.02))
+        ]
+    )
+    groups = optimizer.param_groups
+    for group in groups if is_stage_3 else ():
+        group["params"] = []
     with recorder.attach(model, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
         for step in range(STEPS):
             x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
             model.zero_grad()
             model(x).square().mean().backward()
-            groups = optimizer.param_groups
-            for parameters, group, (flat, cut) in zip(of_groups, groups, marked, strict=bool(marked)):
+            for (number, parameters), (flat, cut) in zip(parts, marks, strict=bool(marks)):
                 whole = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
                 dist.all_reduce(whole)
                 flat.grad = cut(whole / size)
-                optimizer.param_groups = [group]
+                if is_stage_3:
+                    groups[number]["params"] = [flat]
+                else:
+                    optimizer.param_groups = [groups[number]]
                 optimizer.step()
+                if is_stage_3:
+                    groups[number]["params"] = []
             optimizer.param_groups = groups
-            if not marked:
+            if not marks:
                 optimizer.step()
-            for parameters, (flat, _) in zip(of_groups, marked, strict=bool(marked)):
-                share(parameters, flat, is_stage_3=False)
+            for (_, parameters), (flat, _) in zip(parts, marks, strict=bool(marks)):
+                share(parameters, flat, is_stage_3=is_stage_3)
 
 
 def share(parameters: list[nn.Parameter], flat: Tensor, *, is_stage_3: bool) -> None:
