@@ -99,6 +99,8 @@ def local_path(text: str) -> Path:
 
     if not text:
         raise LookupFailedError("an empty text is no path; name a file or a directory")
+    if text == "-":
+        raise LookupFailedError("-: name a file; no command writes one to standard output (./- is a file of that name)")
     if (scheme := scheme_of(text)) is not None:
         where = f"{scheme}:// is only read from; name a path on a disk, and copy it up afterwards"
         raise LookupFailedError(f"{text}: {where}")

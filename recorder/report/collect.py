@@ -21,11 +21,12 @@ import numpy as np
 from .. import __version__
 from ..analyze.check.check import check
 from ..analyze.diff.diff import diff
-from ..analyze.diff.reply import accusations
+from ..analyze.diff.reply import accusations, unlike_models
 from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
 from ..globalview.tensor import TensorLayout
+from ..run.finding import typed_for
 from ..run.probe import probe_size
 from ..run.reply import span
 from ..run.run import Run
@@ -95,7 +96,8 @@ def collect(
             )
         rows_text += f", {size(run.size_bytes)}"
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
-        found, notes = ([], []) if judged is None else (told_by_check(judged.findings, str(run.path)), judged.notes)
+        typed = typed_for(run.path, run.name)
+        found, notes = ([], []) if judged is None else (told_by_check(judged.findings, typed), judged.notes)
         yield top_block(run, checks, found, collected, told, list(facts), notes=notes)
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
@@ -137,11 +139,13 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "b": f"{b.path.parent.name}/{b.name}",
             "pairs": pairs,
             "verdict": compared.verdict,
+            "models": [*unlike_models(a, b)],
             "num_compared": compared.num_compared,
             "num_differing": compared.table.num_rows,
             "facts": _unlike_facts(a, b),
             "culprits": [
-                {name: getattr(one, name) for name in _OF_CULPRIT} | {"text": next(accusations([one], 1))}
+                {name: getattr(one, name) for name in _OF_CULPRIT}
+                | {"text": next(accusations([one], 1)), "is_bad": bool(one.nonfinite_a) != bool(one.nonfinite_b)}
                 for one in compared.culprits[:_MAX_DIFFERING]
             ],
             "differing": [[row[name] for name in names] for row in rows],

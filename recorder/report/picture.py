@@ -70,10 +70,10 @@ def write_picture(run: Run, path: Path, panel: str, *, force: bool = False) -> i
     at = np.linspace(first - 0.5, last + 0.5, _WIDTH)
     first_bad = None
     if panel in _MARKED:
-        first_bad = first_nonfinite(told_by_check(check(run).findings, str(run.path)))
+        first_bad = first_nonfinite(told_by_check(check(run).findings, run.name))
     drawn = PANELS[panel](collected, at, first_bad)
     if drawn is None:
-        raise LookupFailedError(f"{run.name} has no values for --png {panel}")
+        raise LookupFailedError(f"{run.name} has no values for --png {panel}; {_TO_RECORD[panel]}")
     height = len(drawn.pixels)
     image = Image.new("RGB", (_GUTTER + _WIDTH + _RIGHT, _TOP + height + _BOTTOM), "white")
     image.paste(Image.fromarray(drawn.pixels), (_GUTTER, _TOP))
@@ -189,6 +189,16 @@ def _map(
     names = [" ".join(filter(None, (key.module_path or MODEL, key.name))) for key in keys]
     sizes = _sizes(collected, statistic, chosen, over=1)
     return _heat(title, names, collected.cube.first_steps, at, *sizes, first, row)
+
+
+def _updates(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn | None:
+    chosen, values = collected.updates()
+    if not chosen:
+        return None
+    keys = [collected.series[one] for one in chosen]
+    names = [" ".join(filter(None, (key.module_path or MODEL, key.name))) for key in keys]
+    title = f"step of the optimizer over the weight, estimated, of {counted(len(chosen), 'parameter')}"
+    return _heat(title, names, collected.cube.first_steps, at, values, np.zeros(values.shape, np.bool_))
 
 
 def _ranks(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn | None:
@@ -318,11 +328,24 @@ PANELS: Mapping[str, Callable[[StatisticsBlocks, _Floats, _First], _Drawn | None
     "map": partial(_map, sites=_SITES),
     "loss": _numbers,
     "gradients": partial(_map, sites=("grad", "grad_output")),
+    "updates": _updates,
     "objectives": partial(_numbers, of_objectives=True),
     "histograms": _histograms,
     "ranks": _ranks,
     "experts": partial(_map, sites=("output",), modules=r"(^|\.)experts\.\d+$", statistic="numel"),
 }
 """The panels by the names that `recorder report --png` takes; a panel is None where there is nothing for it."""
+_RULES = "the next time record it with RECORDER_PRESET=default RECORDER_RULES="
+_TO_RECORD: Mapping[str, str] = {
+    "map": f"{_RULES}'site=output keep=stats'",
+    "loss": "type recorder.scalar('loss', loss) into the program",
+    "gradients": f"{_RULES}'site=grad,grad_output keep=stats'",
+    "updates": f"it needs matrices that Adam, AdamW or SGD updates; {_RULES}'site=param,grad,scalar keep=stats'",
+    "objectives": "type recorder.objective('main', hidden) into the model, for each objective",
+    "histograms": f"{_RULES}'site=output,grad keep=histogram'",
+    "ranks": "it needs several ranks: RECORDER=1 torchrun --nproc-per-node 2 train.py",
+    "experts": f"it needs modules that are called experts.0, experts.1, ...; {_RULES}'site=output keep=stats'",
+}
+"""By panel, what makes a run have its values."""
 _MARKED = ("map", "gradients", "experts", "ranks")
 """The panels that mark the first value that is not finite, for which the rules have to be asked."""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from .. import __version__
@@ -32,6 +33,7 @@ from ..report.collect import layouts_of, ranks_block
 from ..report.distributions import ImageFinder
 from ..report.statistics import StatisticsBlocks
 from ..report.top import DoctorLine, facts_of, gaps_block, told_by_check, told_by_doctor, top_block
+from ..run.finding import typed_for
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
 from ..run.status import RankNow
@@ -74,6 +76,7 @@ class Drawing:
         """Prepare, without reading the run yet."""
         self.location = location
         self.name = manifest.name or location.name
+        self._typed = typed_for(location, self.name) if isinstance(location, Path) else str(location)
         self.epoch = 0
         """Counts up whenever every column has changed, after which a page needs all blocks anew."""
         self.version = 0
@@ -400,7 +403,7 @@ class Drawing:
         newer = (one for one in self._found[self._num_judged :] if one[:1] + one[3:8] not in judged_values)
         found = [*self._judged, *newer]
         found = with_causes(found, self._catalog) if self._catalog is not None else []
-        judged, is_growing = told_by_check(found, str(self.location)), self.state == "live"
+        judged, is_growing = told_by_check(found, self._typed), self.state == "live"
         if not found and self._checked is None:
             judged = [judged[0]._replace(text=_FOUND_NOTHING)]
         self._keep(top_block(run, checks, judged, self.collected, numbers, facts, is_growing=is_growing))

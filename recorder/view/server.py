@@ -400,6 +400,8 @@ class Watching:
             known = [_listed_of_fleet(path, summary) for path, summary in self._fleet().items()]
             runs = self._runs()[-_MAX_LISTED:]
             described = [self._describe(run) for run in reversed(runs)]
+            for one, run in zip(described[:_MAX_GLANCED], reversed(runs), strict=False):
+                one["is_reading"] = isinstance(run.location, Path) and one["directory"] not in self._glances
             if described and not (self._glancing and self._glancing.is_alive()):
                 locations = {run.location.name: run.location for run in runs if isinstance(run.location, Path)}
                 arguments = described[:_MAX_GLANCED], locations
@@ -424,8 +426,9 @@ class Watching:
                 run = Run(*find_run(locations[name]))
                 if run.num_rows <= _MAX_GLANCED_ROWS:
                     glance["loss"] = _losses(run)
-                    found = told_by_check(check(run).findings, run.name) if is_over else None
-                    glance["found"] = None if found is None else [told.text for told in found if told.mark == "wrong"]
+                    told = told_by_check(check(run).findings, run.name) if is_over else []
+                    for mark, part in (("wrong", "found"), ("note", "notes")) if is_over else ():
+                        glance[part] = [one.text for one in told if one.mark == mark and one.rule]
             self._glances[name] = state, glance
             self._judging.discard(name)
             time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most

@@ -901,6 +901,9 @@ def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path
     assert [row.split() for row in rows] == [["rule", "rate=0.001", "rate=0.002"]]
     norms = opened.page.locator("#panel-top .track", has_text="gradient norm").locator(".chart-legend")
     assert norms.inner_text().split("\n") == ["A: rank 0", "B: rank 0"]
+    assert "of the parameters that an optimizer has" in opened.text("#panel-top .tracks")
+    assert opened.text("#panel-top .line").startswith("A alone:") and opened.text("#panel-lines h2") == "Lines"
+    assert opened.text("#panel-ranks h2") == "Ranks of A alone"
     runs = [f"{run.parent.name}/{recorder.open_run(run).name}" for run in (one, two)]
     assert opened.text("h1") == f"A: {runs[0]}, B: {runs[1]}"
 

@@ -21,7 +21,7 @@ from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from recorder.report import statistics
-from recorder.report.axes import Axes, DrawnSeries
+from recorder.report.axes import Axes, DrawnSeries, step_rows
 from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.picture import write_picture
@@ -453,6 +453,39 @@ def test_the_first_value_that_one_run_alone_has_because_it_is_not_finite_is_the_
     assert culprit["hint"].startswith(first)
 
 
+def test_two_models_are_said_to_differ_before_any_culprit(cli: Cli, tmp_path: Path) -> None:
+    for name, classes in (("a", ["", "up", "act"]), ("b", ["", "up", "norm", "down"])):
+        writer = HandmadeWriter(make_run(tmp_path / name), 0)
+        value = np.full(3, len(classes), np.float32)
+        writer.add_shard([[make_row(0, value, step=0, module_path="up")]])
+        modules = [{"path": path, "class_name": "Linear"} for path in classes]
+        writer.finish(roots=[{"name": "model", "modules": modules}])
+    told = "the models differ: 1 module in A alone ('act'); 2 modules in B alone ('norm', 'down')"
+    lines = cli("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert lines.index(told) < next(number for number, line in enumerate(lines) if line.startswith("culprit"))
+    cli("report", tmp_path / "a", "--against", tmp_path / "b", "-o", tmp_path / "r.html")
+    assert read_page(tmp_path / "r.html")["against"].data["models"] == [told]
+    assert "the models differ" not in cli("diff", tmp_path / "a", tmp_path / "a" / ".." / "a").out
+
+
+def test_commands_of_the_page_run_where_the_page_was_made(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_training(tmp_path / "recordings" / "20260101T000000Z-1")
+    monkeypatch.chdir(tmp_path)
+    cli("report", "recordings", "-o", "r.html")
+    abouts = [about for *_, about in read_page(tmp_path / "r.html")["top"].data["findings"]]
+    lines = [line for about in abouts for line in about.get("type", "").splitlines() if line.startswith("recorder ")]
+    name = recorder.open_run(run).name
+    assert lines and not [line for line in lines if "recordings" in line] and f"recorder first {name}" in lines
+    assert {cli(*shlex.split(line)[1:]).exit_code for line in lines} <= {0, 1}
+
+
+def test_a_page_is_written_to_a_file_and_not_to_standard_output(cli: Cli, tmp_path: Path) -> None:
+    refused = cli("report", run_of_numbers(tmp_path / "run", {"loss": [1.0]}), "-o", "-")
+    assert refused.exit_code == 2 and "-: name a file; no command writes one to standard output" in refused.err
+
+
 @pytest.fixture(scope="module")
 def page_of_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of more ranks than lines, one of which has a NaN."""
@@ -608,10 +641,43 @@ def test_more_panels_are_written_as_pictures(cli: Cli, tmp_path: Path) -> None:
         assert len(pixels_of(out)) == 50 + 16 * num_rows + 30
         has_bad = (pixels_of(out)[50:] == (230, 0, 122)).all(axis=-1).any()
         assert has_bad == (panel == "ranks"), "the NaN is in an output"
-    for panel in ("histograms", "experts"):
-        assert f"no values for --png {panel}" in cli("report", tmp_path / "few", "--png", panel).err
+    for panel, line in (
+        ("histograms", "RECORDER_PRESET=default RECORDER_RULES='site=output,grad keep=histogram'"),
+        ("experts", "it needs modules that are called experts.0"),
+        ("objectives", "type recorder.objective('main', hidden) into the model"),
+    ):
+        told = cli("report", tmp_path / "few", "--png", panel).err
+        assert f"no values for --png {panel}" in told and line in told
     refused = cli("report", tmp_path / "few", "--png", "map", "--against", tmp_path / "many")
     assert refused.exit_code == 2 and "--png draws one run" in refused.err
+
+
+@pytest.mark.parametrize(("optimizer", "moved"), [("AdamW", 2.0), ("SGD", 8.0)])
+def test_a_step_of_the_optimizer_is_estimated_from_the_rate_and_the_norms(
+    cli: Cli, tmp_path: Path, optimizer: str, moved: float
+) -> None:
+    run, rows = make_run(tmp_path / "run"), list[dict[str, Any]]()
+    for step in range(4):
+        rate: dict[str, Any] = {"site": "scalar", "name": f"lr.{optimizer}.0", "module_path": "", "encoding": None}
+        rows.append(make_row(len(rows), np.array(0.1 / (1 + step), np.float32), step=step, **rate))
+        for site, value in (("param", 2.0), ("grad", 4.0)):
+            values, common = np.full((2, 2), value, np.float32), {"name": "weight", "phase": "optimizer"}
+            rows.append(make_row(len(rows), values, site=site, step=step, module_path="fc", encoding=None, **common))
+    writer = HandmadeWriter(run, 0)
+    writer.add_shard([rows], kind="stats")
+    writer.finish()
+    axes, opened = Axes(), recorder.open_run(run)
+    with step_rows(opened) as tables:
+        for table in tables:
+            axes.add(table)
+        collected = StatisticsBlocks(opened, axes)
+        collected.collect(tables, lambda num_rows: None)
+    chosen, estimates = collected.updates()
+    assert [collected.series[one].site for one in chosen] == ["param"]
+    assert estimates == pytest.approx(np.array([[0.1 / (1 + step) * moved / 4 for step in range(4)]]), rel=1e-6)
+    assert cli("report", run, "--png", "updates", "-o", tmp_path / "u.png").exit_code == 0
+    refused = cli("report", run_of_numbers(tmp_path / "loss", {"loss": [1.0, 2.0]}), "--png", "updates").err
+    assert "it needs matrices that Adam, AdamW or SGD updates" in refused
 
 
 def test_a_row_of_a_parameter_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,11 +97,14 @@ def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
 def test_the_list_says_losses_and_findings_of_runs_that_are_over(tmp_path: Path) -> None:
     make_training(tmp_path / "one")
     watching = Watching(tmp_path, None)
+    (one,) = watching.listed()
+    assert one["is_reading"]
     for _ in range(600):
         (one,) = watching.listed()
         if "loss" in one:
             break
         time.sleep(0.1)
+    assert not one["is_reading"] and isinstance(one["notes"], list)
     assert one["loss"][:2] == [3.0, 1.5] and len(one["loss"]) == NUM_STEPS
     assert any(text.startswith("nonfinite: 'head' output") for text in one["found"])
     watching.close()

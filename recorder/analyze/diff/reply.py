@@ -15,7 +15,7 @@ from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
 from .compare import Tolerance
 from .culprit_findings import Culprit
-from .renames import RenameHint
+from .renames import NO_RENAMES, RenameHint, Renames
 from .step_range import Diff, Difference, DiffOptions
 
 _FEW = 5
@@ -88,6 +88,7 @@ def _parts(
         path = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
         yield f"{name}: {path}{f', started {moment(run.started_ns)}' if run.started_ns else ''}{jitter}"
     yield _verdict(result, options)
+    yield from unlike_models(a, b, options.renames)
     yield from _reasons(result, most, common=options.common)
     yield from _faults(result, most)
     yield from accusations(result.culprits, most)
@@ -216,6 +217,20 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
     yield f"hint: {alike}; if they are the same, --rename FILE pairs them, with these lines{cut}"
     for hint in hints[: limit or None]:
         yield f"  {hint.line}"
+
+
+def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str]:
+    """Yield a line if one model has modules that the other has not, as far as the runs name their modules."""
+    one = dict.fromkeys(path for _, path in a.modules)
+    two = dict.fromkeys(renames.old(path) for _, path in b.modules)
+    sides = ("A", [path for path in one if path not in two]), ("B", [path for path in two if path not in one])
+    alone = [
+        f"{counted(len(some), 'module')} in {run} alone ({listed(map(repr, some), _FEW)})"
+        for run, some in sides
+        if some
+    ]
+    if one and two and alone:
+        yield f"the models differ: {'; '.join(alone)}"
 
 
 def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:

@@ -27,6 +27,7 @@ class AgainstPanel {
     const isEqual = data.verdict.startsWith("equal");
     put(section,
       el("p", { class: isEqual ? "verdict right" : "verdict wrong", id: "diff-verdict" }, `${data.verdict}: ${plural(data.num_differing, "value")} of ${data.num_compared.toLocaleString("en")} differ`),
+      data.models.map((text) => el("p", { class: "verdict wrong" }, text)),
       el("ul", { class: "findings" }, culprits.slice(0, MAX_FINDINGS)),
       culprits.length > MAX_FINDINGS && el("details", {}, el("summary", {}, `${plural(culprits.length - MAX_FINDINGS, "more culprit")}, which may follow from the first`), el("ul", { class: "findings" }, culprits.slice(MAX_FINDINGS))),
       el("table", { class: "facts unlike" }, el("thead", {}, el("tr", {}, ["", `A: ${data.a}`, `B: ${data.b}`].map((title) => el("th", { scope: "col" }, title)))),
@@ -68,6 +69,7 @@ class AgainstPanel {
           else if (cell.kind === NUMBER && apart !== null) Object.assign(cell, { value: apart.values[apart.at(one.number, 0, c)], digits: apart.digits[apart.at(one.number, 0, c)] });
           else if (cell.kind === NUMBER) cell.kind = NULL_CELL;
           Object.assign(cell, { series: one, a, b, isMarked: culprit && one.path === (culprit.seen_at ?? culprit.module_path) && one.site === culprit.site && run.steps[c] <= culprit.step && culprit.step <= run.lastStep(c) });
+          if (culprit?.is_bad && cell.kind === NONFINITE && culprit.step <= run.lastStep(c)) Object.assign(cell, { isFirst: cell.isMarked, isLater: !cell.isMarked });
           outlier = outstanding(outlier, cell);
         }
         if (outlier?.kind === NUMBER) values.push(outlier.value);
@@ -77,7 +79,7 @@ class AgainstPanel {
     });
     this.drawn = { rows, cells, columns };
     const colors = new Colors(values);
-    this.legend.replaceChildren(legendOf(colors, `${choices.title}: share apart`));
+    this.legend.replaceChildren(legendOf(colors, `${choices.title}: share apart`, culprit?.is_bad ? [[NONFINITE, "the first NaN or infinity"], [NONFINITE, "after it", true], ...KIND_TEXTS.slice(1)] : KIND_TEXTS));
     this.heat.draw({ rows, columns, cell: (r, c) => cells[r][c], colors });
   }
   /** The series of the second run that is drawn beside one of the first. */

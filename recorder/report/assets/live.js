@@ -52,8 +52,9 @@ const RUN_COLUMNS = [
   ["run", (run) => run.name, (run) => [el("a", { href: `run/${encodeURIComponent(run.directory)}/` }, run.name),
     run.isAlike ? el("span", { class: "dim" }, ` ${visible(run.directory)}`) : ""]],
   ["loss", (run) => run.loss?.findLast((one) => one !== null) ?? Infinity, (run) => sparkline(run.loss ?? [])],
-  ["findings", (run) => -(run.found?.length ?? -1), (run) => run.found && el("span", { class: run.found.length ? "flag wrong" : "flag right",
-    title: run.found.map(visible).join("\n") }, run.found.length ? String(run.found.length) : "✓")],
+  ["findings", (run) => -(run.found?.length ?? -1), (run) => run.is_reading && !run.found ? el("span", { class: "dim", title: "the rows of this run are being read, for its loss and for the rules of recorder check" }, "reading …") :
+    run.found && el("span", { class: run.found.length ? "flag wrong" : run.notes?.length ? "flag note" : "flag right",
+      title: [...run.found, ...(run.notes ?? [])].map(visible).join("\n") }, run.found.length ? String(run.found.length) : run.notes?.length ? plural(run.notes.length, "note") : "✓")],
   ["state", (run) => statesOf(run), (run) => [statesOf(run), " ",
     run.problems?.length ? el("span", { class: "flag wrong", title: run.problems.map(visible).join("\n") }, "damaged") : ""]],
   ["step", (run) => -(run.step ?? -1), (run) => (run.step === null ? "" : run.step.toLocaleString("en"))],

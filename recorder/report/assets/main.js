@@ -2,6 +2,8 @@
 
 const LIVE = document.documentElement.dataset.live ?? null;
 const LIVE_TEXTS = { reading: "reading what is there", live: "live", over: "over", gone: "deleted" };
+/** Panels that draw both of two runs; the others are of A alone. */
+const OF_BOTH = new Set(["against", "lines", "numbers", "objectives"]);
 /** Panels that do not grow with steps: each is made anew where its block is a new one, and not drawn at other times. */
 const REMADE = { ranks: RanksPanel, images: ImagesPanel, histograms: HistogramsPanel, units: UnitsPanel };
 
@@ -84,7 +86,7 @@ class App {
       el("a", { class: "skip", href: "#view=map", onclick: (event) => { event.preventDefault(); this.show("map"); } }, "to the map"),
       el("header", {}, el("h1", {}, title, this.liveText), el("nav", { "aria-label": "panels" }, links), el("div", { class: "bar" }, this.bar, this.zoomed)),
       el("main", {}, this.panels.map((panel) => {
-        panel.section = el("section", { id: `panel-${panel.id}`, "aria-label": panel.title }, el("h2", {}, panel.title, this.keepers(panel)));
+        panel.section = el("section", { id: `panel-${panel.id}`, "aria-label": panel.title }, el("h2", {}, panel.title, this.other && !OF_BOTH.has(panel.id) && el("span", { class: "dim" }, " of A alone"), this.keepers(panel)));
         return [el("div", { id: `at-${panel.id}` }), panel.section];
       }).flat()),
       el("footer", {}, `Made by recorder ${this.top.version}. ` + (this.source ? "This page asks nothing but the server that it came from." :

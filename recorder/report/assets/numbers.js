@@ -120,6 +120,6 @@ class NumbersPanel {
     if (!columns.length) return null;
     const values = columns.map((c) => (norms[c] < 0 ? null : norms[c])), bad = [...columns.keys()].filter((at) => values[at] === null);
     const style = laneStyle({ kind: "global" }, 1, lineColor(0), isBeside);
-    return { title: "gradient norm", about: ["of all parameters"], steps: columns.map((c) => run.steps[c]), lines: [{ label: run.lineName(0) + (bad.length && run.lanes.length > 1 ? " (no number where a rank is not finite)" : ""), values, digits: values.map(() => 5), bad, style }] };
+    return { title: "gradient norm", about: ["of the parameters that an optimizer has"], steps: columns.map((c) => run.steps[c]), lines: [{ label: run.lineName(0) + (bad.length && run.lanes.length > 1 ? " (no number where a rank is not finite)" : ""), values, digits: values.map(() => 5), bad, style }] };
   }
 }
