@@ -18,11 +18,17 @@ class GraphPanel {
     put(section, el("p", { class: "note" }, "Modules in the order in which they were first called, with the shape of what they return. Containers open and close; an arrow says what ran next, which is not always what a value went into."),
       this.about, this.legend, this.boxes);
   }
+  /** What a module contains; of two runs that is what A has values of, as the graph is of A alone. */
+  children(node) {
+    const { run, other, modules } = this.app;
+    this.own ??= new Set(run.series.map((one) => one.path));
+    return other ? node.children.filter((child) => modules.below(child).some((one) => this.own.has(one.path))) : node.children;
+  }
   defaultOpen() {
     const { modules } = this.app, open = new Set();
     let level = [modules.root], num = 1;
     while (level.length) {
-      const next = level.flatMap((node) => node.children);
+      const next = level.flatMap((node) => this.children(node));
       if (num + next.length > 40 && open.size) break;
       num += next.length;
       level.forEach((node) => open.add(node.path));
@@ -68,7 +74,7 @@ class GraphPanel {
   box(node) {
     const { modules } = this.app;
     this.count++;
-    const isContainer = node.children.length > 0, isOpen = isContainer && this.opened.has(node.path);
+    const children = this.children(node), isContainer = children.length > 0, isOpen = isContainer && this.opened.has(node.path);
     const cell = this.cellOf(node, isContainer && !isOpen);
     const title = node.path === "" ? pathText("") : node.label;
     const head = el("div", { class: "box-head", title: `${pathText(node.path)}\n${visible(modules.source(node.number))}` },
@@ -95,7 +101,7 @@ class GraphPanel {
     const box = el("div", { class: isOpen ? "box open" : "box", "data-path": visible(node.path) }, head);
     if (isOpen) {
       const inside = el("div", { class: "box-inside" });
-      node.children.forEach((child, index) => {
+      children.forEach((child, index) => {
         if (this.count > MAX_BOXES) return;
         if (index) inside.append(el("div", { class: child.first === Infinity ? "arrow none" : "arrow", "aria-hidden": "true" }, child.first === Infinity ? "" : "↓"));
         inside.append(this.box(child));
