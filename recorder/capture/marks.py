@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from ..observe.tree import innermost
 from ..records import Chunk
-from .local_values import compact, written_ranks
+from .local_values import compact, spec_of, written_ranks
 from .topology import is_distributed
 
 _STATES = ("megatron.core.parallel_state", "deepspeed.utils.groups")
@@ -375,11 +376,12 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
         ranks = tensor_ranks(layer)
         outputs = _size(layer, len(ranks), "output_size")
         return CutCalls(ranks, {("output", 3, -1): (outputs,)}) if len(ranks) > 1 and outputs else None
-    query = getattr(module, "q_proj", None)
-    if (split := split_of(getattr(query, "weight", None))) is not None and isinstance(query, nn.Module):
-        ranks, size = tensor_ranks(query), getattr(module, "head_dim", 0)  # AutoTP writes its own heads into `config`
-        heads = _as_chunks([part // size for part in split.parts]) if size and split.dim == 0 and split.parts else ()
-        # the weights of eager attention [batch, heads, queries, keys], which the module gives beside its output
+    # the weights of eager attention [batch, heads, queries, keys], which Transformers gives beside its output
+    query, size = getattr(module, "q_proj", None), getattr(module, "head_dim", 0)  # AutoTP changes `config.num_heads`
+    if isinstance(query, nn.Module) and (rows := _rows_of_ranks(query)):
+        ranks, parts = rows
+        is_by_heads = isinstance(size, int) and size > 0 and not any(part % size for part in parts)
+        heads = _as_chunks([part // size for part in parts]) if is_by_heads and parts else ()
         if (at := _index(ranks)) is None or len(heads) != len(ranks):
             return None
         return CutCalls(ranks, {("output", 4, 1): (heads[at],)}, parts=heads)
@@ -405,6 +407,19 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     if (heads := _heads(module, ranks)) and isinstance(hidden, int):  # the core of attention
         return CutCalls(ranks, {("input", 4, 2): heads, ("output", 0, -1): (hidden,)})
     return _cut_by_marked_weight(module, ranks)
+
+
+def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the ranks that have rows of a linear's weight, and how many each has; None where it is no such weight."""
+    weight = getattr(linear, "weight", None)
+    if (split := split_of(weight)) is not None:
+        return tensor_ranks(linear), split.parts if split.dim == 0 else ()
+    spec = spec_of(weight) if isinstance(weight, torch.Tensor) else None
+    if spec is None or spec.mesh.ndim != 1 or not spec.placements[0].is_shard(0):
+        return None
+    ranks, num_rows = tuple(spec.mesh.mesh.tolist()), spec.shape[0]
+    ends = [min(-(-num_rows // len(ranks)) * (at + 1), num_rows) for at in range(len(ranks))]  # as torch's `chunk` cuts
+    return ranks, tuple(end - start for start, end in pairwise([0, *ends]))
 
 
 def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls | None:

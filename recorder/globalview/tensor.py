@@ -171,6 +171,10 @@ _SOURCES = {
 }
 
 
+_POSITIONS = {"dtensor": "the placements of DTensors", "marked": "the framework's marks"}
+"""By the `layout_source` of a rank's row, in words what names the row's position."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChunk:
     """The chunk of a tensor that one rank had."""
@@ -316,7 +320,11 @@ def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
     """Return the layout of the selected tensor; raise LookupFailedError if its rows hold several values."""
     value = value_of(values, tensor_rows)
     chunks = values.chunks(value)
-    return describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
+    told = describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
+    by = _POSITIONS.get(values.source_of(value), "")
+    if not by or told.source in ("", "dtensor") or not any(chunk.placements for chunk in chunks):
+        return told
+    return replace(told, how=f"{told.how}; within a batch by {by}")
 
 
 def describe(

@@ -147,6 +147,10 @@ class GlobalValues:
         micro_steps = MicroBatches(self._rows, positions, self._topology.stages).micro_step
         return [self._grouper.chunk(int(p), int(m)) for p, m in zip(positions, micro_steps, strict=True)]
 
+    def source_of(self, value: GlobalValue) -> str:
+        """Return the `layout_source` of a value's first row, which has to be loaded; empty if the row names none."""
+        return self._rows.text("layout_source", value.positions[0]) or ""
+
     def sample(self, positions: Positions | None = None) -> Sample | None:
         """Sample the values of these rows except states and scalars, whose layout needs none; None if none are left."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))

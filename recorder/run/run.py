@@ -223,7 +223,7 @@ class Run(RecordedRun):
         question.pop("partial", None)
         self.check_layouts(layouts)
         view = self.view(layouts=layouts) if layouts else self._view
-        self._rows.load(LOOKUP_COLUMNS)
+        self._rows.load([*LOOKUP_COLUMNS, "layout_source"])
         values = view.kept(self._rows).values
         known: dict[str, Any] = {"counts": values.counts, "has_micro_batches": view.has_pipeline, "stages": view.stages}
         return explain(

@@ -119,3 +119,17 @@ def test_a_dash_has_its_reason_beside_it(cli: Cli, run: Run) -> None:
     assert (module["last_absmax"], module["why"]) == (None, summand)
     rows = cli("stats", run.path, "fc2", "--global", "--site", "output", "--json").json["rows"]
     assert [row["why"].startswith(summed) for row in rows] == [True] * 2
+
+
+def test_an_assumed_layout_names_what_says_how_a_batch_is_cut(tmp_path: Path) -> None:
+    grid = [[0, 1], [2, 3]]
+    rows = {
+        rank: [
+            root_input(0, np.ones((6, 3), np.float32) * (rank // 2)),
+            Mesh(grid[rank // 2]).row(rank, 1, WHOLE + rank // 2, [shard(1)], module_path="fc1"),
+        ]
+        for rank in range(4)
+    }
+    run = mesh_run(tmp_path / "run", rows, {rank: grid_facts(grid, rank) for rank in rows})
+    how = "  assumed: the batches of data-parallel ranks end to end; within a batch by the placements of DTensors"
+    assert str(run.layout("fc1", step=0)).splitlines()[1] == how

@@ -6,10 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.first.first import first
+from recorder.capture.marks import cut_calls
 from recorder.cli.commands.layouts import layouts, reply_of
 from recorder.merge.merge import merge_run
 from tests.rigs import jobs
@@ -64,6 +71,25 @@ def test_ranks_of_autotp_are_the_one_process_that_has_the_whole_model(
     assert of_autotp[name].array("up", site="output", step=0).shape == (4, 3, 7)
     assert of_autotp[name].array("attention", site="output", name="1", step=0).shape == (4, 2, 3, 3)
     assert of_autotp[name].array("down", site="param", name="weight", step=0).shape == (6, 7)
+
+
+def test_heads_of_a_query_that_is_a_dtensor_cut_the_attention_weights() -> None:
+    """Transformers' `tp_plan` makes DTensors of the linears; eager attention gives a plain tensor of its weights."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        query = nn.Linear(8, 24)
+        attention = nn.Module()
+        attention.q_proj, attention.head_dim = query, 4
+        assert cut_calls(attention) is None
+        parallelize_module(query, init_device_mesh("cpu", (2,)), ColwiseParallel())
+        cut = cut_calls(attention)
+        assert cut is not None and cut.chunks("output", torch.zeros(5, 7, 8)).value is None
+        chunk = cut.chunks("output", torch.zeros(5, 3, 7, 7)).value
+        assert chunk is not None and (chunk.global_shape, chunk.offsets) == ((5, 6, 7, 7), (0, 3, 0, 0))
+        attention.head_dim = 8  # the ranks have one head and a half each
+        assert cut_calls(attention) is None
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["flag_fused", "flag_heads"])

@@ -21,13 +21,14 @@ from ...numerics.keys import VALUE_KEY, Integers, holds
 from ...numerics.moments import integers
 from ...run.notes import differing_ranks
 from .culprit_events import StepEvent, differing_steps, events, of_steps
-from .culprit_search import CulpritSearch, Suspect
-from .noise import multiples
+from .culprit_search import START, UPDATE, CulpritSearch, Suspect
+from .noise import ROUNDING_OF, multiples
 from .pairs import Alignment, PairedSteps, RunSteps, Verdicts
 
 _LARGEST = float(np.finfo(np.float64).max)
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """The kinds of differences that are errors of the training. Other kinds result from how a run was recorded."""
+ROUNDING_ALONE = "its gradient is rounding alone"
 _OWN_SHARE = 1e-3
 """A rank's part of a tensor counts as different from this share of the largest distance on."""
 _FIGURES = (
@@ -114,10 +115,34 @@ class CulpritFinder:
             elif not self._search.is_over:
                 for suspect in self._search.step(step, of_step[step]):
                     told = _told(suspect, a, b, wanted, kept, judged)
+                    if self._is_rounding(suspect):
+                        told = told._replace(why=ROUNDING_ALONE)
                     self.culprits.append(told._replace(hint=self._guess(told, suspect, a, b, judged)))
         for rate, known in self._search.groups:
             index = self._search.suspects.index(rate)
             self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
+
+    def in_order(self) -> list[Culprit]:
+        """Return the culprits, those behind the others of which rounding alone decides the update."""
+        return sorted(self.culprits, key=lambda culprit: culprit.why == ROUNDING_ALONE)
+
+    def _is_rounding(self, suspect: Suspect) -> bool:
+        """Whether an update was made of a gradient that is rounding alone, beside its module's others, in both runs."""
+        event, step = suspect.event, suspect.step
+        if suspect.phase != UPDATE or suspect.path is None or event.site not in ("param", "optim") or event.alone:
+            return False
+        a, b, _ = self._read(step, step + 1)
+        name = event.name if event.site == "param" else event.name.partition(".")[0]
+        for side in (a, b):
+            rows = _gradients(side, step, None)
+            own = rows.get((event.root, event.path, name))
+            if own is None:
+                return False
+            of_module = [own, *(row for one, row in rows.items() if one[:2] == (event.root, event.path))]
+            size, *sizes = (side.table.column("absmax")[row].as_py() or 0.0 for row in of_module)
+            if not 0 < size <= ROUNDING_OF.get(side.table.column("dtype")[own].as_py(), 0.0) * max(sizes):
+                return False
+        return True
 
     def _guess(self, told: Culprit, suspect: Suspect, a: RunSteps, b: RunSteps, judged: Verdicts) -> str:
         """Return the likely mistake behind a wrong gradient; empty if it would leave more than rounding unexplained."""
@@ -195,6 +220,11 @@ def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: In
             row |= {"max_abs": None, "of_max": None, "max_ulp": None}
         if event.site == "scalar" and ranks:
             row |= _of_ranks(a, b, row_a, row_b, ranks)
+        if suspect.phase == START and event.site == "param" and not ranks:
+            ranks = _ranks_of_output(event, a, b, pairs)
+    factor = _factor(row)
+    if event.pair >= 0 and row["kind"] == "statistics":
+        factor = _factor_of_statistics(a.table, b.table, int(pairs.a[event.pair]), int(pairs.b[event.pair]))
     stages = list(suspect.stages)
     if suspect.path is not None and event.stage is not None:
         stages = [event.stage]
@@ -204,7 +234,7 @@ def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: In
         step=suspect.step, phase=suspect.phase, root=suspect.root, module_path=suspect.path, site=event.site,
         name=event.name, seen_at=event.path, micro_step=event.micro_step, call=event.call,
         rank=ranks[0] if len(ranks) == 1 else None, ranks=sorted(ranks), why=suspect.why,
-        alone_in=event.alone or None, num_params=suspect.num_params, hint="", factor=_factor(row),
+        alone_in=event.alone or None, num_params=suspect.num_params, hint="", factor=factor,
         stages=stages, micro_batches=micro_batches,
         **{name: row.get(name) for name in _FIGURES},
     )  # fmt: skip
@@ -216,6 +246,19 @@ def _factor(row: dict[str, Any]) -> float | None:
     cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None: NaN
     factor = float(multiples(cosine, one, two))
     return None if math.isnan(factor) else factor
+
+
+def _factor_of_statistics(a: Any, b: Any, row_a: int, row_b: int) -> float | None:
+    """Return the factor between two tensors without values, if their norms and extremes agree on it; else None."""
+    names = ("l2", "absmax", "min", "max")
+    ones, twos = ([table.column(name)[row].as_py() for name in names] for table, row in ((a, row_a), (b, row_b)))
+    if None in (*ones, *twos) or not ones[0] or not twos[0]:
+        return None
+    factor = float(twos[0] / ones[0])
+    near = _SAME * twos[1]
+    is_alike = all(math.isclose(two, factor * one, abs_tol=near) for one, two in zip(ones, twos, strict=True))
+    is_large = a.column("numel")[row_a].as_py() >= _MIN_ITEMS and abs(factor - 1) > _MIN_APART
+    return factor if is_alike and is_large else None
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
@@ -241,6 +284,27 @@ def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int]
     wrong = [key for key, far in apart.items() if far > limit]
     of_all, of_wrong = ({micro_batch for _, micro_batch in chunks} for chunks in (apart, wrong))
     return list(dict.fromkeys(rank for rank, _ in wrong)), sorted(of_wrong) if of_wrong < of_all else []
+
+
+def _ranks_of_output(event: StepEvent, a: RunSteps, b: RunSteps, pairs: Alignment) -> list[int]:
+    """Return the ranks of the second run whose parts of the output of a parameter's module alone differ.
+
+    Of a parameter without values, statistics do not tell which rank's part differs. Empty where all parts differ.
+    """
+    table = a.table.select(["step", "root", "module_path", "site"]).take(pa.array(pairs.a))
+    is_its = pc.and_(pc.equal(table.column("step"), event.step), pc.equal(table.column("site"), "output"))
+    for name, value in (("root", event.root), ("module_path", event.path)):
+        is_its = pc.and_(is_its, pc.equal(table.column(name), value))
+    for pair in np.flatnonzero(is_its.to_numpy()).tolist():
+        try:
+            apart = _distances(a, b, int(pairs.a[pair]), int(pairs.b[pair]))
+        except RunError:
+            continue
+        worst = max(apart.values(), default=0.0)
+        ranks = {rank for (rank, _), far in apart.items() if far > worst * _OWN_SHARE}
+        if 0 < len(ranks) < len({rank for rank, _ in apart}):
+            return sorted(ranks)
+    return []
 
 
 def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
@@ -354,6 +418,8 @@ _ROUND = 2e-5
 """The relative distance of a norm from the round number to which it was clipped: float32 and torch's own epsilon."""
 _SAME = 1e-4
 """The relative distance up to which factors of several parameters count as equal."""
+_MIN_APART = 1e-2
+"""The least distance from 1 of a factor that statistics alone tell."""
 
 Read = Callable[[int, int], PairedSteps]
 """A function that returns the rows of the steps from the first up to, but not including, the last."""

@@ -356,7 +356,7 @@ class _Comparison:
             is_equal=not differs and not is_open,
             verdict="different" if differs else so_far,
             first=first_difference(table),
-            culprits=self._finder.culprits if differs else [],
+            culprits=self._finder.in_order() if differs else [],
             table=table,
             modules=by_module(table, compared),
             only_a=only[0],

@@ -33,6 +33,8 @@ _MIN_ITEMS = 16
 """The least number of elements. A smaller tensor may nearly be a multiple of any tensor, and its noise is random."""
 _ROUNDINGS = 8
 """Up to this number of roundings of the largest magnitude, a difference always counts as noise."""
+ROUNDING_OF = {dtype: _ROUNDINGS * 2.0**bits for dtype, bits in _BITS.items()}
+"""For each type, the share of the largest magnitude up to which a difference always counts as noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
 """The least number of gradients (if they are `_ALIKE_SHARE` of all) that a common factor from clipping must explain."""
@@ -361,8 +363,7 @@ def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
 
 
 def _roundings(table: Any) -> Floats:
-    eps = {dtype: _ROUNDINGS * 2.0**bits for dtype, bits in _BITS.items()}
-    of_sides = ([eps.get(dtype, 0.0) for dtype in table.column(f"dtype_{side}").to_pylist()] for side in "ab")
+    of_sides = ([ROUNDING_OF.get(dtype, 0.0) for dtype in table.column(f"dtype_{side}").to_pylist()] for side in "ab")
     return np.maximum(*(np.array(values, np.float64) for values in of_sides))
 
 

@@ -14,7 +14,7 @@ from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
 from .compare import Tolerance
-from .culprit_findings import Culprit
+from .culprit_findings import ROUNDING_ALONE, Culprit
 from .renames import NO_RENAMES, RenameHint, Renames
 from .step_range import Diff, Difference, DiffOptions
 
@@ -90,10 +90,10 @@ def _parts(
     yield _verdict(result, options)
     yield from unlike_models(a, b, options.renames)
     yield from _reasons(result, most, common=options.common)
-    yield from _faults(result, most)
     yield from accusations(result.culprits, most)
     if result.first is not None:
         yield _describe(result.first)
+    yield from _faults(result, most)
     if is_brief:
         yield from _left_aside(result, options)
         return
@@ -179,12 +179,22 @@ def _faults(result: Diff, limit: int) -> Iterator[str]:
         num_values = counted(partial.num_values, "value")
         yield f"{partial.run.upper()} lacks {named('rank', partial.ranks)} in {num_values}"
     for name, problems in (("A", result.problems_a), ("B", result.problems_b)):
-        for problem in problems:
-            yield f"finding in {name}: {problem}"
+        yield from (f"finding in {name}: {line}" for line in (_by_reason(problems) if limit else problems))
     for name, paths in (("A", result.unpaired_a), ("B", result.unpaired_b)):
         if paths:
             shown = ", ".join(map(repr, paths[: limit or None])) + _cut_text(len(paths), limit)
             yield f"modules of {name} without a partner ({len(paths)}): {shown}"
+
+
+def _by_reason(problems: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each reason of contradictions: the first value, and how many more there are."""
+    values: dict[str, list[str]] = {}
+    for problem in problems:
+        value, _, reason = problem.partition(": ") if problem.startswith("'") else ("", "", problem)
+        values.setdefault(reason, []).append(value)
+    for reason, some in values.items():
+        more = f" and {len(some) - 1} more (--limit 0 lists them)" if len(some) > 1 else ""
+        yield f"{some[0]}{more}: {reason}" if some[0] else reason
 
 
 def _describe(first: Difference) -> str:
@@ -249,8 +259,10 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
         if paths and culprit.phase == "update" and culprit.module_path is None:
             yield f"  the update of {listed(paths)} differs, too, which may follow from it"
             follow = []
-    if len(led) > 1:
+    if len(led) > 1 and led[0].why != ROUNDING_ALONE:
         yield "note: of several culprits the first is sure; the others may follow from it"
+    if any(one.why == ROUNDING_ALONE for one in led[: limit or None]):
+        yield "note: an update of rounding alone may differ between sound trainings, since Adam divides by it"
     if limit and len(led) > limit:
         yield f"{len(led) - limit} more culprits (--limit 0 shows all)"
 

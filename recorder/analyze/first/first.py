@@ -178,6 +178,8 @@ def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
 _LIBRARY = "site-packages/torch/"
 _MAX_LISTED = 5
 _MAX_RANKS = 8
+_SAME = 1e-4
+"""The relative distance up to which statistics of two ranks agree on a factor."""
 _BUFFERS = {
     BROADCAST: "no finding: the forward updates each rank's own, and DDP broadcasts the first rank's before the next",
     OWN: "no finding: FSDP broadcasts no buffers and keeps each rank's own",
@@ -300,9 +302,34 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
             f"step {probed.step} by the probe: {_named(*probed.key[1:])}, equal at step {probed.equal_step}",
         )
     yield "last equal", "no record before shows them equal" if equal is None else f"step {equal.step}"
+    if told := _factor(differing):
+        yield "factor", told
     names = [_named(*one) for one in answer.differing]
     more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
     yield "differ at any step", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
+
+
+def _factor(differing: Differing) -> str:
+    """Say that one group of ranks has a multiple of what another one has, if norm and largest magnitude agree on it."""
+    held = {value.rank: value for value in differing.ranks}
+    sides = [(held[ranks[0]], ranks) for ranks in differing.groups if ranks[0] in held]
+    if not len(sides) == len(differing.groups) == 2:
+        return ""
+    (low, low_ranks), (high, high_ranks) = sorted(sides, key=lambda side: side[0].l2 or 0.0)
+    if not (low.l2 and high.l2 and low.absmax and high.absmax):
+        return ""
+    factor, rounding = high.l2 / low.l2, _SAME * high.absmax
+    is_factor = math.isclose(high.absmax, factor * low.absmax, abs_tol=rounding)
+    if not is_factor or abs((high.mean or 0.0) - factor * (low.mean or 0.0)) > rounding or factor < 1 + 100 * _SAME:
+        return ""
+    num_ranks = len(low_ranks) + len(high_ranks)
+    is_sum = differing.value.site == "grad" and math.isclose(factor, num_ranks, rel_tol=_SAME)
+    hint = f": added up over {num_ranks} ranks, not averaged?" if is_sum else ""
+    return f"{_of_ranks(high_ranks)} {factor:.4g} times what {_of_ranks(low_ranks)}{hint}"
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {_ranks(ranks)} has" if len(ranks) == 1 else f"ranks {_ranks(ranks)} have"
 
 
 def _ranks_table(values: Sequence[RankValue]) -> Table:

@@ -294,11 +294,12 @@ class HookedModule:
         chunk = of_gradient = waiting = None
         if self.root.marked_ranks and type(tensor) is nn.Parameter:
             chunk, of_gradient = chunks_of_given(tensor, self.root.marked_ranks)
-        elif self._cut is not None:
-            chunk, of_gradient = self._cut.chunks(site, tensor)
-        elif self.root.is_over_meshes:
-            chunk, waiting = self._chunk_or_wait(tensor)
-            of_gradient = None if chunk is None else chunk_of_gradient(chunk)
+        else:
+            if self._cut is not None:
+                chunk, of_gradient = self._cut.chunks(site, tensor)
+            if chunk is None and self.root.is_over_meshes:
+                chunk, waiting = self._chunk_or_wait(tensor)
+                of_gradient = None if chunk is None else chunk_of_gradient(chunk)
         try:
             if value_mask:
                 origin, rule_set = self._leaf(site, name)

@@ -14,12 +14,14 @@ import pytest
 import recorder
 from recorder.analyze.diff import pairs
 from recorder.analyze.diff.diff import diff, payload_bytes
+from recorder.analyze.diff.reply import _by_reason, accusations
 from recorder.errors import LookupFailedError
 from recorder.format.fingerprint import fingerprint, to_text
 from recorder.merge.merge import merge_run
 from recorder.numerics.dtypes import item_bytes
 from recorder.run.step_ranges import global_step_ranges
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 MODULES = ("up", "act", "down")
 
@@ -730,6 +732,83 @@ def test_a_parameter_that_no_optimizer_of_the_other_run_has_is_called_that(tmp_p
     found = diff(run("a", ("up", "down")), run("b", ("up",), **({fact: ["weight"]} if fact else {})))
     (culprit,) = found.culprits
     assert (culprit.module_path, culprit.alone_in, culprit.why) == ("down", "a", why)
+
+
+def test_a_gradient_of_statistics_alone_that_one_rank_did_not_average_has_the_hint(tmp_path: Path) -> None:
+    def run(name: str, factor: float) -> recorder.Run:
+        of: dict[str, Any] = {"site": "grad", "name": "weight", "phase": "optimizer", "micro_step": None}
+        gradient = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
+        ranks = [
+            [row(0, gradient, rank=rank, **PARAM), row(1, gradient * one, rank=rank, encoding=None, **of)]
+            for rank, one in enumerate((1, factor))
+        ]
+        return write(tmp_path / name, *ranks)
+
+    a = run("a", 1)
+    (culprit,) = diff(a, run("b", 2)).culprits
+    assert (culprit.phase, culprit.rank, culprit.factor) == ("reduction", 1, pytest.approx(2))
+    assert culprit.hint == "B's value is 2 times A's: added up over 2 ranks, not averaged?"
+    (culprit,) = diff(a, run("c", -2)).culprits
+    assert (culprit.factor, culprit.hint) == (None, "")
+
+
+def test_an_update_of_rounding_alone_is_called_that_behind_the_others(tmp_path: Path) -> None:
+    """Both gradients of the bias are within the tolerance; Adam has made steps of one size of them."""
+
+    def run(name: str, seed: int, factor: float) -> recorder.Run:
+        rows: list[Row] = []
+        noise = np.random.default_rng(seed).standard_normal((4, 3)).astype(np.float32)
+        gradients = {("key", "bias"): noise * np.float32(1e-9), ("key", "weight"): values_of(0, 1)}
+        gradients |= {("out", "weight"): values_of(0, 2)}
+        for step in range(2):
+            for (module, leaf), gradient in gradients.items():
+                of: dict[str, Any] = {"phase": "optimizer", "micro_step": None, "name": leaf, "step": step}
+                update = np.sign(gradient) * np.float32(1e-3 * (factor if module == "out" else 1))
+                for site, values in (("param", step * update), ("grad", gradient)):
+                    rows.append(row(len(rows), values, module_path=module, site=site, **of))
+        return write(tmp_path / name, rows)
+
+    a = run("a", 1, 1)
+    found = diff(a, run("b", 2, 3), atol=1e-6)
+    assert [(one.phase, one.module_path, one.why) for one in found.culprits] == [
+        ("update", "out", ""), ("update", "key", "its gradient is rounding alone")
+    ]  # fmt: skip
+    assert [line.split(":")[0] for line in accusations(found.culprits, 0)].count("note") == 2
+    alone = diff(a, run("c", 2, 1), atol=1e-6)
+    lines = list(accusations(alone.culprits, 0))
+    assert alone.verdict == "different" and "is sure" not in str(lines) and len(lines) == 2
+
+
+def test_the_output_of_a_module_tells_the_rank_that_has_a_wrong_part_of_a_parameter(tmp_path: Path) -> None:
+    """By the default rules a parameter has statistics, and the output of the first step its values."""
+    weight, given = np.arange(48, dtype=np.float32).reshape(8, 6), np.ones((4, 6), np.float32)
+
+    def rows(of: Callable[..., Row], weight: npt.NDArray[Any]) -> list[Row]:
+        return [
+            root_input(0, given),
+            of(1, given @ weight.T, 1, module_path="fc1"),
+            of(2, weight, 0, module_path="fc1", encoding=None, fingerprint=None, **PARAM),
+        ]
+
+    def whole(seq: int, values: npt.NDArray[Any], _: int, **columns: Any) -> Row:
+        return plain(seq, values, **columns)
+
+    def part(rank: int) -> Callable[..., Row]:
+        return lambda seq, values, dim, **columns: Mesh([0, 1]).row(rank, seq, values, [shard(dim)], **columns)
+
+    wrong = np.concatenate([weight[:4], weight[:4]])  # rank 1 has loaded the part of rank 0
+    a = mesh_run(tmp_path / "a", {0: rows(whole, weight)}, {0: {}})
+    facts = {rank: grid_facts([0, 1], rank) for rank in range(2)}
+    b = mesh_run(tmp_path / "b", {rank: rows(part(rank), wrong) for rank in range(2)}, facts)
+    (culprit,) = diff(a, b, rtol=1e-6).culprits
+    assert (culprit.phase, culprit.module_path, culprit.kind, culprit.rank) == ("start", "fc1", "statistics", 1)
+
+
+def test_contradictions_of_one_reason_share_a_line() -> None:
+    problems = ["'up' output: they differ", "'down' output: they differ", "stage 1: nobody recorded it"]
+    assert list(_by_reason(problems)) == [
+        "'up' output and 1 more (--limit 0 lists them): they differ", "stage 1: nobody recorded it",
+    ]  # fmt: skip
 
 
 def test_what_one_run_alone_recomputes_is_no_difference(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.analyze.first.first import First
+from recorder.analyze.first.first import First, reply_of
 from recorder.columns import COUNTS, STATISTICS
 from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_parts, make_row, make_run
 from tests.rigs.meshes import grid_facts, mesh_run, plain
@@ -719,3 +719,19 @@ def test_strangers_json_is_no_error(tmp_path: Path, roots: Any, note: str) -> No
 def test_an_empty_run_has_no_finding(tmp_path: Path) -> None:
     result = found(recorder.open_run(make_run(tmp_path / "run")))
     assert not result.is_found and result.num_compared == 0
+
+
+def test_a_gradient_that_one_rank_added_up_has_the_hint(tmp_path: Path) -> None:
+    gradient = np.random.default_rng(1).standard_normal(32).astype(np.float32)
+    of: dict[str, Any] = {"encoding": None, "module_path": "up", "site": "grad", "name": "weight", "phase": "optimizer"}
+
+    def factor(name: str, times: float) -> list[str]:
+        run = write(
+            tmp_path / name, *([make_row(0, gradient * one, rank=rank, **of)] for rank, one in enumerate((1, times)))
+        )
+        return [
+            line for part in reply_of(run, found(run)).parts() for line in str(part).splitlines() if "factor" in line
+        ]
+
+    assert "rank 1 has 2 times what rank 0 has: added up over 2 ranks, not averaged?" in str(factor("two", 2))
+    assert factor("other", 0.25) and "averaged" not in str(factor("quarter", 0.25)) and not factor("turned", -2)
