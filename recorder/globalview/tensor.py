@@ -163,7 +163,7 @@ _GUESSED = "that the batch is dim 0 is a guess, for no call of this tensor has t
 _SOURCES = {
     "dtensor": "rows name their positions (DTensor, or the framework's marks)",
     "marked": "replicas, by the framework's process groups",
-    "fsdp": "rows name their positions (FSDP), or replicas that FSDP keeps",
+    "fsdp": "rows name their positions (FSDP, ZeRO), or replicas that FSDP keeps",
     "ddp": "replicas that DDP keeps",
     "single": "one rank has it",
     "inferred": "from equal values and from shapes",

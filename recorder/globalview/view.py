@@ -6,6 +6,7 @@ its chunks is missing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -268,8 +269,9 @@ class GlobalRows:
         dim = plan.dim if plan.across is None else plan.across.dim
         placements = in_words(self._metadata.text("placements", at))
         grounds = [self._metadata.text("layout_source", at) or "", plan.source]
-        if placements:
-            grounds = [ground for ground in grounds if (ground, grounds[0]) != ("dtensor", "marked")]
+        if placements and grounds[0] in ("marked", "zero"):  # the framework's word, not that of the kind of placement
+            grounds = [ground for ground in grounds if ground not in ("dtensor", "fsdp")]
+            placements = re.sub(r"FlatShard\(\d+\)", "partition", placements)
         elif len(source.positions) > 1:
             is_sum = any(len(fill.terms) > 1 for fill in plan.fills)
             starts = zip(*(fill.region.start for fill in plan.fills if fill.region.start is not None), strict=True)

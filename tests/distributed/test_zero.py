@@ -36,6 +36,8 @@ def test_the_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, 
     found = recorder.diff(runs["whole"], runs[name], rtol=1e-9, atol=1e-12)
     assert (found.verdict, found.num_compared) == ("equal", 120)
     assert not first(runs[name]).is_found and not check(runs[name]).findings
+    ways = {way[:2] for way in layouts(runs[name]).ways}
+    assert ("partition", "zero") in ways and "fsdp" not in {ground for _, ground in ways}
     for site, tensor in (("param", "weight"), ("grad", "weight"), ("optim", "weight.exp_avg")):
         assert runs[name].array("up", site=site, name=tensor, step=2).shape == (7, 6)
 

@@ -424,7 +424,7 @@ def _of_stage_3(parameter: Any) -> _Place | None:
 
 def _chunk(shape: tuple[int, ...], begin: int, ranks: Sequence[int]) -> Chunk:
     placements, mesh = _over({"kind": "FlatShard", "offset": begin}, ranks)
-    return Chunk(shape, None, placements, mesh, "fsdp", begin)
+    return Chunk(shape, None, placements, mesh, "zero", begin)
 
 
 def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:
@@ -505,8 +505,8 @@ def _part_of_marked(
     flat = {"kind": "FlatShard", "offset": begin}
     placements, mesh = _over(flat, ranks, (copies, {"kind": "Replicate"}), (beside, cut))
     if local is None:
-        return Chunk(shape, None, placements, mesh, "fsdp", begin), None
-    return Chunk(local.global_shape, local.offsets, placements, mesh, "fsdp", begin, flat_shape=shape), None
+        return Chunk(shape, None, placements, mesh, "marked", begin), None
+    return Chunk(local.global_shape, local.offsets, placements, mesh, "marked", begin, flat_shape=shape), None
 
 
 def _ranks_with_copies(parameter: torch.Tensor) -> Sequence[int]:
