@@ -314,8 +314,10 @@ def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
     assert "only in B, at steps that both have" in lines
     assert cells(lines[lines.index("only in B, at steps that both have") + 2]) == ["act", "output", "2", "0..1"]
     assert "steps only in B: 2 (not compared; no difference by itself)" in lines
-    assert lines[2].startswith("different (2 in B alone): 2 values compared: 2 equal exactly, 0 differ (compared by: ")
-    assert lines[3].startswith("what could be compared is equal, but one run lacks values")
+    assert lines[2].startswith(
+        "equal where both runs have it; 2 in B alone: 2 values compared: 2 equal exactly, 0 differ ("
+    )
+    assert lines[3].startswith("one run lacks values that the other has, and so the exit code is 1; --common")
     assert cli("diff", b, c, "--brief").out.splitlines() == [*lines[:4], lines[-1]]
     common = cli("diff", b, c, "--common", "--brief")
     left_aside = ["note: 2 values that one run alone has do not count (--common)", lines[-1]]

@@ -252,7 +252,7 @@ class TestCommands:
     def test_diff_compares_it_with_a_copy_and_with_a_run_of_today(self, cli: Cli, tmp_path: Path) -> None:
         assert "60 equal exactly, 0 differ" in cli("diff", RUN, shutil.copytree(RUN, tmp_path / "copy")).out
         result = cli("diff", RUN, RUNS[-1])
-        assert "different (6 in A alone): " in result.out and "54 equal exactly, 0 differ (" in result.out
+        assert "; 6 in A alone: " in result.out and "54 equal exactly, 0 differ (" in result.out
         assert [line.split()[1] for line in result.out.splitlines()[-3:]] == [SITE] * 3
 
     def test_export_leaves_out_what_it_cannot_read_and_names_it(self, cli: Cli, tmp_path: Path) -> None:

@@ -134,7 +134,10 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
         (name, pc.sum(table.column("rows")).as_py()) for name, table in (("A", result.only_a), ("B", result.only_b))
     )
     alone = [f"{num:,} in {name} alone" for name, num in unpaired if num and not options.common]
-    why = f" ({', '.join(alone)})" if alone and not result.table.num_rows else ""
+    answer, why = result.verdict, ""
+    if alone and not result.table.num_rows:
+        is_open = result.unread or result.damage or result.num_incomparable or result.left_out
+        answer = f"equal {'as far as compared' if is_open else 'where both runs have it'}; {', '.join(alone)}"
     if result.table.num_rows and set(result.table.column("kind").to_pylist()) == {"dtype"}:
         why = " (in type alone)"
     num_shapes = sum(
@@ -146,7 +149,7 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
         "statistics": result.num_by_statistics,
     } | ({"shape": num_shapes} if num_shapes else {})
     return (
-        f"{result.verdict}{why}: {of_all}{counted(result.num_compared, 'value')} compared: "
+        f"{answer}{why}: {of_all}{counted(result.num_compared, 'value')} compared: "
         f"{num_equal:,} equal {within}, "
         f"{result.table.num_rows:,} differ{''.join(f', {one}' for one in alone if result.table.num_rows)} "
         f"(compared by: {', '.join(f'{way} {num:,}' for way, num in ways.items())})"
@@ -155,7 +158,7 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
 
 def _reasons(result: Diff, limit: int, *, common: bool) -> Iterator[str]:
     if result.first is None and result.verdict == "different":
-        yield "what could be compared is equal, but one run lacks values that the other has; --common ignores that"
+        yield "one run lacks values that the other has, and so the exit code is 1; --common ignores that"
     if not result.has_common_modules:
         yield "no module is common: what was compared is of the root or of the program, such as a learning rate"
     for left_out in result.left_out:
