@@ -120,7 +120,8 @@ class CulpritFinder:
                     self.culprits.append(told._replace(hint=self._guess(told, suspect, a, b, judged)))
         for rate, known in self._search.groups:
             index = self._search.suspects.index(rate)
-            self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
+            rest = self.culprits[index]
+            self.culprits[index] = rest._replace(module_path=known.path, num_params=known.num_params, why=known.why)
 
     def in_order(self) -> list[Culprit]:
         """Return the culprits, those behind the others of which rounding alone decides the update."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...sites import LASTING, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
+from ...system.text import listed
 from .culprit_events import StepEvent
 
 FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
@@ -159,7 +160,7 @@ class CulpritSearch:
     def __init__(self) -> None:
         self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
-        """Pairs of suspects for the learning rate of a single group: without and with the parameters of the group."""
+        """Pairs of suspects for the learning rates of some groups: without and with the parameters of these groups."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
         """By root, the last step, and its events; None instead of the events if nothing differed."""
         self._num_steps = 0
@@ -190,15 +191,16 @@ class CulpritSearch:
         return fresh
 
     def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
-        """Remove suspected updates that are explained by a changed learning rate of their parameter group."""
+        """Remove suspected updates that are explained by changed learning rates of their parameter groups."""
         for rate in self.suspects:
-            if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in suspects}:
+            is_of_some = rate.event.site == "scalar" and not rate.num_params
+            if rate.step != step - 1 or not is_of_some or rate.root not in {one.root for one in suspects}:
                 continue
             held = [one for one in suspects if (one.step, one.phase, one.event.site) == (rate.step, UPDATE, "param")]
-            paths = {one.path for one in held}
+            paths = list(dict.fromkeys(repr(one.path) for one in held))
             if held:
-                path = held[0].path if len(paths) == 1 else None
-                self.groups.append((rate, rate._replace(path=path, num_params=len(held))))
+                path, why = (held[0].path, rate.why) if len(paths) == 1 else (None, f"{rate.why}: {listed(paths)}")
+                self.groups.append((rate, rate._replace(path=path, num_params=len(held), why=why)))
                 suspects = [one for one in suspects if one not in held]
         return suspects
 
@@ -372,7 +374,11 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
         if event.site == "scalar":
             if event.name.startswith("lr."):
                 rates = {value for value in now.known if value[2] == "scalar" and value[3].startswith("lr.")}
-                why, num_params = ("the learning rate", 1) if rates <= now.differing else (_OF_A_GROUP, 0)
+                num_differ = len(rates & now.differing)
+                of_some = (
+                    _OF_A_GROUP if num_differ == 1 else f"the learning rates of {num_differ} of {len(rates)} groups"
+                )
+                why, num_params = ("the learning rate", 1) if num_differ == len(rates) else (of_some, 0)
                 yield Suspect(step, UPDATE, now.root, None, event, num_params, why=why)
         elif event.site == "buffer":
             is_made = not is_next and not event.is_constant and now.differs(("output",), event.path, below=False)
