@@ -282,6 +282,8 @@ def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
 
 MAX_RANKS = 8
 """The most ranks that each have a lane of their own. More ranks are summed up in three lanes."""
+MODEL = "(the model)"
+"""The name of the root on the page, where its path would be an empty text."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _FAR = 8.0
@@ -379,6 +381,10 @@ class OddRanks:
         self.alone = np.zeros(size, np.int64)
         """The number of nonfinite values of each rank where most ranks' values are finite."""
         self.compared = np.zeros(size, np.int64)
+        self._most = np.full(size, _FAR)
+        """The deviation of the value of each rank that is farthest from the median."""
+        self._farthest = np.full((size, 2), -1, np.int64)
+        """The number of that value's series, and its step; -1 if no value of the rank is far."""
 
     def add(self, values: SeriesValues, spread: Spread) -> None:
         """Count values that are far from the median in `spread`, and nonfinite values if most ranks' are finite."""
@@ -387,11 +393,23 @@ class OddRanks:
         size = len(self.far)
         self.compared += np.bincount(ranks[~np.isnan(deviation)], minlength=size)
         self.far += np.bincount(ranks[deviation > _FAR], minlength=size)
+        worse = np.flatnonzero(deviation > self._most[ranks])
+        worse = worse[np.argsort(deviation[worse])]  # of several values of one rank, the last and largest one stays
+        self._most[ranks[worse]] = deviation[worse]
+        self._farthest[ranks[worse]] = np.column_stack([values.series[is_own][worse], values.steps[is_own][worse]])
         if {"nan_count", "inf_count"} <= values.numbers.keys():
             ids = group([values.series, values.steps - values.steps.min(initial=0)]).ids
             bad = (values.numbers["nan_count"] > 0) | (values.numbers["inf_count"] > 0)
             share = np.bincount(ids, bad) / np.bincount(ids)
             self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[ids]], minlength=size)
+
+    def farthest(self, rank: int, series: Sequence[DrawnSeries]) -> str:
+        """Return the name and the step of a rank's value that is farthest from the median; empty if none is far."""
+        number, step = self._farthest[rank]
+        if number < 0:
+            return ""
+        key = series[number]
+        return " ".join(filter(None, [key.module_path or MODEL, key.site, key.name])) + f", step {step}"
 
     def found(self) -> list[int]:
         """Return the odd ranks, the oddest first; empty if all ranks are alike."""

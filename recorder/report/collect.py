@@ -227,13 +227,13 @@ def ranks_block(
         rows[-1] += [balance.written, balance.num_dropped]
         is_judged = rank is not None and rank < len(odd.far)
         rows[-1] += [int(of[rank]) if is_judged else None for of in (odd.far, odd.alone, odd.compared)]
+        rows[-1] += [None, None, odd.farthest(rank, collected.series) if is_judged else ""]
         told = None if rank is None else of_rank.get(rank)
         if told is None or told.status.attempt != writer.attempt:
-            rows[-1] += [None, None]
             continue
         status = told.status
         rows[-1][5:8] = told.state, max(balance.written, status.written), max(balance.num_dropped, status.num_dropped)
-        rows[-1] += [status.step if status.has_step else None, round(told.silent_s - newest_s, 1)]
+        rows[-1][11:13] = status.step if status.has_step else None, round(told.silent_s - newest_s, 1)
     why = ""
     if layouts is not None:
         why = "" if layouts or len(run.ranks) < 2 else "Nothing was recorded yet whose chunks are known."
@@ -247,7 +247,7 @@ def ranks_block(
     else:
         layouts = layouts_of(run, axes, list(axes.index), set())
     titles = ["rank", "host", "local rank", "node", "attempt", "state", "rows", "dropped", "far", "alone", "compared"]
-    titles += ["step", "late"]
+    titles += ["step", "late", "farthest"]
     return PageBlock(
         name="ranks",
         data={"titles": titles, "rows": rows, "odd": odd.found(), "layouts": list(layouts or ()), "why_none": why},

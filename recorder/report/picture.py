@@ -18,9 +18,9 @@ from ..analyze.export.files import published_file
 from ..errors import LookupFailedError, not_installed
 from ..run.run import Run
 from ..system.text import counted, number, shortened
-from .axes import Axes, probe_values, step_rows
+from .axes import MODEL, Axes, probe_values, step_rows
 from .statistics import StatisticsBlocks, check_statistics
-from .top import MODEL, first_nonfinite, told_by_check
+from .top import first_nonfinite, told_by_check
 
 _WIDTH, _GUTTER, _ROW, _BAND, _TOP, _BOTTOM, _RIGHT = 1100, 300, 16, 160, 50, 30, 30
 _MAX_ROWS, _MAX_BANDS, _MAX_PATH, _MAX_LINE, _MAX_DECADES, _BAR, _MARK = 800, 40, 46, 36, 8.0, 160, 11

@@ -20,12 +20,10 @@ from ..read.run import RunDump
 from ..run.reply import span
 from ..run.run import Run
 from ..system.text import counted, listed
-from .axes import DrawnSeries
+from .axes import MODEL, DrawnSeries
 from .blocks import PageBlock
 from .statistics import StatisticsBlocks
 
-MODEL = "(the model)"
-"""The name of the root on the page, where its path would be an empty text."""
 _MAX_LISTED = 8
 _MAX_CHECKS = 200
 _MAX_GAPS = 500
@@ -277,6 +275,7 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Highlight]:
         told = []
         if odd.far[rank]:
             told.append(f"{odd.far[rank]} of its {odd.compared[rank]} values are far from the median of all ranks")
+            told[-1] += f", most of all {odd.farthest(rank, collected.series)}"
         if odd.alone[rank]:
             told.append(f"{counted(int(odd.alone[rank]), 'value')} not finite where most ranks' are")
         yield Highlight(

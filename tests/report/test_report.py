@@ -539,7 +539,12 @@ def test_an_odd_rank_has_a_line_of_its_own_and_stands_out_of_the_map_of_ranks(cl
     blocks = read_page(tmp_path / "r.html")
     assert blocks["ranks"].data["odd"] == [7]
     assert blocks["axes"].data["lanes"][-1] == {"kind": "odd", "rank": 7}
-    assert any(finding[0].startswith("Rank 7 is odd") for finding in blocks["top"].data["findings"])
+    told = [finding[0] for finding in blocks["top"].data["findings"] if finding[0].startswith("Rank 7 is odd")]
+    assert len(told) == 1 and "far from the median of all ranks, most of all net.fc output, step 0" in told[0]
+    farthest = blocks["ranks"].data["titles"].index("farthest")
+    assert [row[farthest] for row in blocks["ranks"].data["rows"]] == [
+        "net.fc output, step 0" if rank == 7 else "" for rank in range(12)
+    ]
     apart, _ = values_of(blocks["by-rank/deviation"])
     assert int(np.nanargmax(apart[0, 0])) == 7
 

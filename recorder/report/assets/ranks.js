@@ -123,7 +123,7 @@ class RanksPanel {
     const { by, cells } = this.drawn, cell = cells.get(one);
     const value = cell.kind === NUMBER ? shortNumber(cell.value) : cell.kind === NONFINITE ? `${cell.nan} NaN, ${cell.inf} infinite` : "not known";
     return [`rank ${one.rank}${this.odd.has(one.rank) ? ", which stands out" : ""}`, [one.host, one.node !== null && `node ${one.node}`, one["local rank"] !== null && `GPU ${one["local rank"]}`].filter(Boolean).join(", "),
-      `${RANK_COLORS[by][0]}: ${value}`, [one.state, one.step !== null && `step ${one.step}`].filter(Boolean).join(", ")];
+      `${RANK_COLORS[by][0]}: ${value}`, [one.state, one.step !== null && `step ${one.step}`].filter(Boolean).join(", "), ...(one.farthest ? [`farthest from the median: ${visible(one.farthest)}`] : [])];
   }
   async update() {
     if (this.hasGrid) await this.updateGrid();
@@ -135,7 +135,7 @@ class RanksPanel {
     const sorted = [...rows].sort((a, b) => isFirst(a) - isFirst(b) || 0);
     const shown = this.isWhole ? rows : sorted.slice(0, MAX_RANK_ROWS);
     const isKept = titles.map((_, index) => rows.some((row) => row[index] !== null && row[index] !== "" && !(row[index] === 0 && index > 6)));
-    const explain = { rows: "rows that the rank wrote, with those of the probe", far: "values far from the median of all ranks", alone: "values not finite where most ranks' are", compared: "values that were compared",
+    const explain = { rows: "rows that the rank wrote, with those of the probe", far: "values far from the median of all ranks", alone: "values not finite where most ranks' are", compared: "values that were compared", farthest: "the value that is farthest from the median of all ranks",
       step: "of its last status", late: "seconds since its last status, after the newest of all ranks" };
     const head = titles.map((title, index) => isKept[index] && el("th", { scope: "col", title: explain[title] ?? null }, title));
     const body = shown.map((row) => el("tr", { class: (order.has(row[0]) ? "odd" : "") + (row[0] === chosen ? " chosen" : "") },
