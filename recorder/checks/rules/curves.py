@@ -405,7 +405,7 @@ class LossStuck(CurveRule):
         found = (
             (is_risen, middle, limit, "the loss has risen far above where it began", "median of the last"),
             (is_stuck, spread, limits, "the loss stands still where it began", "spread over the last records"),
-            (is_leapt, low, top, "the loss has leapt above the records before, and stays up", "least of the last"),
+            (is_leapt, low, top, "the loss has leapt above the records before, and stays up", "smallest of the last"),
         )
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
             for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
