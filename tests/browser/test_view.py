@@ -180,7 +180,7 @@ def test_the_ranks_of_a_run_are_sorted_the_worst_first_and_searched(look: Look, 
             "step": 9 - rank,
             "interval_s": 3600.0,
         }
-        status |= {"host": f"node-{rank // 2}", "findings": [found] if rank == 1 else [], "free_bytes": 7 - rank}
+        status |= {"host": f"node-{rank // 2}", "findings": [found, found] if rank == 1 else [], "free_bytes": 7 - rank}
         (writer.directory / "_status.json").write_bytes(encode_status(status))
     with serving(tmp_path / "runs") as server:
         opened = look(server.address)
@@ -194,6 +194,8 @@ def test_the_ranks_of_a_run_are_sorted_the_worst_first_and_searched(look: Look, 
         def shown(number: int) -> list[str]:
             return page.locator("table").nth(number).locator("tbody td:first-child").all_inner_texts()
 
+        marks = page.locator("table .flag", has_text="nonfinite").all_inner_texts()
+        assert marks == ["nonfinite", "nonfinite"], "once for the node, once for the rank"
         assert (shown(0), shown(1)) == (["1", "2"], ["2", "0", "1"]), "the node and the rank that failed come first"
         page.click("button[data-key='sort rank findings']")
         assert shown(1) == ["1", "0", "2"]

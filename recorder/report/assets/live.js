@@ -171,7 +171,7 @@ const RANK_COLUMNS = [
   ["step", (rank) => rank.step ?? -1, (rank) => (rank.step === null ? "" : rank.step.toLocaleString("en"))],
   ["steps/s", (rank) => (rank.is_ended ? Infinity : rank.steps_per_s), (rank) => (rank.is_ended ? "" : rank.steps_per_s.toFixed(2))],
   ["findings", (rank) => -rank.findings.length, (rank) => rank.findings.length ? el("span", { class: "flag wrong",
-    title: visible(rank.findings.map(foundText).join("\n")) }, rank.findings.map((one) => one.rule).join(", ")) : ""],
+    title: visible(rank.findings.map(foundText).join("\n")) }, [...new Set(rank.findings.map((one) => one.rule))].join(", ")) : ""],
   ["dropped", (rank) => -droppedOf(rank), (rank) => Object.entries(rank.dropped).map(([why, count]) => `${why}=${count}`).join(" ")],
   ["waited", (rank) => -rank.waited_s, (rank) => `${rank.waited_s.toFixed(1)} s`],
   ["disk left", (rank) => rank.free_bytes ?? Infinity, (rank) => (rank.free_bytes ? sizeText(rank.free_bytes) : "")],
