@@ -409,6 +409,100 @@ def run_with_loss(path: Path) -> Path:
     return run
 
 
+@pytest.mark.parametrize("is_log", [False, True])
+@pytest.mark.parametrize(
+    "ends", [(2.05, 3.9), (3, 7), (1.0001, 1.0004), (0, 7), (-4, 0.002), (0.15, 9), (3e-12, 8e9), (0, 3e9)]
+)
+def test_each_axis_of_numbers_has_two_marks_at_least(
+    open_page: Open, tmp_path: Path, ends: tuple[float, float], is_log: bool
+) -> None:
+    low, high = ends
+    numbers = [low, high, *((low + (high - low) / 10**place) for place in range(1, 12))]
+    run, rows = make_run(tmp_path / "run"), list[dict[str, Any]]()
+    for step, value in enumerate(numbers, 1000):
+        for more in ({"module_path": "a"}, {"module_path": "", "site": "scalar", "name": "loss"}):
+            common: dict[str, Any] = {"step": step, "encoding": None, "payload_bytes": None, "data": None}
+            rows.append(make_row(len(rows), np.full(4 if len(more) == 1 else (), value, np.float64)) | more | common)
+    writer = HandmadeWriter(run)
+    writer.add_shard([rows], kind="stats")
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": [module("a", "Linear")]}])
+    opened = open_page(write_page(run, tmp_path / "r.html"), f"#stat=mean&log={int(is_log)}")
+    opened.page.evaluate(
+        """() => {
+            const { prototype } = CanvasRenderingContext2D, write = prototype.fillText;
+            prototype.fillText = function (text, ...more) {
+              const plot = this.canvas.closest(".plot");
+              if (plot) (plot.written ??= []).push(text);
+              return write.call(this, text, ...more);
+            };
+        }"""
+    )
+    opened.page.set_viewport_size({"width": 1000, "height": 900})
+    opened.redrawn()
+    charts = opened.page.evaluate("() => [...document.querySelectorAll('.chart .plot')].map(one => one.written)")
+    assert len(charts) == 2
+    for texts in charts:
+        marks = [text for text in texts if text.replace("e", "").replace("-", "").replace(".", "").isdigit()]
+        of_numbers = [text for text in marks if not 1000 <= float(text) <= 1012]
+        assert len(of_numbers) == len(set(of_numbers)) >= 2, texts
+
+
+def test_the_area_of_nan_begins_at_the_step_of_the_first(open_page: Open, tmp_path: Path) -> None:
+    num, first = 1300, 1001
+    values = {(0, step): np.nan if step >= first else 1.0 + step % 7 for step in range(num)}
+    opened = open_page(write_page(run_of(tmp_path / "run", values), tmp_path / "r.html"), "#view=lines")
+    assert "columns: each shows the value that stands out most" in opened.text("#panel-map")
+    left, width = opened.page.locator("#panel-lines .u-over").evaluate("one => [one.offsetLeft, one.offsetWidth]")
+    row = opened.pixels("#panel-lines canvas.u-canvas, #panel-lines .plot canvas")[120].astype(int)
+    is_pink = (row[:, 3] > 0) & (row[:, 0] - row[:, 1] > 30)
+    begins = left + (first + 0.5) / num * width
+    assert abs(np.flatnonzero(is_pink)[0] - begins) <= 1
+    assert is_pink[int(begins) + 2 : left + int((num - 4) / num * width)].all(), "one area, not a bar a step"
+
+
+LONG = "a_name_that_has_more_letters_than_there_is_room_for_at_the_left_of_any_picture_and_ends_in_this"
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_long_names_are_cut_where_they_say_least(open_page: Open, tmp_path: Path, width: int) -> None:
+    run, writer = make_run(tmp_path / "run"), HandmadeWriter(tmp_path / "run")
+    writer.add_shard([[make_row(step, np.float64(1), step=step, module_path=f"outer.{LONG}") for step in range(4)]])
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": [module(f"outer.{LONG}", "Linear")]}])
+    opened = open_page(write_page(run, tmp_path / "r.html"), width=width)
+    ends = opened.page.locator("#panel-map .heat-label").last.evaluate(
+        "one => [...[one, one.firstChild].map(part => part.getBoundingClientRect().right), one.scrollWidth]"
+    )
+    assert abs(ends[0] - ends[1]) <= 1 and ends[2] > 240, "the end of the name is seen"
+    name = opened.page.locator("#panel-graph .box-name").last
+    assert "…" in name.inner_text() and name.inner_text().endswith("s_in_this")
+    assert opened.page.evaluate(
+        "() => { const one = document.querySelector('.graph'); return one.scrollWidth <= one.clientWidth; }"
+    )
+    assert LONG in (name.locator("..").get_attribute("title") or "")
+    opened.page.locator("#panel-graph .fold").last.focus()
+    opened.page.keyboard.press("Tab")
+    opened.page.keyboard.press("Tab")
+    assert LONG in opened.text(".tooltip")
+
+
+def test_numbers_that_are_not_drawn_are_unfolded(open_page: Open, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for step in range(3):
+        for name in range(11):
+            common: dict[str, Any] = {"site": "scalar", "name": f"n{name}", "module_path": "", "encoding": None}
+            rows.append(make_row(len(rows), np.float64(step), step=step, **common))
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([rows], kind="stats")
+    writer.finish()
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    assert opened.page.locator("#panel-numbers .track").count() == 8
+    opened.page.get_by_role("button", name="all 11 numbers").click()
+    opened.redrawn()
+    assert opened.page.locator("#panel-numbers .track").count() == 11
+    assert not opened.page.get_by_role("button", name="all 11 numbers").is_visible()
+
+
 def test_all_pictures_have_one_axis_of_steps_to_scale(open_page: Open, tmp_path: Path) -> None:
     opened = open_page(write_page(run_with_loss(tmp_path / "run"), tmp_path / "r.html"))
     where = "one => { const box = one.getBoundingClientRect(); return [box.left, box.width]; }"
@@ -705,7 +799,12 @@ def test_what_check_says_is_told_with_a_link_to_the_lines(open_page: Open, train
 
 
 def run_of_optimizer(
-    path: Path, *, rate: float = 1e-3, other_rate: float | None = None, has_groups: bool = False
+    path: Path,
+    *,
+    rate: float = 1e-3,
+    other_rate: float | None = None,
+    has_groups: bool = False,
+    has_bias: bool = False,
 ) -> Path:
     """AdamW trains two layers at a rate that leaps at step 150; the loss spikes a step later. The head is frozen."""
     run, rows = make_run(path), list[dict[str, Any]]()
@@ -724,6 +823,8 @@ def run_of_optimizer(
                 values = np.where(np.arange(100).reshape(10, 10) % 2, -size, size).astype(np.float32)
                 common = {"step": step, "site": site, "name": "weight", "phase": "optimizer", "encoding": None}
                 rows.append(make_row(0, values, module_path=layer, **common))
+                if has_bias:
+                    rows.append(make_row(0, values[0], module_path=layer, **common | {"name": "bias"}))
     writer = HandmadeWriter(run)
     writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
     frozen = module("net.head", "Linear", sites=["param"], frozen=["weight"])
@@ -768,6 +869,17 @@ def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, t
     for _ in range(3):
         opened.page.keyboard.press("ArrowRight")
     assert "net.head Linear: frozen" in opened.text("#panel-depth .note")
+    assert "net.head (frozen)" in texts_of_charts(opened)
+
+
+def test_a_vector_has_no_estimate_and_the_page_says_so(open_page: Open, tmp_path: Path) -> None:
+    page = write_page(run_of_optimizer(tmp_path / "run", has_bias=True), tmp_path / "r.html")
+    opened = open_page(page, "#site=param&stat=update&name=bias")
+    assert "Dotted: a vector, such as a bias or the weight of a norm, has no estimate" in opened.text(
+        "#panel-map .note"
+    )
+    opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("first"), 20, 200))
+    assert "a vector, such as a bias" in opened.text(".tooltip")
 
 
 def test_the_line_of_the_usual_step_says_its_number(open_page: Open, tmp_path: Path) -> None:
@@ -794,6 +906,7 @@ def test_each_parameter_is_estimated_by_the_rate_of_its_group(open_page: Open, t
         )
     idle = opened.page.locator("#panel-map .heat-name").nth(rows_of(opened).index("idle"))
     assert idle.inner_text().endswith("in no optimizer")
+    assert "net.idle (no optimizer)" in texts_of_charts(opened)
 
 
 def test_rows_that_only_single_ranks_have_say_so_below_the_map(open_page: Open, tmp_path: Path) -> None:
@@ -850,7 +963,9 @@ def test_ranks_and_graph_have_their_numbers_as_csv(open_page: Open, trained: Pat
     ranks = csv_of(opened, "Ranks", tmp_path / "ranks.csv")
     assert ranks[0][0] == "rank" and [row[0] for row in ranks[1:]] == ["0", "1"]
     head, *rows = csv_of(opened, "Graph", tmp_path / "graph.csv")
-    assert head[:3] == ["module", "class", "shape"] and "(the model)" in {row[0] for row in rows}
+    assert head[:3] == ["module", "class", "shape"]
+    blocks = ["blocks", "blocks.0", "blocks.0.fc", "blocks.1", "blocks.1.fc"]
+    assert [row[0] for row in rows] == ["(the model)", "stem", *blocks, "head"]
     assert next(row for row in rows if row[0] == "head")[3] == "nan"
 
 

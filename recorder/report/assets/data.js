@@ -301,7 +301,7 @@ class Modules {
     while (stack.length) {
       const one = stack.pop();
       nodes.push(one);
-      stack.push(...one.children);
+      stack.push(...one.children.toReversed());
     }
     return nodes;
   }

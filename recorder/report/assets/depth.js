@@ -80,7 +80,7 @@ class DepthPanel {
       scales: { x: { time: false, range: () => [-0.5, this.points.length - 0.5] }, y: isLog ? { distr: 3 } : {} },
       axes: [
         { ...ruled, size: 26 + 4.2 * Math.max(...this.points.map((_, index) => this.nameOf(index).length)), gap: 4, rotate: 40, splits: () => this.points.map((_, index) => index).filter((index) => index % each === 0), values: (_, splits) => splits.map((index) => this.nameOf(index)) },
-        { ...ruled, grid: { ...line, filter: (_, splits) => decadesOf(splits, isLog) }, ...labelled(unitOf(choices.statistic), gutter), gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+        numberAxis(ruled, isLog, unitOf(choices.statistic), gutter),
       ],
       bands: [{ series: [2, 1], fill: cssColor("--grid") }],
       series: [{}, band, band, { stroke: color, width: 2, points: { show: this.points.length <= 120, size: 5, fill: color } }],
@@ -91,8 +91,8 @@ class DepthPanel {
   }
   /** The end of a path, which tells it apart. */
   nameOf(index) {
-    const { node, why } = this.points[index], path = pathText(node.path), after = { "": "", frozen: " frozen", "in no optimizer": " no opt." }[why];
-    const most = (NARROW.matches ? 10 : 16) - after.length; // rotated names of the first modules need room to their left
+    const { node, why } = this.points[index], path = pathText(node.path), after = { "": "", frozen: " (frozen)", "in no optimizer": " (no optimizer)" }[why];
+    const most = NARROW.matches ? 10 : 16; // rotated names of the first modules need room to their left
     const end = path.slice(1 - most), whole = end.slice(end.indexOf(".") + 1); // no name is cut in its middle where there is another
     return (path.length > most && node.path ? `…${whole}` : path) + after;
   }
@@ -105,7 +105,7 @@ class DepthPanel {
   }
   read(index) {
     const cell = this.cells[index], [low, high] = this.ends[index] ?? [];
-    const text = !cell ? NO_ROW_TEXTS[this.points[index]?.why ?? ""] : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : "not recorded";
+    const text = !cell ? NO_ROW_TEXTS[this.points[index]?.why ?? ""] : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : hasNoUpdate(this.app.choices, this.points[index]?.series[0]) ? NO_UPDATE_TEXT : "not recorded";
     this.reading.textContent = index === null || index === undefined ? this.emptyText() + (isPaper() ? "" : "Point at a module for its number; a click shows its lines.") :
       `${pathText(this.points[index].node.path)} ${visible(this.app.modules.className(this.points[index].node.number))}: ${text} at step ${this.step}${low === null || low === undefined ? "" : `; ${shortNumber(low, 3)} to ${shortNumber(high, 3)} over all steps`}`;
   }

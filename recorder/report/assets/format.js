@@ -28,6 +28,11 @@ function pathText(path) {
   return path === "" ? "(the model)" : visible(path);
 }
 
+/** A long name without its middle. */
+function withoutMiddle(name, most) {
+  return name.length > most ? `${name.slice(0, Math.ceil(most / 2) - 1)}…${name.slice(-Math.floor(most / 2))}` : name;
+}
+
 /** What a value is called: the path of its module, its site, and its name there. */
 function valueText(path, site, name) {
   return [pathText(path), site, name].filter(Boolean).join(" ");

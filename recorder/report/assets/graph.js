@@ -1,6 +1,6 @@
 // The graph: modules in the order in which values went through them, tinted by a statistic; containers open and close.
 
-const MAX_BOXES = 400;
+const MAX_BOXES = 400, MAX_BOX_NAME = 36;
 
 class GraphPanel {
   constructor(app) {
@@ -77,7 +77,8 @@ class GraphPanel {
     const children = this.children(node), isContainer = children.length > 0, isOpen = isContainer && this.opened.has(node.path);
     const cell = this.cellOf(node, isContainer && !isOpen);
     const title = node.path === "" ? pathText("") : node.label;
-    const head = el("div", { class: "box-head", title: `${pathText(node.path)}\n${visible(modules.source(node.number))}` },
+    const whole = [`${pathText(node.path)} ${visible(modules.className(node.number))}`, visible(modules.source(node.number))], { tooltip } = this.app;
+    const head = el("div", { class: "box-head", title: whole.join("\n") },
       isContainer && el("button", {
         type: "button", class: "fold", "aria-expanded": String(isOpen), "aria-label": `${isOpen ? "close" : "open"} ${title}`,
         onclick: () => {
@@ -85,8 +86,11 @@ class GraphPanel {
           this.update();
         },
       }, isOpen ? "▾" : "▸"),
-      el("button", { type: "button", class: "box-name", onclick: () => this.choose(node) }, title),
-      el("span", { class: "box-class" }, modules.className(node.number)),
+      el("button", { type: "button", class: "box-name", onclick: () => this.choose(node), onblur: () => tooltip.hide(), onfocus: ({ target }) => {
+        const { left, bottom } = target.getBoundingClientRect();
+        if (target.matches(":focus-visible")) tooltip.show(left, bottom, whole);
+      } }, withoutMiddle(title, NARROW.matches ? MAX_BOX_NAME / 2 : MAX_BOX_NAME)),
+      el("span", { class: "box-class" }, withoutMiddle(modules.className(node.number), MAX_BOX_NAME)),
       el("span", { class: "box-shape" }, this.shapes(node)),
       el("span", { class: "box-value" }, this.text(cell)));
     if (cell?.kind === NUMBER) {

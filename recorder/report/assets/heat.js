@@ -247,8 +247,8 @@ class HeatMap {
         class: "fold", type: "button", tabindex: "-1", "aria-expanded": row.fold === "open" ? "true" : "false", // the space bar folds, too
         "aria-label": `${row.fold === "open" ? "fold" : "unfold"} ${row.label}`, onclick: () => this.fold(number),
       }, row.fold === "open" ? "▾" : "▸");
-    return el("div", { class: row.isChosen ? "heat-name chosen" : "heat-name", title: row.title, style: { "padding-left": `${Math.min(row.indent, 12) * 10}px` } },
-      button, el("span", { class: "heat-label" }, row.label), el("span", { class: "heat-class" }, row.note ?? ""));
+    return el("div", { class: row.isChosen ? "heat-name chosen" : "heat-name", title: row.title, style: { "padding-left": `${Math.min(row.indent, 12) * (NARROW.matches ? 4 : 10)}px` } },
+      button, el("span", { class: "heat-label" }, el("bdi", { dir: "ltr" }, row.label)), el("span", { class: "heat-class" }, row.note ?? ""));
   }
   hover(event) {
     const box = this.cells.getBoundingClientRect(), x = event.clientX - box.left;

@@ -1,10 +1,40 @@
 // Lines over steps: the chosen values on every rank and on all together.
 
-const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, MAX_TRACK_NAME = 24, LABEL_PIXELS = 16, TICKS_PIXELS = 56;
+const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, MAX_TRACK_NAME = 24, LABEL_PIXELS = 16, TICKS_PIXELS = 56, MARK_GAP = 22;
+const DASHES = [undefined, [6, 3], [2, 2], [8, 2, 2, 2]];
 
-/** Of the marks of a logarithmic axis those that have a line across the picture. */
-function decadesOf(splits, isLog) {
-  return splits.map((split) => (isLog && !/^-?[01]e/.test(split?.toExponential() ?? "") ? null : split));
+/** Round numbers from low to high, few at first and then more: of a logarithmic axis decades, and digits within them. */
+function* roundNumbers(low, high, isLog, least) {
+  isLog &&= !(low > 0 && high < 10 * low);
+  const power = (exponent) => Number(`1e${exponent}`), top = Math.ceil(Math.log10(high - low));
+  for (let exponent = top; !isLog && exponent > top - 3; exponent--) {
+    for (const each of [5, 2, 1].map((digit) => digit * power(exponent))) {
+      const start = Math.ceil(low / each);
+      yield Array.from({ length: Math.max(Math.floor(high / each) - start + 1, 0) }, (_, at) => Number(((start + at) * each).toPrecision(12)));
+    }
+  }
+  const first = Math.floor(Math.log10(low > 0 ? low : high < 0 ? -high : least)), last = Math.floor(Math.log10(Math.max(-low, high)));
+  for (const [each, digits] of isLog ? [[16, [1]], [8, [1]], [4, [1]], [2, [1]], [1, [1]], [1, [1, 3]], [1, [1, 2, 5]], [1, [1, 2, 3, 4, 5, 6, 7, 8, 9]]] : []) {
+    const exponents = Array.from({ length: last - first + 1 }, (_, at) => first + at).filter((exponent) => exponent % each === 0);
+    const sizes = exponents.flatMap((exponent) => digits.map((digit) => Number(`${digit}e${exponent}`)));
+    yield [...sizes.map((size) => -size).reverse(), 0, ...sizes].filter((mark) => low <= mark && mark <= high);
+  }
+}
+
+/** The marks of an axis of numbers: as many round ones as have room, and two at least. */
+function marksOf(plot, low, high, isLog) {
+  const apart = (one, other) => Math.abs(plot.valToPos(one, "y") - plot.valToPos(other, "y"));
+  const sets = [...roundNumbers(low, high, isLog, plot.scales.y.asinh)].map((marks) => (isLog && low <= 0 && high >= 0 ? marks.filter((mark) => !mark || apart(mark, 0) >= MARK_GAP) : marks)).filter((marks) => marks.length > 1);
+  const roomy = sets.findLast((marks) => marks.every((mark, at) => !at || apart(mark, marks[at - 1]) >= MARK_GAP));
+  return roomy ?? (sets.length ? [sets[0][0], sets[0].at(-1)] : [low, high]);
+}
+
+/** The axis of numbers of a picture; its marks have as many digits as tell them apart. */
+function numberAxis(ruled, isLog, label, gutter) {
+  return { ...ruled, ...labelled(label, gutter), gap: 4, splits: (plot, _, low, high) => marksOf(plot, low, high, isLog), filter: (_, splits) => splits, values: (_, splits) => {
+    const texts = [3, 5, 7].map((digits) => splits.map((split) => shortNumber(split, digits)));
+    return texts.find((some) => new Set(some).size === some.length) ?? texts[0];
+  } };
 }
 
 /** What an axis of a statistic counts, in few words: it stands upright. */
@@ -67,13 +97,13 @@ class Chart {
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {
         x: { time: false, range: () => axis.domain },
-        y: isLog && numbers.length ? { distr: isAllPositive ? 3 : 4, asinh: Number.isFinite(smallest) ? smallest : 1 } : {
+        y: isLog && numbers.length ? isAllPositive ? { distr: 3, range: (_, low, high) => this.range(Math.log(Math.min(low, level || low)), Math.log(high)).map(Math.exp) } : { distr: 4, asinh: Number.isFinite(smallest) ? smallest : 1 } : {
           range: (_, low, high) => ends ?? this.range(low, high) },
       },
       axes: [
         { ...ruled, size: hasRuler ? 26 : 0, gap: 2, splits: () => axis.ticks(width - gutter),
           values: (plot, splits) => splits.map((split, index) => (hasRuler && axis.pixelOf(split, width - gutter) < width - gutter - 12 ? (index ? String(split) : `step ${split}`) : "")) },
-        { ...ruled, grid: { ...lineStyle, filter: (_, splits) => decadesOf(splits, isLog) }, ...labelled(unit, gutter), gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+        numberAxis(ruled, isLog && numbers.length > 0, unit, gutter),
       ],
       series: [{}, ...shown.map((line) => ({
         ...line.style, label: "", spanGaps: false, points: { show: steps.length <= 60 || undefined, size: 5, fill: line.style.stroke },
@@ -176,14 +206,18 @@ class Chart {
       Object.assign(context, { font: `${11 * ratio}px system-ui, sans-serif`, fillStyle: cssColor("--accent") });
       if (level) context.fillText(level.toExponential(), left + 4 * ratio, y - 4 * ratio);
     }
-    const bad = new Set(shown.flatMap((line) => line.bad));
+    const bad = [...new Set(shown.flatMap((line) => line.bad))].sort((a, b) => a - b), { steps } = this.given, first = this.app.top.first?.step;
+    const pixelOf = (index) => plot.valToPos(steps[index] < first && !(steps[index + 1] <= first) ? first : steps[index], "x", true); // a column of many steps begins before its NaN
     context.fillStyle = BAD_COLOR;
-    for (const index of bad) {
-      const x = plot.valToPos(this.given.steps[index], "x", true);
-      if (!inside(x)) continue;
+    for (let at = 0; at < bad.length; at++) {
+      const x = pixelOf(bad[at]);
+      while (bad[at + 1] === bad[at] + 1) at++; // steps one after the other are one area
+      const from = Math.max(x, left), to = Math.min(Math.max(pixelOf(bad[at]), x + 3 * ratio), left + width);
+      if (from >= to) continue;
       context.globalAlpha = 0.18;
-      context.fillRect(x - 2 * ratio, top, 4 * ratio, height);
+      context.fillRect(from, top, to - from, height);
       context.globalAlpha = 1;
+      if (!inside(x)) continue;
       context.beginPath();
       context.moveTo(x - 5 * ratio, top);
       context.lineTo(x + 5 * ratio, top);
@@ -220,7 +254,7 @@ class Chart {
           this.draw(this.given);
         },
       }, mark, el("span", { title: visible(line.label) }, line.label), reading);
-    }), ...(numMore ? [el("button", { type: "button", class: "line-name", onclick: unfold }, `and ${numMore} more`)] : []), ...(hasDumps ? [this.dumpNote] : []));
+    }), ...(numMore ? [el("button", { type: "button", class: "line-name unfold", onclick: unfold }, `and ${numMore} more`)] : []), ...(hasDumps ? [this.dumpNote] : []));
   }
   follow(plot, shown) {
     const index = plot.cursor.idx;
@@ -281,8 +315,8 @@ class LinesPanel {
       const any = run.byModule.get(number) ?? [];
       if (any.length) return any.slice(0, 1);
     }
-    const first = modules.rows.map((_, one) => one).find((one) => choices.seriesOf(one).length);
-    return first === undefined ? [] : choices.seriesOf(first).slice(0, 1);
+    const first = modules.rows.map((_, one) => one).find((one) => choices.seriesOf(one).some((series) => !hasNoUpdate(choices, series)));
+    return first === undefined ? [] : choices.seriesOf(first).filter((series) => !hasNoUpdate(choices, series)).slice(0, 1);
   }
   async update() {
     const { app } = this, { state, run, choices, other } = app;

@@ -8,11 +8,17 @@ const UPDATE_TEXTS = {
   SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3.",
 };
 
+const NO_UPDATE_TEXT = "a vector, such as a bias or the weight of a norm, has no estimate";
+function hasNoUpdate(choices, series) {
+  return choices.statistic === "update" && series?.shape.includes(",") === false;
+}
+
 /** What the estimates of a run's steps are made of, and where there are none. */
 function updateTexts(run) {
   const kinds = [...new Set([...run.rates.values()].map(({ kind }) => kind))].sort(), params = run.series.filter((one) => one.site === "param");
   const rest = params.filter((one) => !run.rates.has(one.number)).length, isGrouped = params.some((one) => one.rate);
-  const none = [rest && `${plural(rest, "parameter")} of other optimizers ${rest === 1 ? "has" : "have"} no estimate.`, !isGrouped && "This run does not say which rate a parameter has: where rates differ, there is no estimate."];
+  const none = [rest && `${plural(rest, "parameter")} of other optimizers ${rest === 1 ? "has" : "have"} no estimate.`, !isGrouped && "This run does not say which rate a parameter has: where rates differ, there is no estimate.",
+    params.some((one) => !one.shape.includes(",")) && `Dotted: ${NO_UPDATE_TEXT}, as it may begin at zero.`];
   return [...kinds.map((kind) => UPDATE_TEXTS[kind]), ...none.filter(Boolean)];
 }
 
@@ -382,6 +388,7 @@ class Gaps {
   why(cell, series, step, lane, rank) {
     const { run } = this.app;
     if (!series) return ["not recorded"];
+    if (hasNoUpdate(this.app.choices, series)) return [NO_UPDATE_TEXT];
     const kind = lane === null ? "rank" : run.lane(lane).kind;
     const reason = run.reasons.get(`${series.number} ${kind === "global" ? 1 : 0}`) ?? run.reasons.get(`${series.number} 0`);
     if (cell.kind === NULL_CELL) return ["recorded, without this statistic", ...(reason ? [visible(reason)] : [])];

@@ -31,12 +31,13 @@ class NumbersPanel {
     this.body = el("div", { class: "tracks" });
     this.absent = el("p", { class: "note", hidden: true });
     this.constants = el("p", { class: "note", hidden: true });
-    put(section, this.body, this.constants);
+    this.unfold = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => { this.isWhole = true; this.update(); } });
+    put(section, this.body, this.unfold, this.constants);
   }
   async update() {
     const { app } = this, { run, other, state } = app, flags = this.part === "head" || this.part === "objectives" ? app.flags() : [];
     const pictures = this.scalars.length || this.rates.length ? await Promise.all([run.picture("mean", "scalars"), other?.scalars.length ? other.picture("mean", "scalars") : null]) : [];
-    const drawn = this.part === "objectives" ? this.ofObjectives(pictures) : this.scalars.slice(0, MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
+    const drawn = this.part === "objectives" ? this.ofObjectives(pictures) : this.scalars.slice(0, this.isWhole ? undefined : MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
     if (this.part === "head" && !this.scalars.some((one) => this.rank(one) === 1)) drawn.push(this.gradientNorms());
     const some = [...drawn.filter(Boolean), ...this.strips(pictures)];
     some.forEach((one, index) => {
@@ -44,10 +45,12 @@ class NumbersPanel {
       chart.height = one.isStrip ? STRIP_PIXELS : TRACK_PIXELS;
       this.body.append(chart.element);
       const values = one.lines.flatMap((line) => line.values).filter((value) => value > 0), isWide = Math.max(...values) > LOG_FROM * Math.min(...values);
-      const more = isLast && this.part !== "objectives" && this.scalars.length > MAX_SCALARS ? `${plural(this.scalars.length - MAX_SCALARS, "more number")} not drawn` : "";
       chart.draw({ ...one, isLog: isWide && !one.ends && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast || this.part !== "head",
-        flags: index ? flags.map((flag) => ({ ...flag, label: "" })) : flags, about: [...(one.about ?? []), more].filter(Boolean) });
+        flags: index ? flags.map((flag) => ({ ...flag, label: "" })) : flags, about: one.about ?? [] });
     });
+    const [num, most, what] = this.part === "objectives" ? [this.numTensors, MAX_SCALARS / 2, "shared tensor"] : [this.scalars.length, MAX_SCALARS, "number"];
+    this.unfold.hidden = this.isWhole || num <= most;
+    this.unfold.textContent = `all ${plural(num, what)}`;
     for (const chart of this.charts.slice(some.length)) chart.element.remove();
     const isAbsent = drawn.at(-1) === null, next = drawn.length - 1;
     this.absent.hidden = !isAbsent;
@@ -74,12 +77,13 @@ class NumbersPanel {
   ofObjectives(pictures) {
     const isEach = this.app.state.get("each") !== "0", shared = new Map(), known = this.scalars.map((series) => ({ series, ...objectiveOf(series.name) }));
     for (const one of known) shared.set(JSON.stringify([one.series.path, one.tensor]), { path: one.series.path, tensor: one.tensor });
-    return [...shared.values()].sort((a, b) => (a.path === b.path ? a.tensor - b.tensor : 0)).slice(0, MAX_SCALARS / 2).flatMap(({ path, tensor }) => [["norm", "norms of the gradients"], ["cosine", "cosines between the gradients"]].map(([kind, title]) => {
+    this.numTensors = shared.size;
+    return [...shared.values()].sort((a, b) => (a.path === b.path ? a.tensor - b.tensor : 0)).slice(0, this.isWhole ? undefined : MAX_SCALARS / 2).flatMap(({ path, tensor }) => [["norm", "norms of the gradients"], ["cosine", "cosines between the gradients"]].map(([kind, title]) => {
       const some = known.filter((one) => one.kind === kind && one.series.path === path && one.tensor === tensor);
       const groups = some.map(({ series, names: name }, number) => {
         const { steps, lines } = this.linesOf(series, ...pictures, isEach);
         const isOne = lines.length === 1;
-        return [steps, lines.map((line) => ({ ...line, label: isOne ? name : `${name}, ${line.label}`, style: { ...line.style, stroke: lineColor(number) } }))];
+        return [steps, lines.map((line) => ({ ...line, label: isOne ? name : `${name}, ${line.label}`, style: { ...line.style, stroke: lineColor(number), dash: line.style.dash ?? DASHES[Math.floor(number / ON_WHITE.length) % DASHES.length] } }))];
       });
       const [steps, lines] = joinSteps(groups);
       const which = known.some((one) => one.series.path === path && one.tensor > 1) ? `, tensor ${tensor}` : "";
