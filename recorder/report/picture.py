@@ -335,7 +335,7 @@ PANELS: Mapping[str, Callable[[StatisticsBlocks, _Floats, _First], _Drawn | None
     "experts": partial(_map, sites=("output",), modules=r"(^|\.)experts\.\d+$", statistic="numel"),
 }
 """The panels by the names that `recorder report --png` takes; a panel is None where there is nothing for it."""
-_RULES = "the next time record it with RECORDER_PRESET=default RECORDER_RULES="
+_RULES = "the next time record it with RECORDER=1 RECORDER_PRESET=default RECORDER_RULES="
 _TO_RECORD: Mapping[str, str] = {
     "map": f"{_RULES}'site=output keep=stats'",
     "loss": "type recorder.scalar('loss', loss) into the program",

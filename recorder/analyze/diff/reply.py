@@ -88,7 +88,8 @@ def _parts(
         path = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
         yield f"{name}: {path}{f', started {moment(run.started_ns)}' if run.started_ns else ''}{jitter}"
     yield _verdict(result, options)
-    yield from unlike_models(a, b, options.renames)
+    if result.verdict == "different":
+        yield from unlike_models(a, b, options.renames)
     yield from _reasons(result, most, common=options.common)
     yield from accusations(result.culprits, most)
     if result.first is not None:
