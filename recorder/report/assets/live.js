@@ -53,7 +53,7 @@ const RUN_COLUMNS = [
     run.isAlike ? el("span", { class: "dim" }, ` ${visible(run.directory)}`) : ""]],
   ["loss", (run) => run.loss?.findLast((one) => one !== null) ?? Infinity, (run) => sparkline(run.loss ?? [])],
   ["findings", (run) => -(run.found?.length ?? -1), (run) => run.is_reading && !run.found ? el("span", { class: "dim", title: "the rows of this run are being read, for its loss and for the rules of recorder check" }, "reading …") :
-    run.found && el("span", { class: run.found.length ? "flag wrong" : run.notes?.length ? "flag note" : "flag right",
+    run.found && el("span", { class: run.found.length ? "flag wrong" : run.notes?.length ? "flag" : "flag right",
       title: [...run.found, ...(run.notes ?? [])].map(visible).join("\n") }, run.found.length ? String(run.found.length) : run.notes?.length ? plural(run.notes.length, "note") : "✓")],
   ["state", (run) => statesOf(run), (run) => [statesOf(run), " ",
     run.problems?.length ? el("span", { class: "flag wrong", title: run.problems.map(visible).join("\n") }, "damaged") : ""]],
