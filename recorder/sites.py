@@ -114,6 +114,15 @@ ALL_SITES = (
         since=4,
     ),
     Site(
+        name="update",
+        kind=Kind.STATE,
+        phase="optimizer",
+        expected=Expected.NOTHING,
+        is_of_optimizer=True,
+        is_selectable=False,
+        since=4,
+    ),
+    Site(
         name="tokens",
         kind=Kind.NUMBER,
         phase="forward",
@@ -131,6 +140,8 @@ CALL = "call"
 """The site of the data that a replay of a call needs besides its arguments: facts as JSON, parameters, buffers."""
 PROBE = "probe"
 """The site of the rows of `keep=probe`, and the kind of the shards that have them: a row is a value over many steps."""
+UPDATE = "update"
+"""The site, in the probe, of how far an update has moved each parameter."""
 TOKENS = "tokens"
 """The site of the rows of `keep=tokens`, which are in the shards of the probe: a row is a value over several calls."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")

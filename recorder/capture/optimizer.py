@@ -25,7 +25,7 @@ from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
 from .marks import main_parameter
-from .probe import ProbedGroup
+from .probe import Probe, ProbedGroup, Updates, fits
 from .step_gradients import LastGradient, wrap_closure
 
 _MAX_PROBED = 64
@@ -45,6 +45,15 @@ class _GroupKey(NamedTuple):
     note: str | None
     masks: tuple[int, ...]
     """What each set of rules keeps at the step."""
+
+
+class _Probed(NamedTuple):
+    """What the probe knows of one optimizer."""
+
+    optimizer: weakref.ref[Optimizer]
+    groups: dict[_GroupKey, ProbedGroup | None]
+    """The values that are measured together; None stands for values that must be measured one by one."""
+    updates: Updates
 
 
 def find_live() -> list[Optimizer]:
@@ -116,9 +125,8 @@ class OptimizerHooks:
         self._on_new = on_new
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._probed: dict[int, tuple[weakref.ref[Optimizer], dict[_GroupKey, ProbedGroup | None]]] = {}
-        """By the id of an optimizer, which may have no hash: the values that the probe measures together; None stands
-        for values that it must measure one by one."""
+        self._probed: dict[int, _Probed] = {}
+        """By the id of an optimizer, which may have no hash."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """The parameters that came after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
@@ -370,6 +378,9 @@ class OptimizerHooks:
             if self._active is None or self._active() is not optimizer or _num_steps_under_way(optimizer) > 1:
                 return
             self._active = None
+            probed = self._probed.get(id(optimizer))
+            if probed is not None:
+                probed.updates.end(Moment(self._capture.clock.step, None, "train"))
             self._record_state(optimizer)
             self._count(optimizer)
         except Exception as error:
@@ -438,13 +449,17 @@ class OptimizerHooks:
         gradients = [parameter.grad for parameter in parameters]
         whose = tuple(map(id, parameters)), tuple(gradient is None for gradient in gradients)
         masks = tuple(capture.keep_of(rule_set, 0) for rule_set in range(len(selection.masks)))
-        key, groups = _GroupKey(whose, note, masks), self._groups_of(optimizer)
-        tensors = [one for pair in zip(parameters, gradients, strict=True) for one in pair if one is not None]
+        groups, updates = self._probed_of(optimizer, probe)
+        key = _GroupKey(whose, note, masks)
+        pairs = zip(parameters, gradients, strict=True)
+        locals_ = [getattr(one, "_local_tensor", one) for pair in pairs for one in pair if one is not None]
+        tensors = [one for one in locals_ if one.numel()]  # the probe passes over what lies on other ranks alone
         if key not in groups and (group := self._with_other_masks(key, groups)) is not None:
             groups[key] = group
         if key in groups:
             group = groups[key]
-            is_known = group is not None and probe.saw_group(group, tensors, moment)
+            may_be = group is not None and (len(tensors) == len(locals_) or not any(group.keeps))
+            is_known = may_be and group is not None and probe.saw_group(group, tensors, moment)
             if is_known and group is not None:
                 each = (
                     (_next_repeat(repeats, parameter), gradient)
@@ -453,13 +468,16 @@ class OptimizerHooks:
                 counts = [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
                 if any(group.keeps):
                     capture.observe_known(group, tensors, counts, moment)
+                updates.begin(group, tensors)
             yield is_known
             return
         with probe.learning() as seen:
             yield False
         if len(groups) >= _MAX_PROBED:
             groups.clear()
-        groups[key] = probe.group(seen, tensors, groups.values())
+        groups[key] = group = probe.group(seen, tensors, groups.values())
+        if group is not None and fits(group, tensors):
+            updates.begin(group, tensors)
 
     def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
         """Return the group of the same values at steps with other masks, with what is kept at this step.
@@ -474,12 +492,12 @@ class OptimizerHooks:
                     return group._replace(keeps=[keep & ~(KEEP_PROBE | KEEP_TOKENS) for keep in keeps])
         return None
 
-    def _groups_of(self, optimizer: Optimizer) -> dict[_GroupKey, ProbedGroup | None]:
+    def _probed_of(self, optimizer: Optimizer, probe: Probe) -> tuple[dict[_GroupKey, ProbedGroup | None], Updates]:
         known = self._probed.get(id(optimizer))
-        if known is None or known[0]() is not optimizer:
-            self._probed = {key: one for key, one in self._probed.items() if one[0]() is not None}
-            known = self._probed[id(optimizer)] = weakref.ref(optimizer), {}
-        return known[1]
+        if known is None or known.optimizer() is not optimizer:
+            self._probed = {key: one for key, one in self._probed.items() if one.optimizer() is not None}
+            known = self._probed[id(optimizer)] = _Probed(weakref.ref(optimizer), {}, Updates(probe))
+        return known.groups, known.updates
 
     def _record_state(self, optimizer: Optimizer) -> None:
         if not self._capture.selection.keeps("optim"):

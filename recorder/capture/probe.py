@@ -1,5 +1,7 @@
 """The probe: one number of each selected value at every step, in memory, written as one row for a block of steps.
 
+The probe also has the size of each update: how far an optimizer's step has moved a parameter (site ``update``).
+
 A value is measured in the hook where it lies, and nothing is put on the channel. At the end of a step the numbers of
 all values are appended to a block in memory. A full block becomes rows of site ``probe``, one for each value (section 3
 of FORMAT.md). A value that turns non-finite gets the row of statistics, too, that a rule with ``keep=stats`` would have
@@ -42,7 +44,7 @@ from ..records import (
     ProbedSeries,
     ProbedStep,
 )
-from ..sites import AT_LEAST, PROBE
+from ..sites import AT_LEAST, PROBE, UPDATE
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
 from .local_values import DTYPES, PLAIN, is_ordinary
 
@@ -201,7 +203,7 @@ class Probe:
         key = (origin, phase, moment.mode)
         column = self._by_key.get(key)
         if column is None:
-            column = self._add(key, origin, moment, phase, scope, chunk, local)
+            column = self._add(key, phase, scope, chunk, local.dtype)
             if column is None:
                 return keep
         is_on_host = _is_on_host(local)
@@ -285,25 +287,16 @@ class Probe:
         They are not if a tensor on the host is not finite, or a tensor is of another kind than when the group was made:
         then `saw` must see each of them.
         """
-        if len(tensors) != len(group.values):
+        if not fits(group, tensors):
             return False
         if group.tensors is None:
-            return self._saw_group_on_device(group, tensors, moment)
+            seen = [
+                SeenOnDevice(value, moment, 0, keep != 0) for value, keep in zip(group.values, group.keeps, strict=True)
+            ]
+            return self._launched(self._on_device.measure_many(seen, tensors), moment)
         if self._kernels is None:
             return False
-        for tensor, value in zip(tensors, group.values, strict=True):
-            if (
-                type(tensor) not in PLAIN
-                or not tensor.is_cpu
-                or tensor.dtype is not value.dtype
-                or tensor.shape != value.shape
-                or not is_ordinary(tensor)
-                or not tensor.is_contiguous()
-            ):
-                return False
         at = [tensor.data_ptr() for tensor in tensors]
-        if not all(at):
-            return False
         sums = self._kernels.sums_of_squares(
             at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
         )
@@ -331,22 +324,43 @@ class Probe:
         ]
         return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
-    def _saw_group_on_device(self, group: ProbedGroup, tensors: list[torch.Tensor], moment: Moment) -> bool:
-        place = tensors[0].device
-        for tensor, value in zip(tensors, group.values, strict=True):
-            if (
-                type(tensor) not in PLAIN
-                or tensor.device != place
-                or tensor.dtype is not value.dtype
-                or tensor.shape != value.shape
-                or tensor.layout is not torch.strided
-                or not tensor.untyped_storage().nbytes()
-            ):
-                return False
-        seen = [
-            SeenOnDevice(value, moment, 0, keep != 0) for value, keep in zip(group.values, group.keeps, strict=True)
-        ]
-        return self._launched(self._on_device.measure_many(seen, tensors), moment)
+    def saw_updates(
+        self, updates: Sequence[ProbedValue], moved: torch.Tensor, num_items: list[int], moment: Moment
+    ) -> None:
+        """Take how far parameters were moved; `moved` has `num_items` sampled elements of each, one after the other."""
+        if not moved.is_cpu:
+            parts = moved.nan_to_num_(0.0, 0.0, 0.0).split(num_items)
+            torch._foreach_mul_(
+                parts, [math.sqrt(one.numel / num) for one, num in zip(updates, num_items, strict=True)]
+            )
+            seen = [SeenOnDevice(value, moment, 0, has_row=True) for value in updates]
+            self._launched(self._on_device.measure_many(seen, list(parts)), moment)
+            return
+        squares = np.square(moved.numpy())
+        sums = np.add.reduceat(squares, np.cumsum([0, *num_items[:-1]]))
+        if not np.isfinite(sums).all():
+            sums = np.add.reduceat(np.where(np.isfinite(squares), squares, 0), np.cumsum([0, *num_items[:-1]]))
+        for value, total, num in zip(updates, sums.tolist(), num_items, strict=True):
+            self._sums[value.column] += total * (value.numel / num)
+            self._numels[value.column] += value.numel
+        self._has_values = True
+        self._step = moment.step
+
+    def updates_of(self, group: ProbedGroup) -> list[ProbedValue] | None:
+        """Return the parameters of a group as values of the site of updates; None if there is no room for them."""
+        made = []
+        for one in group.values:
+            if one.origin.site != "param":
+                continue
+            origin = one.origin._replace(site=UPDATE)
+            key = (origin, one.phase, "train")
+            column = self._by_key.get(key)
+            if column is None:
+                column = self._add(key, one.phase, one.scope, one.chunk, one.dtype)
+            if column is None:
+                return None
+            made.append(one._replace(column=column, origin=origin))
+        return made
 
     def _sum_of_squares(self, local: torch.Tensor) -> float:
         """Return the sum of the squares of all elements; NaN where the compiled loops cannot compute it."""
@@ -375,17 +389,16 @@ class Probe:
         return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self._kernels)
 
     def _add(
-        self, key: tuple[Origin, str, str], origin: Origin, moment: Moment, phase: str, scope: str | None,
-        chunk: Chunk | None, local: torch.Tensor,
+        self, key: tuple[Origin, str, str], phase: str, scope: str | None, chunk: Chunk | None, dtype: torch.dtype
     ) -> int | None:  # fmt: skip
-        facts: dict[str, Any] = {"dtype": DTYPES[local.dtype]}
+        facts: dict[str, Any] = {"dtype": DTYPES[dtype]}
         if chunk is not None:
             facts["global_numel"] = math.prod(chunk.global_shape)
         with self._changing:
             column = len(self._columns)
             if column >= _MAX_COLUMNS:
                 return None
-            self._columns.append(ProbedSeries(origin, phase, moment.mode, scope, facts))
+            self._columns.append(ProbedSeries(key[0], phase, key[2], scope, facts))
             self._sums.append(0.0)
             self._numels.append(0)
             self._by_key[key] = column
@@ -485,6 +498,86 @@ class Probe:
             if self._has_values:
                 self._end_step()
             self.flush()
+
+
+def fits(group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are of the kinds that they were when the group was made, and can be measured together."""
+    if len(tensors) != len(group.values):
+        return False
+    place = tensors[0].device
+    for tensor, value in zip(tensors, group.values, strict=True):
+        if type(tensor) not in PLAIN or tensor.dtype is not value.dtype or tensor.shape != value.shape:
+            return False
+        if group.tensors is None:
+            is_fit = tensor.device == place and tensor.layout is torch.strided
+        else:
+            is_fit = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous()
+        if not is_fit or not tensor.untyped_storage().nbytes():
+            return False
+    return True
+
+
+class Updates:
+    """How far one optimizer moves its parameters: a sample of each is compared with that of the update before.
+
+    The sample is the same at every step: of a parameter of at most 1,024 elements each, of others 64 pieces of 16
+    elements that lie evenly apart. Whatever else writes into a parameter between two updates counts as moving it.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._values: list[ProbedValue] = []
+        self._num_items: list[int] = []
+        self._group: list[ProbedValue] | None = None
+        self._before: torch.Tensor | None = None
+        self._tensors: list[torch.Tensor] = []
+        """The parameters, while the optimizer's step is under way."""
+
+    def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the tensors of a group that an update will move; they must fit it."""
+        if group.values is not self._group:
+            values = self._probe.updates_of(group)
+            if values is None:
+                return
+            if values != self._values:
+                self._before = None
+            self._group, self._values = group.values, values
+        self._tensors = [one for one, value in zip(tensors, group.values, strict=True) if value.origin.site == "param"]
+        if self._before is None:
+            self._num_items = [min(one.numel(), _MOST_SAMPLED) for one in self._tensors]
+            self._before = _sampled(self._tensors)
+
+    def end(self, moment: Moment) -> None:
+        """Measure the update that has begun, if one has."""
+        tensors, before, self._tensors = self._tensors, self._before, []
+        if not tensors or before is None:
+            return
+        self._before = after = _sampled(tensors)
+        if after.shape == before.shape and after.device == before.device:
+            with torch.no_grad():
+                self._probe.saw_updates(self._values, (after - before).float(), self._num_items, moment)
+
+
+_LINES, _LINE_ITEMS = 64, 16
+"""The pieces of a large parameter that are compared, and the elements of each: a line of a processor's cache."""
+_MOST_SAMPLED = _LINES * _LINE_ITEMS
+_FLOAT_BYTES = 4
+
+
+def _sampled(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        parts = []
+        for tensor in tensors:
+            numel = tensor.numel()
+            if numel <= _MOST_SAMPLED:
+                parts.append(tensor.reshape(-1))
+            elif tensor.is_contiguous():
+                gap = (numel - _LINE_ITEMS) // (_LINES - 1)
+                parts.append(tensor.as_strided((_LINES, _LINE_ITEMS), (gap, 1)).reshape(-1))
+            else:
+                parts.append(tensor.reshape(-1)[:: numel // _MOST_SAMPLED][:_MOST_SAMPLED])
+        sample = torch.cat(parts)
+        return sample.float() if sample.itemsize < _FLOAT_BYTES else sample
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from ..errors import LookupFailedError
 from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
 from ..run.run import Run
+from ..sites import UPDATE
 from .axes import PROBED, Axes, DrawnSeries, Lanes, OddRanks, SeriesValues, StepRows, spread_of, step_rows, values_of
 from .blocks import Cube, GrowingCube, PageBlock
 from .distributions import HistogramCollector, UnitsCollector
@@ -158,8 +159,13 @@ class StatisticsBlocks:
     def _join_probe(self) -> None:
         """Make the norm of all ranks together, at the steps where the probe alone has norms of ranks.
 
-        Ranks have parts of a tensor, whose squares add up, or the same tensor: most steps with rows say which it is.
+        Ranks have parts of a tensor, whose squares add up, or the same tensor: most steps with rows say which it is,
+        for an update those of its parameter.
         """
+        number_of = {key: number for number, key in enumerate(self.series)}
+        told_by = [
+            number_of.get(key._replace(site="param"), n) if key.site == UPDATE else n for key, n in number_of.items()
+        ]
         norms, whole = self.cube.values["l2"][:, 1:].astype(np.float64), self.cube.values["l2"][:, 0]
         counts = [self.cube.values[name] for name in ("nan_count", "inf_count")]
         is_bad = np.logical_or.reduce([of[:, 1:].max(axis=1) > 0 for of in counts])
@@ -167,7 +173,7 @@ class StatisticsBlocks:
         for joined, join in ((np.sqrt(np.square(norms).sum(axis=1)), np.sum), (norms.mean(axis=1), np.max)):
             is_known = ~is_missing & ~is_bad & ~np.isnan(joined)
             is_close = is_known & (np.abs(whole - joined) <= _ALIKE * joined)
-            is_so = 2 * is_close.sum(axis=1) > is_known.sum(axis=1)
+            is_so = (2 * is_close.sum(axis=1) > is_known.sum(axis=1))[told_by]
             is_new = is_so[:, None] & is_missing & ~np.isnan(joined)
             whole[is_new] = joined[is_new]
             self.cube.has_row[:, 0] |= is_new
@@ -319,7 +325,7 @@ class StatisticsBlocks:
                 "statistics": list(self.names),
                 "global_steps": self.global_steps,
                 "has_global": self.lanes.has_global,
-                "series": [[*_described(axes, modules, key), *self._rate_of(key)] for key in self.series],
+                "series": [_described(axes, modules, key) for key in self.series],
                 "scalars": [_described(axes, modules, key) for key in self.scalars],
                 "reasons": [[number, int(whole), why] for (number, whole), why in self.reasons.items()],
                 "ranks": self.lanes.ranks[:: max(len(self.lanes.ranks) // _MAX_RANK_BINS, 1)],
@@ -327,11 +333,6 @@ class StatisticsBlocks:
                 "sites": self._sites,
             },
         )
-
-    def _rate_of(self, key: DrawnSeries) -> list[str]:
-        """Return the name of a parameter's learning rate, if known; a value of all ranks may be of any root."""
-        known = {path: one.rates for (_, path), one in self._run.modules.items()} if key.site == "param" else {}
-        return [rate] if (rate := known.get(key.module_path, {}).get(key.name)) else []
 
     def steps_known(self) -> dict[str, Any]:
         """Return the columns of the cubes and the number of steps in them, for the axes of the page."""

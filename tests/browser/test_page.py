@@ -803,7 +803,7 @@ def run_of_optimizer(
     *,
     rate: float = 1e-3,
     other_rate: float | None = None,
-    has_groups: bool = False,
+    has_updates: bool = False,
     has_bias: bool = False,
 ) -> Path:
     """AdamW trains two layers at a rate that leaps at step 150; the loss spikes a step later. The head is frozen."""
@@ -833,9 +833,21 @@ def run_of_optimizer(
         module("net.last", "Linear"),
         module("net.idle", "Linear", sites=["param"]),
     ]
-    if has_groups:
-        for number, described in enumerate(layers[:2]):
-            described["rates"] = {"weight": f"lr.AdamW.{number}"}
+    if has_updates:
+        for described in layers[:2]:
+            described["rates"] = {"weight": "lr.AdamW.0"}
+        common = {
+            "site": "probe",
+            "name": "update weight",
+            "phase": "optimizer",
+            "note": '{"dtype":"float32","numel":100}',
+        }
+        sizes = {"net.first": 10 * rate, "net.last": 20 * rate}
+        probed = [
+            make_row(number, np.full(200, size, np.float32), step=0, module_path=layer, **common)
+            for number, (layer, size) in enumerate(sizes.items())
+        ]
+        writer.add_shard([[row | {"seq": len(rows) + number} for number, row in enumerate(probed)]], kind="probe")
     modules = [module("", "Net"), *layers, frozen]
     writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}], rules=[f"rate={rate}"])
     return run
@@ -853,12 +865,16 @@ def test_a_finding_about_the_loss_shows_the_loss_around_its_step(open_page: Open
 
 
 def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, tmp_path: Path) -> None:
-    page = write_page(run_of_optimizer(tmp_path / "run"), tmp_path / "r.html")
+    page = write_page(run_of_optimizer(tmp_path / "run", has_updates=True), tmp_path / "r.html")
     opened = open_page(page, "#site=param&stat=update")
-    opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("first"), 20, 200))
-    assert any(text.endswith("estimated: 0.002") for text in opened.page.locator(".tooltip div").all_inner_texts())
+    for name, size in (("first", "0.002"), ("last", "0.004")):
+        opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index(name), 20, 200))
+        texts = opened.page.locator(".tooltip div").all_inner_texts()
+        assert any(text.endswith(f"step of the optimizer / weight: {size}") for text in texts)
+    idle = opened.page.locator("#panel-map .heat-name").nth(rows_of(opened).index("idle"))
+    assert idle.inner_text().endswith("in no optimizer")
     assert opened.page.locator("#panel-map .legend-ticks span").nth(1).inner_text() == "1"
-    assert "Adam moves each element by about the learning rate" in opened.text("#panel-map .note")
+    assert "How far the step of the optimizer moved the weight" in opened.text("#panel-map .note")
     head = rows_of(opened).index("head")
     assert opened.page.locator("#panel-map .heat-name").nth(head).inner_text().endswith("frozen")
     opened.page.locator(CELLS).hover(position=point_at(opened, head, 20, 200))
@@ -883,30 +899,9 @@ def test_a_vector_has_no_estimate_and_the_page_says_so(open_page: Open, tmp_path
 
 
 def test_the_line_of_the_usual_step_says_its_number(open_page: Open, tmp_path: Path) -> None:
-    page = write_page(run_of_optimizer(tmp_path / "run", rate=1e-4), tmp_path / "r.html")
+    page = write_page(run_of_optimizer(tmp_path / "run", rate=1e-4, has_updates=True), tmp_path / "r.html")
     opened = open_page(page, "#site=param&stat=update")
     assert "1e-3" in texts_of_charts(opened)
-
-
-def test_an_empty_view_by_depth_says_why_there_is_no_estimate(open_page: Open, tmp_path: Path) -> None:
-    run = run_of_optimizer(tmp_path / "run", other_rate=2e-3)
-    opened = open_page(write_page(run, tmp_path / "r.html"), "#site=param&stat=update&step=20")
-    text = opened.text("#panel-depth .note")
-    assert text.startswith("No module has a number at this step")
-    assert "does not say which rate a parameter has: where rates differ, there is no estimate" in text
-
-
-def test_each_parameter_is_estimated_by_the_rate_of_its_group(open_page: Open, tmp_path: Path) -> None:
-    run = run_of_optimizer(tmp_path / "run", other_rate=2e-3, has_groups=True)
-    opened = open_page(write_page(run, tmp_path / "r.html"), "#site=param&stat=update")
-    for name, size in (("first", "0.002"), ("last", "0.004")):
-        opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index(name), 20, 200))
-        assert any(
-            text.endswith(f"estimated: {size}") for text in opened.page.locator(".tooltip div").all_inner_texts()
-        )
-    idle = opened.page.locator("#panel-map .heat-name").nth(rows_of(opened).index("idle"))
-    assert idle.inner_text().endswith("in no optimizer")
-    assert "net.idle (no optimizer)" in texts_of_charts(opened)
 
 
 def test_rows_that_only_single_ranks_have_say_so_below_the_map(open_page: Open, tmp_path: Path) -> None:

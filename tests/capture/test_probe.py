@@ -71,6 +71,9 @@ def test_every_value_has_a_number_at_every_step_and_no_row(tmp_path: Path) -> No
     of_state = frame[frame.site.isin(["param", "grad"])]
     found = {(row.module_path, row.site, row.name_, row.step): row.l2 for row in _named(of_state)}
     assert found.keys() == seen.keys()
+    moved = {(row.module_path, row.name_, row.step): row.l2 for row in _named(frame[frame.site == "update"])}
+    gradients = {(path, name, step): l2 for (path, site, name, step), l2 in seen.items() if site == "grad"}
+    assert moved == {key: pytest.approx(0.1 * l2, rel=1e-3, abs=1e-7) for key, l2 in gradients.items()}
     for key, l2 in seen.items():
         assert found[key] == pytest.approx(l2, rel=1e-6), key
     outputs = frame[frame.site == "output"]
@@ -81,6 +84,47 @@ def test_every_value_has_a_number_at_every_step_and_no_row(tmp_path: Path) -> No
     assert set(buffers.name) == {"running_mean", "running_var", "num_batches_tracked"}
     counted = buffers[buffers.name == "num_batches_tracked"]
     assert list(counted.l2) == list(range(1, _STEPS + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_size_of_an_update_of_a_large_parameter_is_that_of_a_sample(tmp_path: Path, dtype: torch.dtype) -> None:
+    wide, moved = nn.Linear(300, 400, dtype=dtype), list[float]()
+    with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        optimizer = torch.optim.AdamW(wide.parameters(), lr=0.01)
+        for step in range(12):
+            wide(torch.randn(4, 300, dtype=dtype)).square().mean().backward()
+            before = wide.weight.detach().clone().double()
+            optimizer.step()
+            if step == 7:
+                with torch.no_grad():
+                    wide.weight.mul_(3)  # whatever writes into a parameter moves it
+            if step < 7:
+                moved.append(float((wide.weight.detach().double() - before).norm()))
+            optimizer.zero_grad()
+    frame = _probe(recording)
+    own = frame[(frame.site == "update") & (frame.name == "weight")].set_index("step").l2
+    assert list(own.index) == list(range(12))
+    assert list(own[:7]) == pytest.approx(moved, rel=0.2)
+    assert own[8] > 10 * own[6]
+    findings = recorder.check(recording.run).findings
+    assert [(one.rule, one.step, one.name) for one in findings if one.rule == "update"] == [("update", 8, "weight")]
+
+
+def test_a_parameter_without_a_gradient_at_a_step_has_not_moved(tmp_path: Path) -> None:
+    with flagged(tmp_path, PROBE) as recording:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(6):
+            model(torch.randn(4, 3)).square().mean().backward()
+            if step % 2:
+                model.down.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    frame = _probe(recording)
+    updates = frame[(frame.site == "update") & (frame.module_path == "down") & (frame.name == "weight")]
+    l2 = updates.set_index("step").l2
+    assert list(l2.index) == list(range(6))
+    assert all(l2[step] > 0 for step in (0, 2, 4)) and all(l2[step] == 0 for step in (1, 3, 5))
 
 
 def _named(frame: pd.DataFrame) -> Any:

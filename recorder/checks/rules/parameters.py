@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...sites import OBJECTIVE, OBJECTIVE_COSINE, SKIPPED, objectives_in
+from ...sites import OBJECTIVE, OBJECTIVE_COSINE, SKIPPED, UPDATE, objectives_in
 from ..normal import EXACT, Movement
 from ..rows import (
+    IS_PROBE,
     Catalog,
     Flags,
     Floats,
@@ -352,7 +353,7 @@ class Flip(CheckRule):
 class Update(StreakRule):
     name = "update"
     sentence = "A step of the optimizer changes a weight by a large part of its norm."
-    sites, columns = ("param",), ("sum_sq", "sum", "numel")
+    sites, columns, reads_probe = ("param", UPDATE), ("sum_sq", "sum", "numel"), True
     settings = (
         Setting("ratio", 0.5, "of the weight's norm, at least", "usual is 1e-3; smdebug's WeightUpdateRatio allows 10"),
         Setting("began", 1e-2, "root mean square", "what begins at zero grows by any factor"),
@@ -363,14 +364,41 @@ class Update(StreakRule):
 
     def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
+        self._param_of: dict[int, int] = {}
+        """By lane of the site of updates, the lane of the parameter."""
+        self._updates: Rows | None = None
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        self._updates = rows.take(rows.at(UPDATE))
+        yield from super().add(rows.take(rows.at("param")))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the changes of norm and sum, which give a lower bound of the update."""
+        """Judge by the updates of the probe, else by the changes of norm and sum, which give a lower bound."""
         lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
         is_begun = began(lanes, rms, self._began) >= self.thresholds["began"]
-        ratio = np.nan_to_num(self._movement.ratio(rows), posinf=0.0)
+        ratio, is_recorded = np.zeros(len(rows)), rows[IS_PROBE] != 1
+        ratio[is_recorded] = np.nan_to_num(self._movement.ratio(rows.take(is_recorded)), posinf=0.0)
+        self._look_up(rows, ratio)
         is_large = (ratio > self.thresholds["ratio"]) & is_begun
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
+
+    def _look_up(self, rows: Rows, ratio: Floats) -> None:
+        """Replace the ratios of parameters of whose update the probe has the size."""
+        updates = self._updates
+        if updates is None or not len(updates) or not len(rows):
+            return
+        for lane in np.unique(updates.lanes).tolist():
+            if lane not in self._param_of:
+                key = self.catalog.key_of(lane)._replace(site="param")
+                self._param_of[lane] = self.catalog.find(key, int(self.catalog.rank_of[lane])) or 0
+        whose = np.array([self._param_of[lane] for lane in updates.lanes.tolist()], np.int64)
+        wanted, known = whose * _MAX_STEPS + updates.steps, rows.lanes * _MAX_STEPS + rows.steps
+        order = np.argsort(known, kind="stable")
+        at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)]
+        is_same = known[at] == wanted
+        with np.errstate(all="ignore"):
+            size = np.sqrt(updates["sum_sq"] / rows["sum_sq"][at])
+        ratio[at[is_same]] = np.nan_to_num(size[is_same], posinf=0.0)
 
 
 class Unchanged(StreakRule):

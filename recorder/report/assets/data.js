@@ -94,8 +94,8 @@ class RunData {
   constructor(blocks, axes, modules, prefix = "", side = "") {
     Object.assign(this, { blocks, prefix, axes, modules, side });
     const described = (one, number) => {
-      const [module, site, name, mode, root, shape, dtype, numel, rate] = one;
-      return { number, module, site, name, mode, root, shape, dtype, numel, rate, path: modules.paths[module] };
+      const [module, site, name, mode, root, shape, dtype, numel] = one;
+      return { number, module, site, name, mode, root, shape, dtype, numel, path: modules.paths[module] };
     };
     this.series = axes.series.map(described);
     this.scalars = axes.scalars.map(described);
@@ -127,40 +127,26 @@ class RunData {
     Object.assign(this.axes, data);
     this.steps = data.steps;
   }
-  /** By the number of a parameter's series, its learning rates and the class of its optimizer, where steps can be estimated. */
-  get rates() {
-    if (this.knownRates) return this.knownRates;
-    const isWhole = this.lanes.length === 1 || this.lanes[0].kind === "global", rates = this.scalars.filter((one) => one.name.startsWith("lr."));
-    const params = this.series.filter((one) => one.site === "param"), isGrouped = params.some((one) => one.rate);
-    this.knownRates = new Map();
-    for (const one of isWhole && this.axes.statistics.includes("l2") ? params : []) {
-      const own = rates.filter((rate) => !isGrouped || rate.name === one.rate); // of an older run it is not known which is its own
-      const kinds = new Set(own.map(({ name }) => (/^lr\.\w*Adam/.test(name) ? "Adam" : /^lr\.SGD/.test(name) ? "SGD" : "")));
-      if (kinds.size === 1 && !kinds.has("")) this.knownRates.set(one.number, { kind: [...kinds][0], rates: own });
-    }
-    return this.knownRates;
+  /** The series of the updates of each parameter that has some, by the number of the parameter's series. */
+  get updatesOf() {
+    if (this.knownUpdates) return this.knownUpdates;
+    const keyOf = (one) => [one.root, one.path, one.name].join("\0"), updates = new Map(this.series.filter((one) => one.site === "update").map((one) => [keyOf(one), one]));
+    this.knownUpdates = new Map(this.series.filter((one) => one.site === "param" && updates.has(keyOf(one))).map((one) => [one.number, updates.get(keyOf(one))]));
+    return this.knownUpdates;
   }
   get hasUpdates() {
-    return this.rates.size > 0;
+    return this.updatesOf.size > 0;
   }
-  /**
-   * How large a step of the optimizer is, relative to the weight. Adam moves an element by about the learning rate at
-   * most, plain SGD by the learning rate times the gradient; what was recorded of a step says no more.
-   */
+  /** How large each step of the optimizer is, relative to the weight that it moves. */
   async updates() {
-    const [norms, numbers] = await Promise.all([this.cube("l2"), this.cube("mean", "scalars")]);
+    const norms = await this.cube("l2");
     const cube = Object.assign(Object.create(Cube.prototype), norms, { values: new Float32Array(norms.values.length).fill(NaN), digits: new Uint8Array(norms.values.length).fill(2) });
-    const columns = this.steps.map((step) => Math.max(this.axes.scalar_steps.findLastIndex((one) => one <= step), 0));
-    for (const one of this.series.filter((other) => this.rates.has(other.number) && other.shape.includes(","))) { // what begins at zero, such as a bias, has no size yet
-      const { kind, rates } = this.rates.get(one.number), rateAt = columns.map((c) => {
-        const known = rates.map((rate) => numbers.values[numbers.at(rate.number, 0, c)]);
-        return known.every((rate) => rate === known[0]) ? known[0] : NaN;
-      });
-      const gradient = this.series.find((other) => other.site === "grad" && other.path === one.path && other.name === one.name && other.root === one.root);
-      for (let c = 0; c < this.steps.length; c++) {
-        const at = cube.at(one.number, 0, c), moved = kind === "Adam" ? Math.sqrt(one.numel) : gradient ? norms.values[norms.at(gradient.number, 0, c)] : NaN;
-        const update = (rateAt[c] * moved) / norms.values[at];
-        if (rateAt[c] >= 0 && norms.values[at] > 0 && update < LARGEST) cube.values[at] = update;
+    for (const one of this.series.filter((other) => this.updatesOf.has(other.number) && other.shape.includes(","))) { // what begins at zero, such as a bias, has no size yet
+      for (let lane = 0; lane < this.lanes.length; lane++) {
+        for (let c = 0; c < this.steps.length; c++) {
+          const at = cube.at(one.number, lane, c), update = norms.values[norms.at(this.updatesOf.get(one.number).number, lane, c)] / norms.values[at];
+          if (update >= 0 && update < LARGEST) cube.values[at] = update;
+        }
       }
     }
     return cube;

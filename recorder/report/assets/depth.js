@@ -112,8 +112,7 @@ class DepthPanel {
   /** Why no module has a number at this step. */
   emptyText() {
     if (this.cells.some((cell) => cell?.kind === NUMBER)) return "";
-    const { choices, run } = this.app;
-    return `No module has a number at this step. ${choices.statistic === "update" ? updateTexts(run).join(" ") + " " : ""}`;
+    return `No module has a number at this step. ${this.app.choices.statistic === "update" ? `${UPDATE_TEXT} ` : ""}`;
   }
   choose() {
     const { idx } = this.plotted.cursor, point = this.points[idx];

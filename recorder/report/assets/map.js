@@ -3,23 +3,16 @@
 const MANY_ROWS = 70, FEW_ROWS = 4;
 const NO_ROW_TEXTS = { "": "", frozen: "frozen: requires_grad is False, so no step changes it", "in no optimizer": "in no optimizer: no step changes it" };
 const USUAL_UPDATE = 1e-3, DEVIATION_TEXT = "quartile ranges from the median of the ranks; up to one is usual";
-const UPDATE_TEXTS = {
-  Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large.",
-  SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3.",
-};
+const UPDATE_TEXT = "How far the step of the optimizer moved the weight, by the probe, over the norm of the weight: 1e-3 is usual. Of a weight of more than 1,024 elements, a sample of as many is compared.";
 
-const NO_UPDATE_TEXT = "a vector, such as a bias or the weight of a norm, has no estimate";
+const NO_UPDATE_TEXT = "a vector, such as a bias or the weight of a norm, is not set against its norm";
 function hasNoUpdate(choices, series) {
   return choices.statistic === "update" && series?.shape.includes(",") === false;
 }
 
-/** What the estimates of a run's steps are made of, and where there are none. */
+/** What the sizes of updates are, and where there are none. */
 function updateTexts(run) {
-  const kinds = [...new Set([...run.rates.values()].map(({ kind }) => kind))].sort(), params = run.series.filter((one) => one.site === "param");
-  const rest = params.filter((one) => !run.rates.has(one.number)).length, isGrouped = params.some((one) => one.rate);
-  const none = [rest && `${plural(rest, "parameter")} of other optimizers ${rest === 1 ? "has" : "have"} no estimate.`, !isGrouped && "This run does not say which rate a parameter has: where rates differ, there is no estimate.",
-    params.some((one) => !one.shape.includes(",")) && `Dotted: ${NO_UPDATE_TEXT}, as it may begin at zero.`];
-  return [...kinds.map((kind) => UPDATE_TEXTS[kind]), ...none.filter(Boolean)];
+  return [UPDATE_TEXT, ...(run.series.some((one) => one.site === "param" && !one.shape.includes(",")) ? [`Dotted: ${NO_UPDATE_TEXT}, as it may begin at zero.`] : [])];
 }
 
 /** What is chosen for all panels: site, mode, name, statistic, lane. */
@@ -32,7 +25,7 @@ class Choices {
     if (this.known) return this.known;
     const pairs = new Map();
     for (const one of this.app.run.series) pairs.set(`${one.site} ${one.mode}`, [one.site, one.mode]);
-    const order = ["output", "grad_output", "param", "grad", "input", "grad_input", "buffer", "optim", "tap"];
+    const order = ["output", "grad_output", "param", "grad", "update", "input", "grad_input", "buffer", "optim", "tap"];
     const modes = ["train", "eval", "no_grad"];
     const indexIn = (list, value) => (list.includes(value) ? list.indexOf(value) : list.length);
     return this.known = [...pairs.values()].sort((a, b) => indexIn(modes, a[1]) - indexIn(modes, b[1]) || indexIn(order, a[0]) - indexIn(order, b[0]));

@@ -16,7 +16,7 @@ function lineColor(number) {
 const BAD_COLOR = "#e6007a";
 const STATISTIC_TEXTS = {
   absmax: "largest magnitude", l2: "L2 norm", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
-  zero_count: "zeros", numel: "elements (of an expert: its load)", nan_count: "NaN", inf_count: "infinite", update: "step of the optimizer / weight, estimated",
+  zero_count: "zeros", numel: "elements (of an expert: its load)", nan_count: "NaN", inf_count: "infinite", update: "step of the optimizer / weight",
 };
 
 function cssColor(name) {
