@@ -99,6 +99,14 @@ class DeviceProbe:
         """Launch the kernels that measure values on one device together; return whether that was possible."""
         return self._launch(seen, tensors[0], lambda norms: norms.measure_many(tensors))
 
+    def is_free(self, tensor: torch.Tensor) -> bool:
+        """Whether values on the device of a tensor can be measured, and no graph is captured there now."""
+        try:
+            norms = self._capture.stager_of(tensor).norms(tensor)
+        except (LostError, UnsupportedKind):
+            return False
+        return norms is not None and not norms.is_capturing()
+
     def _launch(self, seen: list[SeenOnDevice], tensor: torch.Tensor, measure: Callable[[DeviceNorms], bool]) -> bool:
         try:
             norms = self._capture.stager_of(tensor).norms(tensor)

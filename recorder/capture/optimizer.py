@@ -458,8 +458,9 @@ class OptimizerHooks:
             groups[key] = group
         if key in groups:
             group = groups[key]
+            does_fit = group is not None and fits(group, tensors)
             may_be = group is not None and (len(tensors) == len(locals_) or not any(group.keeps))
-            is_known = may_be and group is not None and probe.saw_group(group, tensors, moment)
+            is_known = does_fit and may_be and group is not None and probe.saw_group(group, tensors, moment)
             if is_known and group is not None:
                 each = (
                     (_next_repeat(repeats, parameter), gradient)
@@ -468,6 +469,7 @@ class OptimizerHooks:
                 counts = [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
                 if any(group.keeps):
                     capture.observe_known(group, tensors, counts, moment)
+            if group is not None and does_fit:
                 updates.begin(group, tensors)
             yield is_known
             return

@@ -276,6 +276,8 @@ class Probe:
         for other in others:
             if other is not None and other.values == values:
                 return other._replace(keeps=keeps)
+        if not _is_on_host(tensors[0]):
+            return ProbedGroup(values, keeps, None)
         plans = [plan for one in values if (plan := self._plans.get((one.dtype, one.numel))) is not None]
         return (
             ProbedGroup(values, keeps, ManyTensors([plan.loops for plan in plans])) if len(plans) == len(seen) else None
@@ -284,11 +286,9 @@ class Probe:
     def saw_group(self, group: ProbedGroup, tensors: list[torch.Tensor], moment: Moment) -> bool:
         """Measure the tensors of a group with one call, and return whether they were counted.
 
-        They are not if a tensor on the host is not finite, or a tensor is of another kind than when the group was made:
-        then `saw` must see each of them.
+        They are not if a tensor on the host is not finite, or if no kernel measures one on a device. Then `saw` must
+        see each of them. The tensors must fit the group.
         """
-        if not fits(group, tensors):
-            return False
         if group.tensors is None:
             seen = [
                 SeenOnDevice(value, moment, 0, keep != 0) for value, keep in zip(group.values, group.keeps, strict=True)
@@ -328,7 +328,7 @@ class Probe:
         self, updates: Sequence[ProbedValue], moved: torch.Tensor, num_items: list[int], moment: Moment
     ) -> None:
         """Take how far parameters were moved; `moved` has `num_items` sampled elements of each, one after the other."""
-        if not moved.is_cpu:
+        if not _is_on_host(moved):
             parts = moved.nan_to_num_(0.0, 0.0, 0.0).split(num_items)
             torch._foreach_mul_(
                 parts, [math.sqrt(one.numel / num) for one, num in zip(updates, num_items, strict=True)]
@@ -345,6 +345,10 @@ class Probe:
             self._numels[value.column] += value.numel
         self._has_values = True
         self._step = moment.step
+
+    def can_sample(self, tensor: torch.Tensor) -> bool:
+        """Whether operations on a parameter may be launched now; those on a device may become part of a graph."""
+        return _is_on_host(tensor) or self._on_device.is_free(tensor)
 
     def updates_of(self, group: ProbedGroup) -> list[ProbedValue] | None:
         """Return the parameters of a group as values of the site of updates; None if there is no room for them."""
@@ -543,7 +547,11 @@ class Updates:
                 self._before = None
             self._group, self._values = group.values, values
         self._tensors = [one for one, value in zip(tensors, group.values, strict=True) if value.origin.site == "param"]
-        if self._before is None:
+        if not self._tensors:
+            return
+        if not self._probe.can_sample(self._tensors[0]):
+            self._tensors, self._before = [], None
+        elif self._before is None:
             self._num_items = [min(one.numel(), _MOST_SAMPLED) for one in self._tensors]
             self._before = _sampled(self._tensors)
 
@@ -551,6 +559,9 @@ class Updates:
         """Measure the update that has begun, if one has."""
         tensors, before, self._tensors = self._tensors, self._before, []
         if not tensors or before is None:
+            return
+        if not self._probe.can_sample(tensors[0]):
+            self._before = None
             return
         self._before = after = _sampled(tensors)
         if after.shape == before.shape and after.device == before.device:

@@ -19,7 +19,7 @@ from .values import RATE, Array, Value, values
 REPOSITORY = Path(__file__).parents[2]
 RUN = Path(__file__).parent / "coming"
 MINOR = FORMAT_VERSION[1] + 1
-COLUMN, SITE, ENCODING = "negative_count", "update", "mirrored"
+COLUMN, SITE, ENCODING = "negative_count", "curvature", "mirrored"
 MIRRORED = (("tap", "", "half"), ("grad", "head", "bias"))
 """Site, module and name of the values whose payloads have the encoding."""
 
