@@ -844,7 +844,13 @@ def run_of_optimizer(
         }
         sizes = {"net.first": 10 * rate, "net.last": 20 * rate}
         probed = [
-            make_row(number, np.full(200, size, np.float32), step=0, module_path=layer, **common)
+            make_row(
+                number,
+                np.where(np.arange(200) == 150, 100 * size, size).astype(np.float32),
+                step=0,
+                module_path=layer,
+                **common,
+            )
             for number, (layer, size) in enumerate(sizes.items())
         ]
         writer.add_shard([[row | {"seq": len(rows) + number} for number, row in enumerate(probed)]], kind="probe")
@@ -880,9 +886,9 @@ def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, t
     opened.page.locator(CELLS).hover(position=point_at(opened, head, 20, 200))
     assert "requires_grad is False" in opened.text(".tooltip")
     body = opened.page.locator("#panel-depth .chart-body")
-    assert "3 modules" in (body.get_attribute("aria-label") or "")
+    assert "4 modules" in (body.get_attribute("aria-label") or "")
     body.focus()
-    for _ in range(3):
+    for _ in range(4):
         opened.page.keyboard.press("ArrowRight")
     assert "net.head Linear: frozen" in opened.text("#panel-depth .note")
     assert "net.head (frozen)" in texts_of_charts(opened)
