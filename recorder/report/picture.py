@@ -197,7 +197,7 @@ def _updates(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn 
         return None
     keys = [collected.series[one] for one in chosen]
     names = [" ".join(filter(None, (key.module_path or MODEL, key.name))) for key in keys]
-    title = f"step of the optimizer over the weight, estimated, of {counted(len(chosen), 'parameter')}"
+    title = f"step of the optimizer over the weight, of {counted(len(chosen), 'parameter')}"
     return _heat(title, names, collected.cube.first_steps, at, values, np.zeros(values.shape, np.bool_))
 
 
@@ -340,7 +340,7 @@ _TO_RECORD: Mapping[str, str] = {
     "map": f"{_RULES}'site=output keep=stats'",
     "loss": "type recorder.scalar('loss', loss) into the program",
     "gradients": f"{_RULES}'site=grad,grad_output keep=stats'",
-    "updates": f"it needs matrices that Adam, AdamW or SGD updates; {_RULES}'site=param,grad,scalar keep=stats'",
+    "updates": f"it needs matrices whose updates the probe measures, on at most 8 ranks; {_RULES}'site=param keep=stats,probe'",
     "objectives": "type recorder.objective('main', hidden) into the model, for each objective",
     "histograms": f"{_RULES}'site=output,grad keep=histogram'",
     "ranks": "it needs several ranks: RECORDER=1 torchrun --nproc-per-node 2 train.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +49,6 @@ and gigabytes.
 _MAX_REASONS = 2000
 _ALIKE = 1e-3
 """How far apart two norms of one tensor may be, as a share: they were computed in another order."""
-_ESTIMATED = re.compile(r"lr\.\w*(Adam|SGD)")
-"""The names of the learning rates of optimizers whose step can be estimated."""
 _LARGEST = 3e38
 _MANY_STEPS = 1 << 30
 """The number of steps that a growing run is assumed to reach."""
@@ -364,36 +361,20 @@ class StatisticsBlocks:
         return [None if np.isnan(one) else float(f"{one:.5g}") for one in whole.tolist()]
 
     def updates(self) -> tuple[list[int], npt.NDArray[np.float64]]:
-        """Estimate how large steps of the optimizer are, relative to the weight, as `updates` in data.js does.
+        """Return the series of the matrices that have updates, and how large these are, by series and column.
 
-        Returns the series of the parameters with an estimate, and the estimates by series and column.
+        An update is relative to the norm of its matrix, as in `updates` of data.js.
         """
-        chosen, values = list[int](), list[Any]()
-        params = {number: key for number, key in enumerate(self.series) if key.site == "param"}
-        rates = {number: key.name for number, key in enumerate(self.scalars) if key.name.startswith("lr.")}
+        update_of = {key._replace(site="param"): number for number, key in enumerate(self.series) if key.site == UPDATE}
+        shapes = {key: self._axes.shapes[self._axes.index[key]] or "" for key in update_of if key in self.series}
+        chosen = [number for number, key in enumerate(self.series) if "," in shapes.get(key, "")]
         is_whole = len(self.lanes.described) == 1 or self.lanes.has_global
-        if not is_whole or "l2" not in self.names:
-            return chosen, np.zeros((0, 0))
-        is_grouped = any(map(self._rate_of, params.values()))
-        steps, numbers = self.cube.first_steps, self.scalar_cube.values["mean"][:, 0].astype(np.float64)
-        norms = self.cube.values["l2"][:, 0, : len(steps)].astype(np.float64)
-        columns = np.maximum(np.searchsorted(self.scalar_cube.first_steps, steps, "right") - 1, 0)
-        for number, key in params.items():
-            own = [one for one, name in rates.items() if not is_grouped or [name] == self._rate_of(key)]
-            kinds = {match[1] if (match := _ESTIMATED.match(rates[one])) else "" for one in own}
-            of = self._axes.index[key]
-            if len(kinds) != 1 or "" in kinds or "," not in (self._axes.shapes[of] or ""):
-                continue
-            known, gradient = numbers[own][:, columns], key._replace(site="grad")
-            moved: Any = np.sqrt(self._axes.numels[of] or 0)
-            if kinds == {"SGD"}:
-                moved = norms[self.series.index(gradient)] if gradient in self.series else np.nan
-            with np.errstate(all="ignore"):
-                update = known[0] * moved / norms[number]
-            update[~((known == known[0]).all(axis=0) & (known[0] >= 0) & (update < _LARGEST))] = np.nan
-            chosen.append(number)
-            values.append(update)
-        return chosen, np.array(values)
+        if not chosen or not is_whole or "l2" not in self.names:
+            return [], np.zeros((0, 0))
+        norms = self.cube.values["l2"][:, 0, : len(self.cube.first_steps)].astype(np.float64)
+        with np.errstate(all="ignore"):
+            sizes = norms[[update_of[self.series[one]] for one in chosen]] / norms[chosen]
+        return chosen, np.where(sizes < _LARGEST, sizes, np.nan)
 
     def further_blocks(self) -> Iterator[PageBlock]:
         """Yield the blocks of histograms, of units, and, if there are many ranks, of each rank's deviations."""

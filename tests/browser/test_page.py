@@ -894,10 +894,10 @@ def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, t
     assert "net.head (frozen)" in texts_of_charts(opened)
 
 
-def test_a_vector_has_no_estimate_and_the_page_says_so(open_page: Open, tmp_path: Path) -> None:
-    page = write_page(run_of_optimizer(tmp_path / "run", has_bias=True), tmp_path / "r.html")
+def test_a_vector_has_no_update_and_the_page_says_so(open_page: Open, tmp_path: Path) -> None:
+    page = write_page(run_of_optimizer(tmp_path / "run", has_bias=True, has_updates=True), tmp_path / "r.html")
     opened = open_page(page, "#site=param&stat=update&name=bias")
-    assert "Dotted: a vector, such as a bias or the weight of a norm, has no estimate" in opened.text(
+    assert "Dotted: a vector, such as a bias or the weight of a norm, is not set against its norm" in opened.text(
         "#panel-map .note"
     )
     opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("first"), 20, 200))

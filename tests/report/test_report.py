@@ -657,32 +657,32 @@ def test_more_panels_are_written_as_pictures(cli: Cli, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "--png draws one run" in refused.err
 
 
-@pytest.mark.parametrize(("optimizer", "moved"), [("AdamW", 2.0), ("SGD", 8.0)])
-def test_a_step_of_the_optimizer_is_estimated_from_the_rate_and_the_norms(
-    cli: Cli, tmp_path: Path, optimizer: str, moved: float
-) -> None:
+def test_steps_of_the_optimizer_are_drawn_over_the_norms_of_the_weights(cli: Cli, tmp_path: Path) -> None:
     run, rows = make_run(tmp_path / "run"), list[dict[str, Any]]()
+    common: dict[str, Any] = {"module_path": "fc", "phase": "optimizer"}
     for step in range(4):
-        rate: dict[str, Any] = {"site": "scalar", "name": f"lr.{optimizer}.0", "module_path": "", "encoding": None}
-        rows.append(make_row(len(rows), np.array(0.1 / (1 + step), np.float32), step=step, **rate))
-        for site, value in (("param", 2.0), ("grad", 4.0)):
-            values, common = np.full((2, 2), value, np.float32), {"name": "weight", "phase": "optimizer"}
-            rows.append(make_row(len(rows), values, site=site, step=step, module_path="fc", encoding=None, **common))
+        values = np.full((2, 2), 2.0, np.float32)
+        rows.append(make_row(len(rows), values, site="param", name="weight", step=step, encoding=None, **common))
     writer = HandmadeWriter(run, 0)
     writer.add_shard([rows], kind="stats")
+    note, l2 = '{"dtype":"float32","numel":4}', np.array([0.4, 0.2, 0.1, 0.05], np.float32)
+    probed = make_row(len(rows), l2, site="probe", name="update weight", step=0, note=note, **common)
+    writer.add_shard([[probed]], kind="probe")
     writer.finish()
     axes, opened = Axes(), recorder.open_run(run)
     with step_rows(opened) as tables:
         for table in tables:
             axes.add(table)
+        probe = probe_values(opened, axes)
         collected = StatisticsBlocks(opened, axes)
         collected.collect(tables, lambda num_rows: None)
-    chosen, estimates = collected.updates()
+        collected.add_probe(probe)
+    chosen, sizes = collected.updates()
     assert [collected.series[one].site for one in chosen] == ["param"]
-    assert estimates == pytest.approx(np.array([[0.1 / (1 + step) * moved / 4 for step in range(4)]]), rel=1e-6)
+    assert sizes == pytest.approx(l2[None].astype(np.float64) / 4, rel=1e-6)
     assert cli("report", run, "--png", "updates", "-o", tmp_path / "u.png").exit_code == 0
     refused = cli("report", run_of_numbers(tmp_path / "loss", {"loss": [1.0, 2.0]}), "--png", "updates").err
-    assert "it needs matrices that Adam, AdamW or SGD updates" in refused
+    assert "it needs matrices whose updates the probe measures" in refused
 
 
 def test_a_row_of_a_parameter_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
