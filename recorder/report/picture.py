@@ -340,7 +340,8 @@ _TO_RECORD: Mapping[str, str] = {
     "map": f"{_RULES}'site=output keep=stats'",
     "loss": "type recorder.scalar('loss', loss) into the program",
     "gradients": f"{_RULES}'site=grad,grad_output keep=stats'",
-    "updates": f"it needs matrices whose updates the probe measures, on at most 8 ranks; {_RULES}'site=param keep=stats,probe'",
+    "updates": "it needs matrices whose updates the probe measures, on at most 8 ranks; "
+    f"{_RULES}'site=param keep=stats,probe'",
     "objectives": "type recorder.objective('main', hidden) into the model, for each objective",
     "histograms": f"{_RULES}'site=output,grad keep=histogram'",
     "ranks": "it needs several ranks: RECORDER=1 torchrun --nproc-per-node 2 train.py",

@@ -21,7 +21,7 @@ from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from recorder.report import statistics
-from recorder.report.axes import Axes, DrawnSeries, step_rows
+from recorder.report.axes import Axes, DrawnSeries, probe_values, step_rows
 from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.picture import write_picture
