@@ -242,7 +242,7 @@ def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | None, whole_numel: int | None) -> About:
-    dtype = dtype or ""  # a row that was written by hand need not have one
+    dtype = dtype or ""  # a probe whose notes name no type
     if shape is None:  # a value of the probe, which has no shape
         return About(dtype, (), int(whole_numel or 0) if site in OF_MODULES else 0)
     whole, own = _shape(global_shape), _shape(shape)  # an untrusted text that is no shape gives ``()``

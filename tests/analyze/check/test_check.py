@@ -52,15 +52,6 @@ def test_findings_are_those_of_all_ranks_and_the_worst_first(tmp_path: Path) -> 
     assert found.num_rows == 48 and {"spike", "dead_units"} <= {one.rule for one in found.unjudged}
 
 
-def test_rows_without_a_type_are_judged_by_the_rules_that_need_none(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", world_size=1)
-    writer = HandmadeWriter(run, 0)
-    writer.add_shard([[row | {"dtype": None} for row in rows_of(0, 12)]])
-    writer.finish()
-    found = check(recorder.open_run(run))
-    assert not [one.why for one in found.unjudged if "raised" in one.why] and not found.findings
-
-
 def test_ranges_of_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorder.open_run(made(tmp_path / "run"))
     whole = check(run)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -15,7 +18,7 @@ from recorder.analyze.check import reading
 from recorder.analyze.check.check import check
 from recorder.analyze.check.reading import RunRows
 from recorder.checks.rows import IS_PROBE, Rows
-from recorder.run.run import Run
+from recorder.run.run import RecordedWriter, Run
 from tests.rigs.capturing import flagged
 
 NUM_STEPS = 80
@@ -81,6 +84,27 @@ def test_of_a_very_large_probe_the_last_steps_are_read_and_this_is_said(
     checked = check(run)
     assert "of the probe only the steps from 60 on were judged: it is very large" in checked.notes
     assert 0 < checked.num_probed <= 12 * 20
+
+
+def test_a_probe_that_names_no_type_of_its_values_stops_no_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with flagged(tmp_path, f"{RULES}; site=output steps=::5 keep=stats") as recording:
+        model = nn.Linear(4, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(NUM_STEPS):
+            model(torch.ones(4, 4)).square().mean().backward()
+            optimizer.step()
+    probe_tables = reading.probe_tables
+
+    def without_types(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
+        for table in probe_tables(writers):
+            at = table.column_names.index("dtype")
+            yield table.set_column(at, table.field(at), pa.nulls(table.num_rows, table.field(at).type))
+
+    monkeypatch.setattr(reading, "probe_tables", without_types)
+    checked = check(recording.run, ["dead"])
+    assert checked.num_probed and not [one for one in checked.findings if "raised" in one.what]
 
 
 def test_a_damaged_probe_leaves_the_other_rows_and_this_is_said(tmp_path: Path) -> None:
