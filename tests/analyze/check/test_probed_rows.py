@@ -18,6 +18,7 @@ from recorder.analyze.check import reading
 from recorder.analyze.check.check import check
 from recorder.analyze.check.reading import RunRows
 from recorder.checks.rows import IS_PROBE, Rows
+from recorder.run.probe import probe_tables
 from recorder.run.run import RecordedWriter, Run
 from tests.rigs.capturing import flagged
 
@@ -95,7 +96,6 @@ def test_a_probe_that_names_no_type_of_its_values_stops_no_rule(
         for _ in range(NUM_STEPS):
             model(torch.ones(4, 4)).square().mean().backward()
             optimizer.step()
-    probe_tables = reading.probe_tables
 
     def without_types(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
         for table in probe_tables(writers):
