@@ -267,8 +267,8 @@ def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> No
     found = cli("diff", a, b)
     lines = found.out.splitlines()
     assert found.exit_code == 1
-    assert lines[3] == "B lacks rank 1 in 8 values"
-    assert lines[4] == "first difference: step 0, micro_step 0, 'up' output: B lacks rank 1"
+    assert lines[3] == "first difference: step 0, micro_step 0, 'up' output: B lacks rank 1"
+    assert lines[4] == "B lacks rank 1 in 8 values"
     assert cli("diff", a, b, "--json").json["partial"] == [{"run": "b", "ranks": [1], "num_values": 8}]
 
 
