@@ -227,7 +227,7 @@ def ranks_block(
         rows[-1] += [balance.written, balance.num_dropped]
         is_judged = rank is not None and rank < len(odd.far)
         rows[-1] += [int(of[rank]) if is_judged else None for of in (odd.far, odd.alone, odd.compared)]
-        rows[-1] += [None, None, odd.farthest(rank, collected.series) if is_judged else ""]
+        rows[-1] += [None, None, odd.farthest(rank, collected.series) if rank is not None and is_judged else ""]
         told = None if rank is None else of_rank.get(rank)
         if told is None or told.status.attempt != writer.attempt:
             continue
