@@ -1,6 +1,6 @@
 // Lines over steps: the chosen values on every rank and on all together.
 
-const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, MAX_TRACK_NAME = 24, LABEL_PIXELS = 16, TICKS_PIXELS = 56, MARK_GAP = 22;
+const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, MAX_TRACK_NAME = 24, LABEL_PIXELS = 16, TICKS_PIXELS = 56, MARK_GAP = 22, LEAST_GAP = 13;
 const DASHES = [undefined, [6, 3], [2, 2], [8, 2, 2, 2]];
 
 /** Round numbers from low to high, few at first and then more: of a logarithmic axis decades, and digits within them. */
@@ -25,8 +25,8 @@ function* roundNumbers(low, high, isLog, least) {
 function marksOf(plot, low, high, isLog) {
   const apart = (one, other) => Math.abs(plot.valToPos(one, "y") - plot.valToPos(other, "y"));
   const sets = [...roundNumbers(low, high, isLog, plot.scales.y.asinh)].map((marks) => (isLog && low <= 0 && high >= 0 ? marks.filter((mark) => !mark || apart(mark, 0) >= MARK_GAP) : marks)).filter((marks) => marks.length > 1);
-  const roomy = sets.findLast((marks) => marks.every((mark, at) => !at || apart(mark, marks[at - 1]) >= MARK_GAP));
-  return roomy ?? (sets.length ? [sets[0][0], sets[0].at(-1)] : [low, high]);
+  const isRoomy = (gap) => (marks) => marks.every((mark, at) => !at || apart(mark, marks[at - 1]) >= gap);
+  return sets.findLast(isRoomy(MARK_GAP)) ?? sets.find(isRoomy(LEAST_GAP)) ?? (sets.length ? [sets[0][0], sets[0].at(-1)] : [low, high]);
 }
 
 /** The axis of numbers of a picture; its marks have as many digits as tell them apart. */
