@@ -66,7 +66,7 @@ ALL = (
     Picture("map", "demo", "#view=map&site=grad&stat=l2&colors=median", height=700),
     Picture("lines", "demo", "#view=lines&site=grad&stat=l2&module=blocks.2.mlp.up&log=1", is_dark=True),
     Picture("broken", "broken", "#view=top&site=output&each=1", height=980),
-    Picture("images", "convolutions", "#view=images", height=1000),
+    Picture("images", "convolutions", "#view=images", height=640),
     Picture("against", "refactoring", "#view=against", height=640),
     Picture("ranks", "silent", "#view=ranks&site=param", height=680),
     Picture("dumps", "ring", "#view=map&site=output&stat=absmax", height=620),
