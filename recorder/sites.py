@@ -149,7 +149,7 @@ OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}
 
 ACTIVATIONS = tuple(site.name for site in ALL_SITES if site.kind is Kind.ACTIVATION)
-STATES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE)
+STATES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and site.is_selectable)
 GRADIENTS = tuple(site.name for site in ALL_SITES if site.is_gradient)
 NUMBERS = tuple(site.name for site in ALL_SITES if site.kind is Kind.NUMBER)
 GIVEN = tuple(site.name for site in ALL_SITES if site.is_given)

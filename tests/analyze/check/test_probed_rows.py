@@ -61,7 +61,7 @@ def test_a_value_has_one_row_a_step_and_statistics_come_before_the_probe(run: Ru
     assert len(gradients) == 4 * NUM_STEPS
     assert all(is_probe == (key[3] % 5 != 0) for key, (is_probe, _) in gradients.items())
     assert Counter(key[1] for key, (is_probe, _) in found.items() if is_probe) == {
-        "grad": 4 * NUM_STEPS * 4 // 5, "param": 4 * NUM_STEPS, "output": 4 * NUM_STEPS,
+        "grad": 4 * NUM_STEPS * 4 // 5, "param": 4 * NUM_STEPS, "output": 4 * NUM_STEPS, "update": 4 * NUM_STEPS,
     }  # fmt: skip
     assert (rows.num_rows, rows.num_probed) == (run.num_rows, sum(is_probe for is_probe, _ in found.values()))
     steps = np.array([square for key, (_, square) in gradients.items() if key[:3] == ("0", "grad", "weight")])
@@ -81,10 +81,10 @@ def test_ranges_of_steps_have_the_same_rows(run: Run, monkeypatch: pytest.Monkey
 def test_of_a_very_large_probe_the_last_steps_are_read_and_this_is_said(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "MOST_PROBED", 12 * 20)
+    monkeypatch.setattr(reading, "MOST_PROBED", 16 * 20)
     checked = check(run)
     assert "of the probe only the steps from 60 on were judged: it is very large" in checked.notes
-    assert 0 < checked.num_probed <= 12 * 20
+    assert 0 < checked.num_probed <= 16 * 20
 
 
 def test_a_probe_that_names_no_type_of_its_values_stops_no_rule(
