@@ -320,6 +320,7 @@ class StatisticsBlocks:
                 **self.steps_known(),
                 "lanes": self.lanes.described,
                 "statistics": list(self.names),
+                "bare": self._bare(),
                 "global_steps": self.global_steps,
                 "has_global": self.lanes.has_global,
                 "series": [_described(axes, modules, key) for key in self.series],
@@ -330,6 +331,14 @@ class StatisticsBlocks:
                 "sites": self._sites,
             },
         )
+
+    def _bare(self) -> list[str]:
+        """Return the sites and modes of which no row has a statistic, as those of tensors alone."""
+        has_some = np.zeros(len(self.series), np.bool_)
+        for name in self.names:
+            has_some |= ~np.isnan(self.cube.values[name]).all(axis=(1, 2))
+        told = {f"{key.site} {key.mode}" for key, known in zip(self.series, has_some.tolist(), strict=True) if known}
+        return sorted({f"{key.site} {key.mode}" for key in self.series} - told)
 
     def steps_known(self) -> dict[str, Any]:
         """Return the columns of the cubes and the number of steps in them, for the axes of the page."""

@@ -32,7 +32,7 @@ class Choices {
   }
   get siteAndMode() {
     const all = this.sitesAndModes, { state } = this.app;
-    return all.find(([site, mode]) => site === state.get("site") && mode === state.get("mode", mode)) ?? all[0] ?? ["", ""];
+    return all.find(([site, mode]) => site === state.get("site") && mode === state.get("mode", mode)) ?? all.find((one) => !this.app.run.axes.bare?.includes(one.join(" "))) ?? all[0] ?? ["", ""];
   }
   get names() {
     const [site, mode] = this.siteAndMode, key = `${site} ${mode}`;
