@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from .. import native
-from ..native import ManyTensors
+from ..native import MOVED_KINDS, SAMPLED, ManyTensors
 from ..numerics.dtypes import ITEM_BYTES
 from ..records import (
     KEEP_FINGERPRINT,
@@ -324,31 +324,29 @@ class Probe:
         ]
         return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
-    def saw_updates(
-        self, updates: Sequence[ProbedValue], moved: torch.Tensor, num_items: list[int], moment: Moment
-    ) -> None:
-        """Take how far parameters were moved; `moved` has `num_items` sampled elements of each, one after the other."""
-        if not _is_on_host(moved):
-            parts = moved.nan_to_num_(0.0, 0.0, 0.0).split(num_items)
-            torch._foreach_mul_(
-                parts, [math.sqrt(one.numel / num) for one, num in zip(updates, num_items, strict=True)]
-            )
-            seen = [SeenOnDevice(value, moment, 0, has_row=True) for value in updates]
-            self._launched(self._on_device.measure_many(seen, list(parts)), moment)
-            return
-        squares = np.square(moved.numpy())
-        sums = np.add.reduceat(squares, np.cumsum([0, *num_items[:-1]]))
-        if not np.isfinite(sums).all():
-            sums = np.add.reduceat(np.where(np.isfinite(squares), squares, 0), np.cumsum([0, *num_items[:-1]]))
-        for value, total, num in zip(updates, sums.tolist(), num_items, strict=True):
-            self._sums[value.column] += total * (value.numel / num)
+    def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: Moment) -> None:
+        """Take the sums of the squares of how far the sampled elements of parameters were moved."""
+        for value, total in zip(updates, sums, strict=True):
+            self._sums[value.column] += total * max(value.numel / SAMPLED, 1.0)
             self._numels[value.column] += value.numel
         self._has_values = True
         self._step = moment.step
 
-    def can_sample(self, tensor: torch.Tensor) -> bool:
-        """Whether operations on a parameter may be launched now; those on a device may become part of a graph."""
-        return _is_on_host(tensor) or self._on_device.is_free(tensor)
+    def saw_updates_on_device(
+        self, updates: Sequence[ProbedValue], moved: Sequence[torch.Tensor], moment: Moment
+    ) -> None:
+        """Launch the kernels that measure how far the sampled elements of parameters on a device were moved."""
+        torch._foreach_mul_(list(moved), [math.sqrt(max(one.numel / SAMPLED, 1.0)) for one in updates])
+        seen = [SeenOnDevice(value, moment, 0, has_row=True) for value in updates]
+        self._launched(self._on_device.measure_many(seen, list(moved)), moment)
+
+    def is_free(self, tensor: torch.Tensor) -> bool:
+        """Whether operations on a parameter on a device may be launched now, and become part of no graph."""
+        return self._on_device.is_free(tensor)
+
+    @property
+    def kernels(self) -> native.Kernels | None:
+        return self._kernels
 
     def updates_of(self, group: ProbedGroup) -> list[ProbedValue] | None:
         """Return the parameters of a group as values of the site of updates; None if there is no room for them."""
@@ -530,65 +528,77 @@ class Updates:
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
+        self._group: ProbedGroup | None = None
         self._values: list[ProbedValue] = []
-        self._num_items: list[int] = []
-        self._group: list[ProbedValue] | None = None
-        self._before: torch.Tensor | None = None
+        self._many: ManyTensors | None = None
+        """The parameters that lie in the host's memory."""
+        self._before: npt.NDArray[np.float64] | list[torch.Tensor] | None = None
+        """The sample of the update before."""
         self._tensors: list[torch.Tensor] = []
         """The parameters, while the optimizer's step is under way."""
+        self._at: list[int] = []
+        """The addresses of the parameters when the step began; what lies elsewhere after it may be of another kind."""
 
     def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> None:
         """Take the tensors of a group that an update will move; they must fit it."""
-        if group.values is not self._group:
-            values = self._probe.updates_of(group)
-            if values is None:
-                return
-            if values != self._values:
-                self._before = None
-            self._group, self._values = group.values, values
+        if self._group is None or group.values is not self._group.values:
+            self._know(group)
         self._tensors = [one for one, value in zip(tensors, group.values, strict=True) if value.origin.site == "param"]
-        if not self._tensors:
-            return
-        if not self._probe.can_sample(self._tensors[0]):
-            self._tensors, self._before = [], None
-        elif self._before is None:
-            self._num_items = [min(one.numel(), _MOST_SAMPLED) for one in self._tensors]
-            self._before = _sampled(self._tensors)
+        if self._many is not None:
+            self._at = [one.data_ptr() for one in self._tensors]
+        if self._values and self._tensors and self._before is None:
+            self._sample()
+
+    def _know(self, group: ProbedGroup) -> None:
+        values = self._probe.updates_of(group) or []
+        if values != self._values or (group.tensors is None) != (self._many is None):
+            self._before = None
+        self._group, self._values, self._many = group, values, None
+        if group.tensors is not None and self._probe.kernels is not None:
+            plans = zip(group.tensors.plans, group.values, strict=True)
+            self._many = ManyTensors([plan for plan, value in plans if value.origin.site == "param"])
+            if any(DTYPES[one.dtype] not in MOVED_KINDS for one in values):
+                self._values = []
 
     def end(self, moment: Moment) -> None:
         """Measure the update that has begun, if one has."""
-        tensors, before, self._tensors = self._tensors, self._before, []
-        if not tensors or before is None:
-            return
-        if not self._probe.can_sample(tensors[0]):
+        if self._many is not None and self._at != [one.data_ptr() for one in self._tensors]:
             self._before = None
-            return
-        self._before = after = _sampled(tensors)
-        if after.shape == before.shape and after.device == before.device:
+        if self._tensors and self._values and self._before is not None:
+            self._sample(moment)
+        self._tensors = []
+
+    def _sample(self, moment: Moment | None = None) -> None:
+        """Take a sample, and show the probe how it differs from the one before if there is a `moment`."""
+        tensors, before, kernels = self._tensors, self._before, self._probe.kernels
+        if self._many is not None and kernels is not None:
+            if not isinstance(before, np.ndarray):
+                before = self._before = np.zeros(sum(min(one.numel, SAMPLED) for one in self._values))
+            sums = kernels.moved(self._at, self._many, before)
+            if moment is not None:
+                self._probe.saw_updates(self._values, sums.tolist(), moment)
+        elif not self._probe.is_free(tensors[0]):
+            self._before = None
+        else:
             with torch.no_grad():
-                self._probe.saw_updates(self._values, (after - before).float(), self._num_items, moment)
+                after = self._before = list(map(_sampled, tensors))
+                if moment is not None and isinstance(before, list):
+                    moved = [one.float().nan_to_num(0.0, 0.0, 0.0) for one in torch._foreach_sub(after, before)]
+                    self._probe.saw_updates_on_device(self._values, moved, moment)
 
 
-_LINES, _LINE_ITEMS = 64, 16
-"""The pieces of a large parameter that are compared, and the elements of each: a line of a processor's cache."""
-_MOST_SAMPLED = _LINES * _LINE_ITEMS
-_FLOAT_BYTES = 4
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the sampled elements of a parameter on a device, of float32 or float64."""
+    numel = tensor.numel()
+    if numel > SAMPLED and tensor.is_contiguous():
+        tensor = tensor.as_strided((SAMPLED // _LINE, _LINE), ((numel - _LINE) // (SAMPLED // _LINE - 1), 1))
+    sample = tensor.reshape(-1)
+    sample = sample[:: max(sample.numel() // SAMPLED, 1)][:SAMPLED]
+    return sample.to(torch.float64 if sample.dtype is torch.float64 else torch.float32, copy=True)
 
 
-def _sampled(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        parts = []
-        for tensor in tensors:
-            numel = tensor.numel()
-            if numel <= _MOST_SAMPLED:
-                parts.append(tensor.reshape(-1))
-            elif tensor.is_contiguous():
-                gap = (numel - _LINE_ITEMS) // (_LINES - 1)
-                parts.append(tensor.as_strided((_LINES, _LINE_ITEMS), (gap, 1)).reshape(-1))
-            else:
-                parts.append(tensor.reshape(-1)[:: numel // _MOST_SAMPLED][:_MOST_SAMPLED])
-        sample = torch.cat(parts)
-        return sample.float() if sample.itemsize < _FLOAT_BYTES else sample
+_LINE = 16
+"""The elements of a piece of a large parameter."""
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from ..numerics.dtypes import item_bytes
 from ..records import Measured
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI = 12
+ABI = 13
 """The ABI number in `kernels.c`; a library with another number is not used."""
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
@@ -46,6 +46,10 @@ TABLE_KINDS = frozenset(name for name, kind in KINDS.items() if kind in (_TABLE_
 TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
 """The element types of which `Kernels.measure_small` measures many values with one call."""
 
+MOVED_KINDS = frozenset({"float32", "float64", "bfloat16", "float16"})
+"""The element types of which `Kernels.moved` compares values."""
+SAMPLED = 1024
+"""The most elements of a tensor that `Kernels.moved` compares: 64 runs of 16 that lie evenly apart."""
 _Bytes = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 15
 """The elements of a chunk of `kernels.c`, as `CHUNK_ITEMS` there."""
@@ -161,7 +165,7 @@ class ManyTensors:
 
     def __init__(self, plans: Sequence[LoopsPlan]) -> None:
         """Take one plan for each tensor, and keep the plans, whose tables are read."""
-        self._plans = plans
+        self.plans = plans
         self.measuring = np.zeros(len(plans), _MEASURING_ITEMS)
         self.measuring["items"], self.measuring["kind"] = [one.items for one in plans], [one.kind for one in plans]
         self.measuring["table"] = [one.table_address for one in plans]
@@ -236,6 +240,8 @@ class Kernels:
         for squares in (self._squares_of_many, self._squares_of_many_held):
             squares.argtypes = (pointer, number, number, pointer, pointer, pointer)
             squares.restype = None
+        self._moved = held.recorder_native_moved
+        self._moved.argtypes, self._moved.restype = (pointer, number, pointer, pointer), None
         self._scratch_bytes = held.recorder_native_scratch
         self._scratch_bytes.argtypes = (number, number)
         self._scratch_bytes.restype = number
@@ -313,6 +319,20 @@ class Kernels:
         squares = self._squares_of_many_held if tensors.num_bytes <= held_bytes else self._squares_of_many
         squares(address(tensors.measuring), len(at), num_threads, run, scratch, address(out))
         return out.tolist()
+
+    def moved(
+        self, at: Sequence[int], tensors: ManyTensors, before: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Return the sum of the squares of the changes of each tensor's sampled elements since the call before.
+
+        `at` has the address of each tensor. `before` has the sampled elements of the call before, at most `SAMPLED` of
+        a tensor, one tensor after the other, and then those of this call. The tensors are of `MOVED_KINDS`. The
+        interpreter's lock is held. Changes that are not finite count as none.
+        """
+        tensors.measuring["at"] = at
+        out = np.empty(len(at))
+        self._moved(address(tensors.measuring), len(at), address(before), address(out))
+        return out
 
     def measure_small(
         self, at: Sequence[int], items: Sequence[int], dtypes: Sequence[str], weights: Sequence[Weights | None]

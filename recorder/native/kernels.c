@@ -1,6 +1,6 @@
 /* The hot loops of the writer: statistics, fingerprint, byte planes and their Huffman code.
  *
- * Every function but that code gives the very bits that the Python beside it gives, on every processor: sums are taken in the order
+ * Every function but that code and `moved` gives the very bits that the Python beside it gives, on every processor: sums are taken in the order
  * of numpy's pairwise sum (8 partial sums over at most 128 values, halves above), nothing is contracted, and nothing is
  * reassociated. Plain C without Python.h; called through ctypes, which lets go of the GIL. Nothing here allocates, keeps
  * state between calls (but for the level that was selected once) or needs an aligned address.
@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 12
+#define ABI 13
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define EXPORT __attribute__((visibility("default")))
@@ -328,6 +328,49 @@ EXPORT void recorder_native_squares_of_many(const struct measuring *measuring, i
   for (int64_t i = 0; i < num; i++) {
     int is_large = num_threads > 1 && measuring[i].items >= 4 * CHUNK_ITEMS;
     out[i] = recorder_native_squares(measuring + i, num_threads, is_large ? run : 0, chunks);
+  }
+}
+
+/* Of a tensor of more than SAMPLED elements, LINES runs that lie evenly apart are compared, of LINE elements each. */
+#define LINES 64
+#define LINE 16
+#define SAMPLED (LINES * LINE)
+
+#define MOVED(type, value)                                                                                            \
+  for (int64_t i = 0; i < n; i++) {                                                                                   \
+    const type raw = ((const type *)data)[i];                                                                         \
+    double x = (value), moved = (x - before[i]) * (x - before[i]);                                                    \
+    before[i] = x;                                                                                                    \
+    sum += moved < INFINITY ? moved : 0.0;                                                                            \
+  }                                                                                                                   \
+  break
+
+static double moved_of(const struct measuring *of, const uint8_t *data, int64_t n, double *before) {
+  double sum = 0;
+  union {
+    uint32_t bits;
+    float value;
+  } wide;
+  switch (of->kind) {
+    case F32: MOVED(f32, raw);
+    case F64: MOVED(f64, raw);
+    case BF16: MOVED(u16, (wide.bits = (uint32_t)raw << 16, wide.value));
+    case TABLE16: MOVED(u16, of->table[raw]);
+    default: break;
+  }
+  return sum;
+}
+
+/* How far each of `num` tensors has moved since the call before: the sum of the squares of the changes of its sampled
+ * elements, without those that are not finite. `before` has the elements of that call, and then those of this one. */
+EXPORT void recorder_native_moved(const struct measuring *measuring, int64_t num, double *before, double *out) {
+  for (int64_t i = 0; i < num; i++, measuring++) {
+    int64_t items = measuring->items, bytes = measuring->kind == F32 ? 4 : measuring->kind == F64 ? 8 : 2;
+    int64_t runs = items > SAMPLED ? LINES : 1, length = items > SAMPLED ? LINE : items;
+    int64_t gap = items > SAMPLED ? (items - LINE) / (LINES - 1) : 0;
+    out[i] = 0;
+    for (int64_t run = 0; run < runs; run++, before += length)
+      out[i] += moved_of(measuring, measuring->data + run * gap * bytes, length, before);
   }
 }
 

@@ -403,3 +403,28 @@ def test_tensors_that_are_measured_together_have_the_bits_of_each_alone(kernels:
     for loops in (kernels, None):
         alone = [measure(s.block.data, s.dtype, s.shape, s.chunk, keep, kernels=loops) for s in records]
         assert list(map(_bits, measure_small(records, kernels=loops))) == list(map(_bits, alone))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("num", [1, 7, 1024, 1025, 5000])
+def test_how_far_a_tensor_has_moved_is_that_of_its_sampled_elements(dtype: str, num: int) -> None:
+    kernels = native.load()
+    assert kernels is not None
+    rng = np.random.default_rng(num)
+    first = rng.standard_normal(num).astype(dtype)
+    second = (first + rng.standard_normal(num) / 8).astype(dtype)
+    second[0] = np.nan
+    table = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32) if dtype == "float16" else None
+    many = native.ManyTensors([native.LoopsPlan(num, dtype, table=table)])
+    at = (
+        np.arange(num)
+        if num <= native.SAMPLED
+        else np.add.outer(np.arange(64) * ((num - 16) // 63), np.arange(16)).ravel()
+    )
+    before = np.zeros(min(num, native.SAMPLED))
+    assert kernels.moved([native.address(first)], many, before).tolist() == [
+        pytest.approx((first[at].astype(float) ** 2).sum())
+    ]
+    assert before.tolist() == first[at].astype(float).tolist()
+    moved = np.nan_to_num(second[at].astype(float) - first[at].astype(float))
+    assert kernels.moved([native.address(second)], many, before)[0] == pytest.approx((moved**2).sum())
