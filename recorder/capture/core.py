@@ -265,6 +265,8 @@ class Capture:
         try:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
+                if keep == KEEP_PROBE:
+                    return  # the norm of a summand says nothing of the sum
                 local, keep, note = self._summand(tensor, local, keep, note)
             if keep & KEEP_TOKENS:
                 keep &= ~KEEP_TOKENS

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -327,8 +328,9 @@ class Probe:
     def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: Moment) -> None:
         """Take the sums of the squares of how far the sampled elements of parameters were moved."""
         for value, total in zip(updates, sums, strict=True):
-            self._sums[value.column] += total * max(value.numel / SAMPLED, 1.0)
-            self._numels[value.column] += value.numel
+            if math.isfinite(total):  # else the parameter says that it is not
+                self._sums[value.column] += total * max(value.numel / SAMPLED, 1.0)
+                self._numels[value.column] += value.numel
         self._has_values = True
         self._step = moment.step
 
@@ -441,6 +443,10 @@ class Probe:
 
     def _add_norms(self, seen: list[SeenOnDevice], norms: npt.NDArray[np.float32], numbers: StepNumbers) -> None:
         squares = np.square(norms.astype(np.float64))
+        is_said = [one.value.origin.site != UPDATE for one in seen]
+        is_counted = np.isfinite(squares) | np.array(is_said, np.bool_)
+        if not is_counted.all():  # a parameter says itself that it is not finite
+            seen, norms, squares = list(compress(seen, is_counted)), norms[is_counted], squares[is_counted]
         columns = np.array([one.value.column for one in seen])
         numels = np.array([one.value.numel for one in seen], np.float64)
         np.add.at(numbers.sums, columns, squares)
@@ -522,8 +528,8 @@ def fits(group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> bool:
 class Updates:
     """How far one optimizer moves its parameters: a sample of each is compared with that of the update before.
 
-    The sample is the same at every step: of a parameter of at most 1,024 elements each, of others 64 pieces of 16
-    elements that lie evenly apart. Whatever else writes into a parameter between two updates counts as moving it.
+    The sample is the same at every step: of a parameter of at most 1,024 elements each, of others 256 pieces of
+    4 elements that lie evenly apart. Whatever else writes into a parameter between two updates counts as moving it.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -583,7 +589,7 @@ class Updates:
             with torch.no_grad():
                 after = self._before = list(map(_sampled, tensors))
                 if moment is not None and isinstance(before, list):
-                    moved = [one.float().nan_to_num(0.0, 0.0, 0.0) for one in torch._foreach_sub(after, before)]
+                    moved = [one.float() for one in torch._foreach_sub(after, before)]
                     self._probe.saw_updates_on_device(self._values, moved, moment)
 
 
@@ -597,7 +603,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     return sample.to(torch.float64 if sample.dtype is torch.float64 else torch.float32, copy=True)
 
 
-_LINE = 16
+_LINE = 4
 """The elements of a piece of a large parameter."""
 
 

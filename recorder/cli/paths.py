@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, NotARunError, RunError
 from ..merge.unit import is_problem
 from ..rules import hint
-from ..run.finding import find_folder, is_same_folder, runs_in, typed_for
+from ..run.finding import find_folder, find_run, is_same_folder, runs_in, typed_for
 from ..run.reply import Reply
 from ..run.run import Run, open_run
 from ..run.selection import Selection
@@ -94,11 +94,11 @@ def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
         yield open_run(path)
         return
     for found in runs_in(folder):
-        if found.run_id:
-            try:
+        try:
+            if found.run_id or not find_run(found.location)[1].merged_from:
                 yield open_run(found.location)
-            except RunError as error:
-                problems.append(str(error))
+        except RunError as error:
+            problems.append(str(error))
 
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:

@@ -49,7 +49,7 @@ TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
 MOVED_KINDS = frozenset({"float32", "float64", "bfloat16", "float16"})
 """The element types of which `Kernels.moved` compares values."""
 SAMPLED = 1024
-"""The most elements of a tensor that `Kernels.moved` compares: 64 runs of 16 that lie evenly apart."""
+"""The most elements of a tensor that `Kernels.moved` compares: 256 runs of 4 that lie evenly apart."""
 _Bytes = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 15
 """The elements of a chunk of `kernels.c`, as `CHUNK_ITEMS` there."""
@@ -327,7 +327,7 @@ class Kernels:
 
         `at` has the address of each tensor. `before` has the sampled elements of the call before, at most `SAMPLED` of
         a tensor, one tensor after the other, and then those of this call. The tensors are of `MOVED_KINDS`. The
-        interpreter's lock is held. Changes that are not finite count as none.
+        interpreter's lock is held. A sum is not finite where a change is not.
         """
         tensors.measuring["at"] = at
         out = np.empty(len(at))

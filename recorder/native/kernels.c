@@ -332,16 +332,16 @@ EXPORT void recorder_native_squares_of_many(const struct measuring *measuring, i
 }
 
 /* Of a tensor of more than SAMPLED elements, LINES runs that lie evenly apart are compared, of LINE elements each. */
-#define LINES 64
-#define LINE 16
+#define LINES 256
+#define LINE 4
 #define SAMPLED (LINES * LINE)
 
 #define MOVED(type, value)                                                                                            \
   for (int64_t i = 0; i < n; i++) {                                                                                   \
     const type raw = ((const type *)data)[i];                                                                         \
-    double x = (value), moved = (x - before[i]) * (x - before[i]);                                                    \
+    double x = (value), moved = x - before[i];                                                                        \
     before[i] = x;                                                                                                    \
-    sum += moved < INFINITY ? moved : 0.0;                                                                            \
+    sum += moved * moved;                                                                                             \
   }                                                                                                                   \
   break
 
@@ -362,7 +362,7 @@ static double moved_of(const struct measuring *of, const uint8_t *data, int64_t 
 }
 
 /* How far each of `num` tensors has moved since the call before: the sum of the squares of the changes of its sampled
- * elements, without those that are not finite. `before` has the elements of that call, and then those of this one. */
+ * elements, which is not finite where a change is not. `before` has the elements of that call, and then those of this one. */
 EXPORT void recorder_native_moved(const struct measuring *measuring, int64_t num, double *before, double *out) {
   for (int64_t i = 0; i < num; i++, measuring++) {
     int64_t items = measuring->items, bytes = measuring->kind == F32 ? 4 : measuring->kind == F64 ? 8 : 2;

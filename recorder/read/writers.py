@@ -53,6 +53,7 @@ class RecordedWriter:
         """The shards with one row for each value, which questions read; `probe_shards` are the others."""
         self.manifest = WriterManifest()
         self.manifest_problem: str | None = None
+        self._noted: list[str] = []
         self.retired_later: list[RetiredEarlier] = []
         """The notes of later writers of the rank about the shards of this writer that they have deleted."""
         path, store = directory / rundir.WRITER_MANIFEST, store_of(directory)
@@ -279,7 +280,12 @@ class RecordedWriter:
     @property
     def _damage(self) -> list[str]:
         of_manifest = [self.manifest_problem] if self.manifest_problem else []
-        return of_manifest + [damage for shard in self.all_shards for damage in shard.damage]
+        return [*of_manifest, *(damage for shard in self.all_shards for damage in shard.damage), *self._noted]
+
+    def note_damage(self, damage: str) -> None:
+        """Add damage that was found where a payload was read."""
+        if damage not in self._damage:
+            self._noted.append(damage)
 
     def newest_shards(self) -> Iterator[ShardRows]:
         seen = set()

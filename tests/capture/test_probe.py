@@ -483,3 +483,20 @@ def test_an_optimizer_without_a_hash_is_recorded(tmp_path: Path) -> None:
             optimizer.zero_grad()
     frame = _probe(recording)
     assert set(frame[frame.site == "grad"].step) == {0, 1, 2, 3} and not recording.events("hook_error")
+
+
+def test_an_update_that_is_not_finite_is_not_seen(tmp_path: Path) -> None:
+    with flagged(tmp_path, PROBE) as recording:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            model(torch.randn(4, 3)).square().mean().backward()
+            if step == 3:
+                assert model.down.bias.grad is not None
+                model.down.bias.grad[0] = torch.nan
+            optimizer.step()
+            optimizer.zero_grad()
+    frame = _probe(recording)
+    updates = frame[(frame.site == "update") & (frame.module_path == "down") & (frame.name == "bias")]
+    assert list(updates.step) == [0, 1, 2] and not updates.nan_count.any()
+    assert first(recording.run).nonfinite is not None

@@ -283,6 +283,24 @@ def test_statistics_of_a_partial_tensor_are_left_out_with_the_reason(tmp_path: P
     assert torch.equal(recording.run.tensor("", site="tap", name="summand"), batch())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_probe_alone_writes_no_row_of_a_summand(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with flagged(tmp_path, "site=output,tap keep=probe") as recording:
+            Tiny()(batch())
+            recorder.tap("summand", DTensor.from_local(batch(), mesh, [Partial()]))
+    finally:
+        dist.destroy_process_group()
+    assert recording.run.num_rows == 0 and recording.run.num_all_rows > 0
+
+
 def test_scalars_are_numbers_of_their_step(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()

@@ -117,8 +117,8 @@ def _probe(run: Run, max_rows: int) -> Iterator[Any]:
     for writer in run.writers:
         try:
             yield from probe_tables([writer])
-        except CorruptError:
-            continue
+        except CorruptError as error:
+            writer.note_damage(str(error))
 
 
 def _rows(run: Run, max_rows: int) -> Iterator[Any]:
@@ -268,7 +268,10 @@ def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
         raise UnsupportedError(not_installed("recorder sql", "duckdb", "catalog")) from None
     with duckdb.connect() as connection:
         try:
-            kinds = {one.type.name for one in duckdb.extract_statements(question)} - {"SELECT", "EXPLAIN", "MULTI"}
+            statements = duckdb.extract_statements(question)
+            if not statements:
+                raise LookupFailedError("the query is empty; an example: select name, state, last_step from runs")
+            kinds = {one.type.name for one in statements} - {"SELECT", "EXPLAIN", "MULTI"}
             if kinds:  # a PIVOT is a MULTI
                 raise LookupFailedError(f"the query: {', '.join(sorted(kinds))}: only SELECT is taken: runs are read")
             for name, schema in TABLES.items():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -8,7 +9,9 @@ import typer
 
 from ...analyze.export.tables import ask, opened_tables
 from ...errors import LookupFailedError
+from ...run.notes import damages
 from ...run.reply import Aside, Reply, table_of
+from ...run.run import Run
 from ..options import CatalogPlace, RunsPath
 from ..paths import opened_runs
 
@@ -34,7 +37,13 @@ def command(
             f"sql {path} --catalog {catalog}: the catalog has runs of its own; leave one of them out"
         )
     problems: list[str] = []
-    with opened_tables(catalog) if catalog else nullcontext(opened_runs(path, problems)) as tables:
+
+    def opened() -> Iterator[Run]:
+        for run in opened_runs(path, problems):
+            yield run
+            problems.extend(damages(run))
+
+    with opened_tables(catalog) if catalog else nullcontext(opened()) as tables:
         answer = ask(question, tables)
     rows = [["" if value is None else str(value) for value in row] for row in answer.rows]
     is_number = [all(isinstance(row[at], (int, float)) for row in answer.rows) for at in range(len(answer.columns))]

@@ -208,6 +208,27 @@ def test_a_run_that_cannot_be_read_is_said_and_a_merged_one_left_out(tmp_path: P
     result = cli("sql", "select name from runs", tmp_path / "runs", "--json")
     assert result.exit_code == 1 and result.json["rows"] == [["a"]]
     assert "format version 9.0" in result.json["problems"][0]
+    (tmp_path / "runs" / "broken" / "_run.json").write_text("{")
+    result = cli("sql", "select name from runs", tmp_path / "runs", "--json")
+    assert result.exit_code == 1 and result.json["rows"] == [["a"]]
+    assert "_run.json" in result.json["problems"][0] and len(result.json["problems"]) == 1
+    assert cli("catalog", tmp_path / "runs").exit_code == 1
+
+
+def test_a_query_that_is_empty_is_refused_and_a_damaged_probe_is_said(tmp_path: Path, cli: Cli) -> None:
+    path = make_small_run(tmp_path / "runs" / "run")
+    refused = cli("sql", " ; ", path)
+    assert refused.exit_code == 2 and "the query is empty" in refused.err
+    rows = [make_row(0, np.ones(5, np.float32), step=0, site="probe", name="output", note='{"numel":4}')]
+    writer = HandmadeWriter(path, rank=7)
+    shard = writer.add_shard([rows], kind="probe")
+    writer.finish()
+    data = bytearray(shard.read_bytes())
+    at = data.index(np.ones(5, np.float32).tobytes())
+    data[at : at + 4] = b"\xff" * 4
+    shard.write_bytes(data)
+    result = cli("sql", "select count(*) from probe", path, "--json")
+    assert result.exit_code == 1 and result.json["rows"] == [[0]] and str(shard) in result.json["problems"][0]
 
 
 @pytest.mark.parametrize(
