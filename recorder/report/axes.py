@@ -265,7 +265,10 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
     infos = {path: info for (_, path), info in run.modules.items()}
     are_told = any(info.rates for info in infos.values())
     why = {path: _why_no_parameters(info, are_told=are_told) for path, info in infos.items()}
-    facts = {path: [info.class_name, info.source] for path, info in infos.items()}
+    classes: dict[str, dict[str, None]] = {}
+    for (_, path), info in run.modules.items():  # two models may have a module of one path
+        classes.setdefault(path, {})[info.class_name] = None
+    facts = {path: [" or ".join(classes[path]), info.source] for path, info in infos.items()}
     rows = [[path, *facts.get(path, ["", ""]), why.get(path, "")] for path in paths]
     block = PageBlock(name="modules", data={"modules": rows, "num_executed": len(order)})
     return block, {path: number for number, path in enumerate(paths)}

@@ -228,7 +228,13 @@ def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
 
 def _highlight(one: ToldFindings, typed: str) -> Highlight:
     worst = one.worst
-    link: dict[str, Any] = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
+    link: dict[str, Any] = {
+        "view": "lines",
+        "root": worst.root,
+        "module": worst.module_path,
+        "site": worst.site,
+        "name": worst.name,
+    }
     link |= {"step": one.first_step} if worst.step >= 0 else {}
     lines = [command_of(typed, one)]
     if worst.rule == "nonfinite":
@@ -314,7 +320,8 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
             with_it = f"{counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
             text += f"; {with_it}"
         its_steps = step, int(steps[last.column])
-        link = {"view": "lines", "module": key.module_path, "site": key.site, "name": key.name, "step": step}
+        link = {"view": "lines", "root": key.root, "module": key.module_path, "site": key.site, "name": key.name}
+        link |= {"step": step}
         about = {
             "what": f"{name} jumps",
             "module": key.module_path or MODEL,

@@ -1076,3 +1076,27 @@ def test_the_spectrum_of_a_weight_says_its_stable_rank(open_page: Open, tmp_path
     dark = opened.pixels("#panel-images .tile")
     assert dark.shape == first.shape and dark[-1, 4].tolist() != first[-1, 4].tolist()
     assert opened.page.locator("#panel-images .image").count() == 2
+
+
+def test_of_two_models_with_the_same_names_one_is_chosen(open_page: Open, tmp_path: Path) -> None:
+    run, rows = make_run(tmp_path / "run"), list[dict[str, Any]]()
+    for step in range(4):
+        for root, size in (("model", 1.0), ("model_1", 8.0)):
+            of = {"root": root, "module_path": "0", "site": "output", "step": step, "encoding": None}
+            rows.append(make_row(len(rows), np.full(4, size, np.float32), **of))
+    writer = HandmadeWriter(run)
+    writer.add_shard([rows], kind="stats")
+    layers = [("model", "ReLU"), ("model_1", "LeakyReLU")]
+    writer.finish(
+        roots=[
+            {"name": root, "class": "Net", "modules": [module("", "Net"), module("0", name)]} for root, name in layers
+        ]
+    )
+    opened = open_page(write_page(run, tmp_path / "r.html"), "#site=output&stat=absmax")
+    assert opened.page.locator("#choose-root option").all_inner_texts() == ["model", "model_1"]
+    assert "ReLU or LeakyReLU" in opened.text("#panel-map")
+    for root, size in (("model", "1"), ("model_1", "8")):
+        opened.page.select_option("#choose-root", root)
+        opened.redrawn()
+        opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("0"), 2, 4))
+        assert any(text.endswith(f": {size}") for text in opened.page.locator(".tooltip div").all_inner_texts())

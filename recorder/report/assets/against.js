@@ -8,7 +8,7 @@ class AgainstPanel {
     this.data = block.data;
     this.isShown = true;
     this.tree = new FoldedTree(app);
-    this.listens = ["site", "mode", "name", "stat", "from", "to", "open", "shut", "step"];
+    this.listens = ["site", "root", "mode", "name", "stat", "from", "to", "open", "shut", "step"];
   }
   build(section) {
     const { data, app } = this;

@@ -8,7 +8,7 @@ class DepthPanel {
     this.id = "depth";
     this.title = "By depth";
     this.isShown = app.run.series.length > 0;
-    this.listens = ["site", "mode", "name", "stat", "lane", "step", "module", "from", "to"];
+    this.listens = ["site", "root", "mode", "name", "stat", "lane", "step", "module", "from", "to"];
   }
   build(section) {
     this.views = el("div", { class: "bar" });

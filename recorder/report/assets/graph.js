@@ -8,7 +8,7 @@ class GraphPanel {
     this.id = "graph";
     this.title = "Graph";
     this.isShown = app.run.series.length > 0;
-    this.listens = ["site", "mode", "name", "stat", "lane", "step", "gopen", "from", "to"];
+    this.listens = ["site", "root", "mode", "name", "stat", "lane", "step", "gopen", "from", "to"];
     this.opened = null;
   }
   build(section) {

@@ -293,7 +293,7 @@ class LinesPanel {
     this.id = "lines";
     this.title = "Lines";
     this.isShown = app.run.series.length > 0;
-    this.listens = ["pins", "module", "site", "mode", "name", "stat", "lane", "from", "to", "step", "log", "each"];
+    this.listens = ["pins", "module", "site", "root", "mode", "name", "stat", "lane", "from", "to", "step", "log", "each"];
     this.chart = new Chart(app, CHART_PIXELS);
   }
   build(section) {

@@ -289,7 +289,7 @@ class SidePage {
 class Beside {
   constructor(state) {
     if (window.parent === window) return;
-    this.names = ["site", "mode", "name", "stat", "axes", "from", "to", "step", "module", "pins", "log", "each", "view"];
+    this.names = ["site", "root", "mode", "name", "stat", "axes", "from", "to", "step", "module", "pins", "log", "each", "view"];
     const others = () => [...Array(window.parent.length).keys()].map((index) => window.parent.frames[index]).filter((frame) => frame !== window);
     state.onChange((names) => {
       if (this.isTold) return;

@@ -64,11 +64,22 @@ class Choices {
     const isKnown = Number.isInteger(number) && number >= ANY_RANK && number < run.lanes.length;
     return isKnown && (number >= 0 || run.lanes.length > 1) ? number : run.mainLane;
   }
+  /** The models of a run whose values have the same names, as those of a GAN may; none where names tell models apart. */
+  get roots() {
+    if (this.knownRoots) return this.knownRoots;
+    const known = new Map(), nameOf = (one) => [one.path, one.site, one.name, one.mode].join("\0");
+    for (const one of this.app.run.series) known.set(nameOf(one), (known.get(nameOf(one)) ?? new Set()).add(one.root));
+    return this.knownRoots = [...new Set([...known.values()].filter((roots) => roots.size > 1).flatMap((roots) => [...roots]))].sort();
+  }
+  get root() {
+    const chosen = this.app.state.get("root");
+    return this.roots.includes(chosen) ? chosen : this.roots[0] ?? null;
+  }
   /** The series of a module that are chosen. */
   seriesOf(number, run = this.app.run) {
-    const [site, mode] = this.siteAndMode, { name } = this;
+    const [site, mode] = this.siteAndMode, { name, root } = this;
     return (run.byModule.get(number) ?? []).filter(
-      (one) => one.site === site && one.mode === mode && (name === null || one.name === name));
+      (one) => one.site === site && one.mode === mode && (name === null || one.name === name) && (root === null || one.root === root || !this.roots.includes(one.root)));
   }
   bar() {
     const { app } = this, { state, run } = app;
@@ -76,6 +87,7 @@ class Choices {
     const [site, mode] = this.siteAndMode;
     const names = this.names;
     return el("div", { class: "bar", role: "toolbar", "aria-label": "what is drawn" },
+      this.root !== null && choice("model", this.roots.map((one) => [one, one]), this.root, (value) => state.set({ root: value, pins: null }), { id: "choose-root" }),
       choice("value", this.sitesAndModes.map((one) => [one.join(" "), siteText(one)]), `${site} ${mode}`, (value) => {
         const [newSite, newMode] = this.sitesAndModes.find((one) => one.join(" ") === value);
         state.set({ site: newSite, mode: newMode, name: null });
@@ -164,7 +176,7 @@ class MapPanel {
     this.title = "Map";
     this.isShown = app.run.series.length > 0;
     this.tree = new FoldedTree(app);
-    this.listens = ["site", "mode", "name", "stat", "lane", "axes", "from", "to", "open", "shut", "step", "module", "colors", "find", "depth"];
+    this.listens = ["site", "root", "mode", "name", "stat", "lane", "axes", "from", "to", "open", "shut", "step", "module", "colors", "find", "depth"];
   }
   build(section) {
     this.options = el("div", { class: "bar" });

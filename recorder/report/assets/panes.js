@@ -1,6 +1,6 @@
 // Panes: pictures that somebody put together and named, each with choices of its own. A server saves them with the run.
 
-const PANE_NAMES = ["site", "mode", "name", "stat", "lane", "axes", "log", "each", "from", "to", "step", "module", "pins", "open", "shut"];
+const PANE_NAMES = ["site", "root", "mode", "name", "stat", "lane", "axes", "log", "each", "from", "to", "step", "module", "pins", "open", "shut"];
 const PANE_KINDS = { map: "Map", lines: "Lines", numbers: "Numbers of the step", histograms: "Histograms", units: "Units", graph: "Graph" };
 
 /** The choices of one pane; they are no part of the page's address. */

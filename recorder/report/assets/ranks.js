@@ -19,7 +19,7 @@ class RanksPanel {
     this.title = "Ranks";
     this.data = block.data;
     this.isShown = block.data.rows.length > 0;
-    this.listens = ["rank", "by", "site", "mode", "name"];
+    this.listens = ["rank", "by", "site", "root", "mode", "name"];
     const { titles, rows, odd } = block.data, newest = new Map();
     for (const row of rows) if (row[0] !== null) newest.set(row[0], Object.fromEntries(titles.map((title, index) => [title, row[index]])));
     this.ranks = [...newest.values()];

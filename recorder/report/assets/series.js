@@ -4,7 +4,7 @@ class SeriesPanel {
   constructor(app, block, id, title) {
     Object.assign(this, { app, block, id, title });
     this.isShown = block !== null;
-    this.listens = ["pins", "module", "site", "mode", "name", "from", "to"];
+    this.listens = ["pins", "module", "site", "root", "mode", "name", "from", "to"];
   }
   build(section) {
     this.heats = el("div", {});

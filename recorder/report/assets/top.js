@@ -75,7 +75,7 @@ class TopPanel {
   }
   /** What the address says where a finding is followed: its value on the map, and its lines beside that. */
   target(link) {
-    const { module, site, name, step, stat, rank, from, to } = link, view = link.view === "lines" ? "map" : link.view;
+    const { root, module, site, name, step, stat, rank, from, to } = link, view = link.view === "lines" ? "map" : link.view;
     const values = { view, site, step, stat, module, from, to };
     if (site === "scalar") { // the number of the step itself, and what is near
       const [first, last] = this.app.run.axes.ends, isFew = step === undefined || last - first <= FEW_STEPS;
@@ -83,7 +83,8 @@ class TopPanel {
       return { view: isHead ? "top" : objectiveOf(name) ? "objectives" : "numbers", step, ...(isFew ? {} : { from: Math.max(step - NEAR_STEPS, first), to: Math.min(step + NEAR_STEPS, last) }) };
     }
     if (module !== undefined && site !== undefined) {
-      const series = this.app.run.series.find((one) => one.path === module && one.site === site && one.name === (name ?? ""));
+      const series = this.app.run.series.find((one) => one.path === module && one.site === site && one.name === (name ?? "") && (root === undefined || one.root === root));
+      if (this.app.choices.roots.includes(root)) values.root = root;
       if (series) Object.assign(values, { mode: series.mode, pins: [keyOf(series)] });
     }
     if (rank !== undefined && view === "ranks") values.rank = rank;
