@@ -320,7 +320,13 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
             with_it = f"{counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
             text += f"; {with_it}"
         its_steps = step, int(steps[last.column])
-        link = {"view": "lines", "root": key.root, "module": key.module_path, "site": key.site, "name": key.name}
+        link: dict[str, Any] = {
+            "view": "lines",
+            "root": key.root,
+            "module": key.module_path,
+            "site": key.site,
+            "name": key.name,
+        }
         link |= {"step": step}
         about = {
             "what": f"{name} jumps",

@@ -740,7 +740,7 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
         not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
     )
     assert not opened.page.locator("input:visible, select:visible, .take:visible").count()
-    for whole in ("#panel-graph .box", "#panel-ranks .scroll", "#panel-depth"):
+    for whole in ("#panel-graph .box-head", "#panel-ranks .scroll", "#panel-depth"):
         style = opened.page.locator(whole).first.evaluate("one => getComputedStyle(one).breakInside")
         assert style == "avoid", whole
     printed = opened.page.pdf(print_background=True)
@@ -1095,8 +1095,8 @@ def test_of_two_models_with_the_same_names_one_is_chosen(open_page: Open, tmp_pa
     opened = open_page(write_page(run, tmp_path / "r.html"), "#site=output&stat=absmax")
     assert opened.page.locator("#choose-root option").all_inner_texts() == ["model", "model_1"]
     assert "ReLU or LeakyReLU" in opened.text("#panel-map")
-    for root, size in (("model", "1"), ("model_1", "8")):
+    for root, text in (("model", "1"), ("model_1", "8")):
         opened.page.select_option("#choose-root", root)
         opened.redrawn()
         opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("0"), 2, 4))
-        assert any(text.endswith(f": {size}") for text in opened.page.locator(".tooltip div").all_inner_texts())
+        assert any(line.endswith(f": {text}") for line in opened.page.locator(".tooltip div").all_inner_texts())
