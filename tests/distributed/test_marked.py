@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_heads_of_a_query_that_is_a_dtensor_cut_the_attention_weights() -> None:
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         query = nn.Linear(8, 24)
-        attention = nn.Module()
+        attention: Any = nn.Module()
         attention.q_proj, attention.head_dim = query, 4
         assert cut_calls(attention) is None
         parallelize_module(query, init_device_mesh("cpu", (2,)), ColwiseParallel())

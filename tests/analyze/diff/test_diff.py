@@ -749,7 +749,7 @@ def test_a_gradient_of_statistics_alone_that_one_rank_did_not_average_has_the_hi
 
     a = run("a", 1)
     (culprit,) = diff(a, run("b", 2)).culprits
-    assert (culprit.phase, culprit.rank, culprit.factor) == ("reduction", 1, pytest.approx(2))
+    assert (culprit.phase, culprit.rank, culprit.factor) == ("reduction", 1, pytest.approx(2))  # type: ignore[comparison-overlap]
     assert culprit.hint == "B's value is 2 times A's: added up over 2 ranks, not averaged?"
     (culprit,) = diff(a, run("c", -2)).culprits
     assert (culprit.factor, culprit.hint) == (None, "")
