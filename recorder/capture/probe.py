@@ -443,9 +443,8 @@ class Probe:
 
     def _add_norms(self, seen: list[SeenOnDevice], norms: npt.NDArray[np.float32], numbers: StepNumbers) -> None:
         squares = np.square(norms.astype(np.float64))
-        is_said = [one.value.origin.site != UPDATE for one in seen]
-        is_counted = np.isfinite(squares) | np.array(is_said, np.bool_)
-        if not is_counted.all():  # a parameter says itself that it is not finite
+        if not np.isfinite(squares).all():  # of an update that is not finite the parameter says so
+            is_counted = np.isfinite(squares) | np.array([one.value.origin.site != UPDATE for one in seen])
             seen, norms, squares = list(compress(seen, is_counted)), norms[is_counted], squares[is_counted]
         columns = np.array([one.value.column for one in seen])
         numels = np.array([one.value.numel for one in seen], np.float64)
@@ -510,17 +509,19 @@ class Probe:
 
 def fits(group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors are of the kinds that they were when the group was made, and can be measured together."""
-    if len(tensors) != len(group.values):
-        return False
+    return len(tensors) == len(group.values) and _all_fit(group.values, tensors, are_on_host=group.tensors is not None)
+
+
+def _all_fit(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> bool:
     place = tensors[0].device
-    for tensor, value in zip(tensors, group.values, strict=True):
+    for tensor, value in zip(tensors, values, strict=True):
         if type(tensor) not in PLAIN or tensor.dtype is not value.dtype or tensor.shape != value.shape:
             return False
-        if group.tensors is None:
-            is_fit = tensor.device == place and tensor.layout is torch.strided
+        if not are_on_host:
+            is_fit = tensor.device == place and tensor.layout is torch.strided and tensor.untyped_storage().nbytes()
         else:
-            is_fit = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous()
-        if not is_fit or not tensor.untyped_storage().nbytes():
+            is_fit = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() and tensor.data_ptr()
+        if not is_fit:
             return False
     return True
 
@@ -536,6 +537,8 @@ class Updates:
         self._probe = probe
         self._group: ProbedGroup | None = None
         self._values: list[ProbedValue] = []
+        self._is_param: list[bool] = []
+        """For each value of the group, whether it is a parameter."""
         self._many: ManyTensors | None = None
         """The parameters that lie in the host's memory."""
         self._before: npt.NDArray[np.float64] | list[torch.Tensor] | None = None
@@ -543,13 +546,13 @@ class Updates:
         self._tensors: list[torch.Tensor] = []
         """The parameters, while the optimizer's step is under way."""
         self._at: list[int] = []
-        """The addresses of the parameters when the step began; what lies elsewhere after it may be of another kind."""
+        """The addresses of the parameters when they were last examined; what lies elsewhere may be of another kind."""
 
     def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> None:
         """Take the tensors of a group that an update will move; they must fit it."""
         if self._group is None or group.values is not self._group.values:
             self._know(group)
-        self._tensors = [one for one, value in zip(tensors, group.values, strict=True) if value.origin.site == "param"]
+        self._tensors = list(compress(tensors, self._is_param))
         if self._many is not None:
             self._at = [one.data_ptr() for one in self._tensors]
         if self._values and self._tensors and self._before is None:
@@ -560,16 +563,18 @@ class Updates:
         if values != self._values or (group.tensors is None) != (self._many is None):
             self._before = None
         self._group, self._values, self._many = group, values, None
+        self._is_param = [one.origin.site == "param" for one in group.values]
         if group.tensors is not None and self._probe.kernels is not None:
-            plans = zip(group.tensors.plans, group.values, strict=True)
-            self._many = ManyTensors([plan for plan, value in plans if value.origin.site == "param"])
+            self._many = ManyTensors(list(compress(group.tensors.plans, self._is_param)))
             if any(DTYPES[one.dtype] not in MOVED_KINDS for one in values):
                 self._values = []
 
     def end(self, moment: Moment) -> None:
         """Measure the update that has begun, if one has."""
-        if self._many is not None and self._at != [one.data_ptr() for one in self._tensors]:
-            self._before = None
+        if self._many is not None and self._at != (at := [one.data_ptr() for one in self._tensors]):
+            self._at = at
+            if self._tensors and not _all_fit(self._values, self._tensors, are_on_host=True):
+                self._before = None
         if self._tensors and self._values and self._before is not None:
             self._sample(moment)
         self._tensors = []

@@ -73,8 +73,9 @@ FINE, COARSE = 65534, 254
 """The numbers of values that a two-byte code and a one-byte code can distinguish."""
 _WIDE = 64.0
 _MAX_COARSE_SPAN = 1e20
-"""In one byte, a value that is this many times smaller than the largest value of its series is drawn as zero. In two
-bytes no value is: a run that diverges to 1e38 keeps its healthy values."""
+"""In one byte, a value that is this many times smaller than the largest value of its series is drawn as zero; where the
+series has both signs, which share the codes, the root of it. In two bytes no value is: a run that diverges to 1e38
+keeps its healthy values."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -102,7 +103,9 @@ def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], le
     largest = sizes.max(axis=1, initial=0.0)
     smallest = np.where(sizes > 0, sizes, np.inf).min(axis=1, initial=np.inf)
     is_wide = largest > _WIDE * smallest
-    least = largest / _MAX_COARSE_SPAN if levels <= COARSE else 0.0
+    has_both_signs = (flat > 0).any(axis=1) & (flat < 0).any(axis=1)
+    spans = np.where(has_both_signs, math.sqrt(_MAX_COARSE_SPAN), _MAX_COARSE_SPAN)
+    least = largest / spans if levels <= COARSE else 0.0
     unit = np.where(is_wide, np.maximum(smallest, least), 0.0).astype(np.float32)
     divisor = np.where(unit > 0, unit, 1.0).astype(np.float64)[:, None]
     scaled = np.where((unit > 0)[:, None], np.arcsinh(flat / divisor), flat)

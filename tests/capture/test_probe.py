@@ -500,3 +500,21 @@ def test_an_update_that_is_not_finite_is_not_seen(tmp_path: Path) -> None:
     updates = frame[(frame.site == "update") & (frame.module_path == "down") & (frame.name == "bias")]
     assert list(updates.step) == [0, 1, 2] and not updates.nan_count.any()
     assert first(recording.run).nonfinite is not None
+
+
+def test_a_parameter_whose_memory_moves_during_a_step_still_has_an_update(tmp_path: Path) -> None:
+    with flagged(tmp_path, PROBE) as recording:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def move(*_: Any) -> None:
+            model.up.weight.data = model.up.weight.data.clone()
+
+        optimizer.register_step_pre_hook(move)
+        for _ in range(6):
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    frame = _probe(recording)
+    updates = frame[(frame.site == "update") & (frame.module_path == "up") & (frame.name == "weight")]
+    assert list(updates.step) == list(range(6)) and (updates.l2 > 0).all()

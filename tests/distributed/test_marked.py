@@ -136,7 +136,7 @@ def test_ranks_of_marked_linears_are_the_one_process(
         of_parameters = {("qkv", site, name) for site in ("param", "grad", "optim") for name in ("weight", "bias")}
         assert values == of_parameters | {("qkv", "output", ""), ("qkv", "grad_output", "")}
     for one in (run, of_linears[f"{framework}_flag{cut.replace('two', '').replace('seq', '_seq')}"]):
-        assert not first(one).is_found and not _found(one) and layouts(one).contradiction is None
+        assert not first(one).is_found and not check(one).findings and layouts(one).contradiction is None
     frame = run.to_pandas()
     row = frame[(frame["module_path"] == "down") & (frame["site"] == "output")].iloc[0]
     dim = 0 if framework == "nanotron" else 1
@@ -159,15 +159,10 @@ def test_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, reco
     assert found.verdict == "equal" and found.num_compared > 180
 
 
-def _found(run: recorder.Run) -> list[object]:
-    """The findings of `check`, but for the rates of these trainings, which move small weights by half."""
-    return [one for one in check(run).findings if one.rule != "update"]
-
-
 @pytest.mark.parametrize("name", (*SOUND, "flag_tp", "flag_ddp_tp", "flag_dp_single_4"))
 def test_sound_runs_have_no_finding(runs: dict[str, recorder.Run], name: str) -> None:
     assert not first(runs[name]).is_found
-    assert not _found(runs[name])
+    assert not check(runs[name]).findings
 
 
 @pytest.mark.parametrize("name", ["dp_single_2", "dp_single_4", "tp_single_2"])
@@ -179,7 +174,7 @@ def test_a_row_that_ranks_of_one_sample_share_is_a_batch_or_one_for_all(
     found = recorder.diff(runs[f"{one}_{name[-1]}"], runs[name], rtol=1e-9, atol=1e-12)
     assert found.verdict == "equal" and found.num_compared > 180 and not found.left_out
     assert not first(runs[name]).is_found and layouts(runs[name]).contradiction is None
-    assert not _found(runs[name])
+    assert not check(runs[name]).findings
     assert runs[name].array("", site="input", name="places", step=0).shape == (int(name[-1]), 6)
 
 

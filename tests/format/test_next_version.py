@@ -103,7 +103,7 @@ class TestPackageThatKnowsThem:
         )
         told = self.run(package, code, RUN)
         assert told.split()[0] == str(NUM_ROWS)
-        assert f"ok {SITE} 12 expected 12 found 0 missing" in " ".join(told.split())
+        assert f"ok      {SITE}   12 expected  12 found   0 missing" in told
         assert "unknown" not in told
 
 

@@ -190,15 +190,22 @@ def _faults(result: Diff, limit: int) -> Iterator[str]:
             yield f"modules of {name} without a partner ({len(paths)}): {shown}"
 
 
+_MOST_NAMED = 2
+
+
 def _by_reason(problems: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each reason of contradictions: the first value, and how many more there are."""
+    """Yield a line for each reason of contradictions: one or two values, or the first, and how many more there are."""
     values: dict[str, list[str]] = {}
     for problem in problems:
         value, _, reason = problem.partition(": ") if problem.startswith("'") else ("", "", problem)
         values.setdefault(reason, []).append(value)
     for reason, some in values.items():
-        more = f" and {len(some) - 1} more (--limit 0 lists them)" if len(some) > 1 else ""
-        yield f"{some[0]}{more}: {reason}" if some[0] else reason
+        shown = (
+            ", ".join(some)
+            if len(some) <= _MOST_NAMED
+            else f"{some[0]} and {len(some) - 1} more (--limit 0 lists them)"
+        )
+        yield f"{shown}: {reason}" if some[0] else reason
 
 
 def _describe(first: Difference) -> str:

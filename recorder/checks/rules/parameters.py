@@ -355,6 +355,7 @@ class Update(StreakRule):
     sentence = "A step of the optimizer changes a weight by a large part of its norm."
     sites, columns, reads_probe = ("param", UPDATE), ("sum_sq", "sum", "numel"), True
     settings = (
+        Setting("updates", 3, "first updates, judged by records", "from a random start they are large"),
         Setting("ratio", 0.5, "of the weight's norm, at least", "usual is 1e-3; smdebug's WeightUpdateRatio allows 10"),
         Setting("began", 1e-2, "root mean square", "what begins at zero grows by any factor"),
     )  # fmt: skip
@@ -366,10 +367,13 @@ class Update(StreakRule):
         self._movement, self._began = Movement(), Memory()
         self._param_of: dict[int, int] = {}
         """By lane of the site of updates, the lane of the parameter."""
+        self._num_updates = Memory(0.0)
+        """By lane of the site of updates, the number of updates so far."""
         self._updates: Rows | None = None
+        """The updates of the rows that are judged."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        self._updates = rows.take(rows.at(UPDATE))
+        self._updates = self._without_first(rows.take(rows.at(UPDATE)).by_lane())
         yield from super().add(rows.take(rows.at("param")))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
@@ -382,6 +386,14 @@ class Update(StreakRule):
         is_large = (ratio > self.thresholds["ratio"]) & is_begun
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
 
+    def _without_first(self, updates: Rows) -> Rows:
+        """Return updates, sorted by lane, without the first ones of each lane."""
+        starts = np.flatnonzero(begins(updates.lanes))
+        counts = np.diff(np.r_[starts, len(updates)])
+        numbers = self._num_updates[updates.lanes] + np.arange(len(updates)) - np.repeat(starts, counts)
+        self._num_updates[updates.lanes[starts]] = self._num_updates[updates.lanes[starts]] + counts
+        return updates.take(numbers >= self.thresholds["updates"])
+
     def _look_up(self, rows: Rows, ratio: Floats) -> None:
         """Replace the ratios of parameters of whose update the probe has the size."""
         updates = self._updates
@@ -390,7 +402,8 @@ class Update(StreakRule):
         for lane in np.unique(updates.lanes).tolist():
             if lane not in self._param_of:
                 key = self.catalog.key_of(lane)._replace(site="param")
-                self._param_of[lane] = self.catalog.find(key, int(self.catalog.rank_of[lane])) or 0
+                found = self.catalog.find(key, int(self.catalog.rank_of[lane]))
+                self._param_of[lane] = -1 if found is None else found
         whose = np.array([self._param_of[lane] for lane in updates.lanes.tolist()], np.int64)
         wanted, known = whose * _MAX_STEPS + updates.steps, rows.lanes * _MAX_STEPS + rows.steps
         order = np.argsort(known, kind="stable")

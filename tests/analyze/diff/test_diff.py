@@ -809,9 +809,10 @@ def test_the_output_of_a_module_tells_the_rank_that_has_a_wrong_part_of_a_parame
 
 def test_contradictions_of_one_reason_share_a_line() -> None:
     problems = ["'up' output: they differ", "'down' output: they differ", "stage 1: nobody recorded it"]
-    assert list(_by_reason(problems)) == [
-        "'up' output and 1 more (--limit 0 lists them): they differ", "stage 1: nobody recorded it",
-    ]  # fmt: skip
+    assert list(_by_reason(problems)) == ["'up' output, 'down' output: they differ", "stage 1: nobody recorded it"]
+    assert next(iter(_by_reason([*problems, "'x' output: they differ"]))) == (
+        "'up' output and 2 more (--limit 0 lists them): they differ"
+    )
 
 
 def test_what_one_run_alone_recomputes_is_no_difference(tmp_path: Path) -> None:
