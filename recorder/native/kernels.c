@@ -145,12 +145,12 @@ static inline int64_t exponent_of(double value, int64_t bias) {
 #if defined(__x86_64__)
 #define LEVEL AVX2
 #define NAME(x) x##_avx2
-#define TARGET __attribute__((target("avx2,bmi,bmi2")))
+#define TARGET __attribute__((target("avx2,bmi,bmi2,fma")))
 #include "kernels.inc"
 
 #define LEVEL AVX512
 #define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma")))
 #include "kernels.inc"
 #endif
 
@@ -170,7 +170,9 @@ EXPORT int recorder_native_select(int level) {
   int best = GENERIC;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")) best = AVX2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+      __builtin_cpu_supports("fma"))
+    best = AVX2;
   if (best == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     best = AVX512;
