@@ -25,7 +25,7 @@ from .. import __version__
 from ..errors import RecorderError
 from ..run.reply import Reply
 from ..system.text import printable_line
-from .commands import BETWEEN_EXAMPLES, COMMANDS
+from .commands import COMMANDS, FILES
 from .options import Json
 from .output import LineHandler, print_json, print_reply
 
@@ -60,10 +60,13 @@ class _Commands(TyperGroup):
 
 def load_command(name: str) -> Any:
     """Import the file of a command, and make a typer command from it."""
-    module = import_module(f".commands.{name}", __package__)
+    file = next(file for file, names in FILES.items() if name in names)
+    module = import_module(f".commands.{file}", __package__)
     single = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-    settings = _SETTINGS | getattr(module, "SETTINGS", {})
-    single.command(name, epilog=_lines_of(module.EPILOG), **settings)(_printing(module.command))
+    settings = _SETTINGS | getattr(module, "SETTINGS", {}).get(name, {})
+    # The first line keeps typer from joining the others.
+    epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in module.EXAMPLES[name])])
+    single.command(name, epilog=epilog, **settings)(_printing(getattr(module, f"{name}_command")))
     return typer.main.get_command(single)
 
 
@@ -82,12 +85,6 @@ def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
     printing.__signature__ = changed  # type: ignore[attr-defined] # typer reads it, and the annotations
     printing.__annotations__ = {name: one.annotation for name, one in changed.parameters.items()}
     return printing
-
-
-def _lines_of(examples: str) -> str:
-    """Format the examples of a command, one on each line. The first line keeps typer from joining the others."""
-    title, _, typed = examples.partition(": ")
-    return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in typed.split(BETWEEN_EXAMPLES))])
 
 
 app = typer.Typer(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recorder.cli.commands import top
+from recorder.cli.commands import watching as top
 from recorder.cli.output import fitted
 from recorder.run.status import RunWatch
 from tests.rigs.command_line import Cli, on_a_terminal

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import recorder
-from recorder.cli.commands import dump as dump_command
-from recorder.cli.commands import set as set_command
+from recorder.cli.commands.telling import dump_command, set_command
 from recorder.cli.output import print_reply
 from recorder.format.commands import PAUSE, Command
 from recorder.run.finding import FLEET
@@ -74,13 +73,13 @@ def test_set_and_dump_at_the_destination_reach_the_job_and_the_answers_come_back
         words = ["module=0 site=output keep=tensor"]
         tell(
             "set",
-            lambda: set_command.command(str(run), words, at="20", steps=3, timeout=PATIENCE_S, key_file=str(key)),
+            lambda: set_command(str(run), words, at="20", steps=3, timeout=PATIENCE_S, key_file=str(key)),
             2,
             30,
         )
         tell(
             "dump",
-            lambda: dump_command.command(path=str(run), step="40", timeout=PATIENCE_S, key_file=str(key)),
+            lambda: dump_command(path=str(run), step="40", timeout=PATIENCE_S, key_file=str(key)),
             3,
             50,
         )

@@ -9,7 +9,7 @@ import torch
 
 import recorder
 from recorder.analyze.first.first import first
-from recorder.cli.commands import ls
+from recorder.cli.commands.watching import ls_command
 from recorder.cli.output import print_reply
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
@@ -67,7 +67,7 @@ def test_a_twin_of_which_nothing_could_be_moved_says_so(
     assert len(job.lines("model: jitter moved nothing")) == 2  # on each rank
     run = run_of(job, "unknown.twin")
     assert (run.jitter, run.jitter_moved) == (1, ())
-    print_reply(ls.command(str(run.path)), as_json=False)
+    print_reply(ls_command(str(run.path)), as_json=False)
     said = capsys.readouterr().out
     assert "nothing of the model was moved" in said and "on purpose" not in said
     assert run_of(job, "unknown.plain").jitter_moved is None

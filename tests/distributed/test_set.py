@@ -16,8 +16,8 @@ import torch
 import recorder
 from recorder.analyze.doctor.expected import compare
 from recorder.analyze.doctor.reply import checks_of
-from recorder.cli.commands import ls, top
-from recorder.cli.commands import set as set_command
+from recorder.cli.commands.telling import set_command
+from recorder.cli.commands.watching import ls_command, top_command
 from recorder.cli.output import print_reply
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, command_name
@@ -56,7 +56,7 @@ class Told:
 
 
 def call_set(run: Path, *words: str, at: str, steps: int | None = None, timeout: float = 0.5) -> int:
-    reply = set_command.command(path=str(run), words=list(words), at=at, steps=steps, timeout=timeout)
+    reply = set_command(path=str(run), words=list(words), at=at, steps=steps, timeout=timeout)
     return print_reply(reply, as_json=False)
 
 
@@ -111,7 +111,7 @@ def test_a_set_waits_for_the_ranks_and_shows_that_one_has_not_answered(
     told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told.codes == {"a": 1, "b": 1, "stopped": 1}  # nobody began a step meanwhile, and then one was stopped
-    assert print_reply(set_command.command(path=str(told.run.path), list_all=True), as_json=False) == 1
+    assert print_reply(set_command(path=str(told.run.path), list_all=True), as_json=False) == 1
     printed = capsys.readouterr().out
     assert "2 ranks (0..1): ended, from step 30 to 31" in printed
     assert "no command: _commands/000004.json: its format is None" in printed
@@ -159,10 +159,10 @@ def test_a_run_that_is_over_a_step_that_has_passed_and_an_unknown_module_are_ref
 
 def test_ls_show_top_and_doctor_tell_what_was_sent(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(told.run.path)
-    print_reply(ls.command(run), as_json=False)
+    print_reply(ls_command(run), as_json=False)
     listed = capsys.readouterr().out
     assert "command 3: pause at steps 30 to 31: 2 ranks (0..1): ended, from step 30 to 31" in listed
-    print_reply(top.command(run, once=True), as_json=False)
+    print_reply(top_command(run, once=True), as_json=False)
     shown = capsys.readouterr().out
     assert "1 file refused that held no command" in shown and "command 3 (pause): 2 ended" in shown
     lines = {

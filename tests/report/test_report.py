@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 import recorder
-from recorder.cli.commands import report
+from recorder.cli.commands import pages
 from recorder.columns import COUNTS, STATISTICS
 from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
@@ -104,8 +104,8 @@ def test_the_progress_begins_before_the_first_look_and_ends_at_its_total(
         assert totals, "recorder doctor is asked before anything is said"
         return told_by_doctor(run)
 
-    monkeypatch.setattr(report, "progress", noted)
-    monkeypatch.setattr(report, "told_by_doctor", doctor)
+    monkeypatch.setattr(pages, "progress", noted)
+    monkeypatch.setattr(pages, "told_by_doctor", doctor)
     cli("report", GOLDEN, "-o", tmp_path / "r.html")
     assert totals == [sum(said)] and len(said) >= 4
 

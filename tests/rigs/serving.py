@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recorder.cli.commands.view import listen
+from recorder.cli.commands.pages import listen
 from recorder.storage.locations import Location
 from recorder.view.server import ViewServer, Watching
 from tests.rigs.programs import needs

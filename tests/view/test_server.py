@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from recorder.cli.app import run_command
-from recorder.cli.commands import view
-from recorder.cli.commands.view import listen
+from recorder.cli.commands.pages import listen, view_command
 from recorder.errors import ConfigError, install_line
 from recorder.report.collect import VIEW, read_panes, save_panes
 from recorder.run.finding import _checked as fleet_summary
@@ -91,7 +90,7 @@ def test_with_a_certificate_the_pages_are_encrypted_and_panes_can_still_be_saved
 def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("nothing of that kind\n")
     with pytest.raises(ConfigError, match=r"--certificate .*file: cannot be used .*expected a PEM file"):
-        view.command(str(tmp_path), certificate=tmp_path / "file")
+        view_command(str(tmp_path), certificate=tmp_path / "file")
 
 
 def test_the_list_says_losses_and_findings_of_runs_that_are_over(tmp_path: Path) -> None:

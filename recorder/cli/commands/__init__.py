@@ -1,10 +1,10 @@
-"""One file for each command, named after the command: its options, its help, and what it prints.
+"""The commands, several of one subject in a file: their options, their help, and what they print.
 
-The file of a command holds a function `command`, whose signature gives the command's options and whose docstring is the
-command's help. The function returns a `Reply`, which `app` prints and for which `app` adds the option ``--json``; a
-function that prints by itself returns an exit code. `EPILOG` is "Examples: " and two or more commands that a reader may
-type, with four spaces between them; `tests/cli/test_help_examples.py` runs them. `SETTINGS`, if present, are passed to
-typer. The file is imported when the command is called.
+The file of a command NAME holds a function ``NAME_command``, whose signature gives the command's options and whose
+docstring is the command's help. The function returns a `Reply`, which `app` prints and for which `app` adds the option
+``--json``; a function that prints by itself returns an exit code. `EXAMPLES` has, by command, two or more lines that a
+reader may type; `tests/cli/test_help_examples.py` runs them. `SETTINGS`, if present, are passed to typer. A file is
+imported when one of its commands is called.
 """
 
 from __future__ import annotations
@@ -40,5 +40,20 @@ COMMANDS = {
     "run": "Run a training command with recording on.",
 }
 """The first line of each command's help, by the name of the command, in the order of ``recorder --help``."""
-BETWEEN_EXAMPLES = "    "
-"""The text between two examples of an `EPILOG`."""
+FILES = {
+    "starting": ("help", "run", "init", "config"),
+    "watching": ("ls", "top"),
+    "showing": ("show", "stats"),
+    "judging": ("first", "check", "doctor"),
+    "layouts": ("layouts",),
+    "comparing": ("diff", "align"),
+    "pages": ("report", "view"),
+    "exporting": ("export", "checkpoint"),
+    "tables": ("sql", "catalog"),
+    "proving": ("prove", "replay"),
+    "telling": ("set", "dump"),
+    "mending": ("verify", "repair"),
+    "merge": ("merge",),
+    "daemon": ("daemon",),
+}
+"""The commands of each file."""

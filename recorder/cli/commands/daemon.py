@@ -1,3 +1,5 @@
+"""Ships the runs of this node to a store, and keeps house there."""
+
 from __future__ import annotations
 
 import inspect
@@ -21,17 +23,19 @@ from ..output import say
 if TYPE_CHECKING:
     from ...daemon.destination import Destination
 
-EPILOG = (
-    "Examples: recorder daemon --once --watch recordings --to archive    "
-    "recorder daemon prune --to archive --older-than 30d"
-)
+EXAMPLES = {
+    "daemon": (
+        "recorder daemon --once --watch recordings --to archive",
+        "recorder daemon prune --to archive --older-than 30d",
+    ),
+}
 
 _SILENT_S = 60
 """The seconds after which the age of a daemon's state is printed, too."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
-def command(
+def daemon_command(
     action: Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(_ACTIONS)}.")] = "ship",
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: names of runs below --to.")
@@ -96,8 +100,8 @@ def _option(item: Field[Any]) -> inspect.Parameter:
     return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-_signature = inspect.signature(command, eval_str=True)
-command.__signature__ = _signature.replace(  # type: ignore[attr-defined] # typer reads it
+_signature = inspect.signature(daemon_command, eval_str=True)
+daemon_command.__signature__ = _signature.replace(  # type: ignore[attr-defined] # typer reads it
     parameters=[*list(_signature.parameters.values())[:-1], *map(_option, fields(DaemonSettings))]
 )
 

@@ -13,7 +13,11 @@ from ...run.notes import RowFinding, damage, left_out
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run, open_run
 from ...system.text import counted
-from ..options import RunPath
+from .. import options
+
+EXAMPLES = {
+    "layouts": ("recorder layouts recordings", "recorder layouts @-2 --json"),
+}
 
 _CONTRADICTIONS = ("replicas_differ", "inconsistent", "layout_changes")
 """The kinds of findings in which the ranks' values contradict what is known of their layout."""
@@ -109,10 +113,7 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
     return Reply(members=members, parts=parts, exit_code=int(bool(run.problems) or answer.contradiction is not None))
 
 
-EPILOG = "Examples: recorder layouts recordings    recorder layouts @-2 --json"
-
-
-def command(path: RunPath = None) -> Reply:
+def layouts_command(path: options.RunPath = None) -> Reply:
     """Say how values lie over ranks, and how that is known.
 
     Each line counts values that lie in one way: their placements over the ranks that share a batch, and the dim along

@@ -1,3 +1,5 @@
+"""Writes the global view of a run as a run."""
+
 from __future__ import annotations
 
 import gc
@@ -24,13 +26,15 @@ from ...run.run import Run, open_run
 from ...system.executors import open_cluster
 from ...system.processes import available_cores, set_malloc
 from ...system.text import counted, size
-from .. import hide_pandas
-from ..options import LayoutOption, LossOption, RunPath, SchedulerOption, out_option, refuse
+from .. import hide_pandas, options
 from ..output import progress
 
-EPILOG = (
-    "Examples: recorder merge recordings -o merged    recorder merge recordings -o alone --layout 'blocks.1.*=per_rank'"
-)
+EXAMPLES = {
+    "merge": (
+        "recorder merge recordings -o merged",
+        "recorder merge recordings -o alone --layout 'blocks.1.*=per_rank'",
+    ),
+}
 
 _MAX_SHOWN = 3
 _KINDS = {
@@ -54,20 +58,20 @@ _OF_WRITERS = ("stranger", "superseded")
 _KEPT_BYTES = 128 << 20
 
 
-def command(
+def merge_command(
     out: Annotated[
         Path,
-        out_option(
+        options.out_option(
             "OUT", "Where: a new or empty directory, or an earlier merge of this run, which is brought up to date."
         ),
     ],
-    path: RunPath = None,
-    loss: LossOption = "mean",
-    layout: LayoutOption = None,
+    path: options.RunPath = None,
+    loss: options.LossOption = "mean",
+    layout: options.LayoutOption = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default the cores that this one may use.")
     ] = None,
-    scheduler: SchedulerOption = None,
+    scheduler: options.SchedulerOption = None,
 ) -> Reply:
     """Write the global view of a run as a run.
 
@@ -79,7 +83,7 @@ def command(
     them), rows that stay per rank and older attempts do not count. Exit code 2: nothing was published.
     """
     if scheduler is not None:
-        refuse("not with --scheduler, whose workers do the work", jobs=jobs)
+        options.refuse("not with --scheduler, whose workers do the work", jobs=jobs)
     run = open_run(path)
     try:
         report = _merge(run, out, loss=loss, layouts=layout or [], jobs=jobs, scheduler=scheduler)

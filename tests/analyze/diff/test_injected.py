@@ -17,7 +17,7 @@ import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.step_range import Diff
 from recorder.analyze.first.first import first
-from recorder.cli.commands import ls
+from recorder.cli.commands.watching import ls_command
 from recorder.cli.output import print_reply
 from recorder.merge.merge import merge_run
 from tests.campaigns.diff import injected, judging
@@ -106,9 +106,9 @@ def test_a_twin_says_what_it_is_and_was_moved_by_a_last_place(folder: Path, caps
     assert set(moved) == {(step, "features") for step in range(4)}  # the words are whole numbers
     assert all(1 <= line["max_ulp"] <= 2 for line in moved.values())
     for path in (twin.path, twin.path.parent):
-        print_reply(ls.command(str(path)), as_json=False)
+        print_reply(ls_command(str(path)), as_json=False)
         assert "jitter" in capsys.readouterr().out
-    print_reply(ls.command(str(one.path)), as_json=False)
+    print_reply(ls_command(str(one.path)), as_json=False)
     assert "jitter" not in capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recorder.cli.commands.diff import command
+from recorder.cli.commands.comparing import diff_command
 from recorder.cli.output import print_reply
 from tests.campaigns.diff.injected import PIPELINE
 from tests.campaigns.diff.judging import judge
@@ -66,7 +66,7 @@ def test_of_a_number_that_differs_between_ranks_the_wrong_ranks_own_is_told(fold
 
 def test_the_command_says_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(name: str) -> list[str]:
-        reply = command(str(folder / "one"), str(folder / name), noise=[str(folder / "twin")], limit=5)
+        reply = diff_command(str(folder / "one"), str(folder / name), noise=[str(folder / "twin")], limit=5)
         print_reply(reply, as_json=False)
         return capsys.readouterr().out.splitlines()
 

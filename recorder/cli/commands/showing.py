@@ -1,3 +1,5 @@
+"""Shows what is recorded of modules: their values over steps and ranks, and statistics of many together."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.stats import REASON_COLUMNS, WHY, inner_leaves, with_why
+from ...analyze.stats import REASON_COLUMNS, WHY, inner_leaves, reply_of, statistics, with_why
 from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
 from ...numerics.distributions import HISTOGRAM_LEGEND, NOT_FINITE, histogram_lines, histogram_of_row, spark_line
@@ -17,12 +19,19 @@ from ...rules import hint
 from ...run.notes import dump_members, dump_note, jitter_note, sent_note
 from ...run.reply import Reply, Table, table_of
 from ...run.run import Run
-from ...run.selection import Selection
+from ...run.selection import GlobalOptions, Selection
 from ...system.text import counted, number, span
 from .. import options
+from ..output import print_reply
 from ..paths import explain_nothing, modules_meant, rows_of, run_and_module, site_order, where_reply
 
-EPILOG = "Examples: recorder show blocks.0.mlp.up    recorder show @-2 'blocks.*' --statistic l2"
+EXAMPLES = {
+    "show": ("recorder show blocks.0.mlp.up", "recorder show @-2 'blocks.*' --statistic l2"),
+    "stats": (
+        "recorder stats recordings 'blocks.*' --site grad --by module --sort -absmax --top 10",
+        "recorder stats recordings --site scalar --last 20",
+    ),
+}
 
 _KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
 """The columns that have the same value in all rows of a series."""
@@ -45,7 +54,7 @@ _OTHERS = tuple(name for name in REASON_COLUMNS if name not in _NUMBERS)
 Row = dict[str, Any]
 
 
-def command(
+def show_command(
     path: options.RunOrModule = None,
     module: options.ModulePatterns = None,
     site: options.SiteOption = None,
@@ -380,3 +389,61 @@ def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def stats_command(
+    path: options.RunOrModule = None,
+    module: options.ModulePatterns = None,
+    site: options.SiteOption = None,
+    name: options.NameOption = None,
+    step: options.StepOption = None,
+    rank: options.RankOption = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Combine over all that agree in these: step, module, site, name, rank, with commas. Sites, phases and "
+            "modes are never mixed; ranks only with --global."
+        ),
+    ] = None,
+    across_ranks: Annotated[
+        bool, typer.Option("--global", help="Show the global tensors: all ranks together, replicas counted once.")
+    ] = False,
+    loss: options.LossOption = "mean",
+    layout: options.LayoutOption = None,
+    partial: options.PartialOption = False,
+    sort: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Sort by a column: l2 or l2:asc, or -l2 or l2:desc, the largest first."),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=0, help="Rows to show, counted from the start; 0: all. With --sort 50.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=0, help="Rows to show, counted from the end; 0: all. Without --sort 50.")
+    ] = None,
+    scheduler: options.SchedulerOption = None,
+    as_json: options.Json = False,
+) -> int:
+    """Show statistics over steps, ranks and modules.
+
+    --by and --global combine statistics exactly, without reading a tensor; --loss and --layout belong to --global. Then
+    the column rows counts the rows that a line combines, and the column without counts those of them that have no
+    statistics, and are in none of the numbers.
+
+    Histograms that a rule with keep=histogram kept are drawn: the share of the values in each power of two. A line of
+    several rows shows the sum of their histograms.
+
+    A value with missing ranks has no numbers or, with --partial, the numbers of the other ranks.
+
+    Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
+    --layout does not fit them.
+    """
+    if top is not None:
+        options.refuse("not with --top, which counts from the start", last=last)
+    run, module = run_and_module(path, module)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    question = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
+    with options.mapper_for(scheduler) as mapper:
+        answer = statistics(run, selection, question, by=by or [], with_histograms=not as_json, mapper=mapper)
+    reply = reply_of(run, answer, by=by or [], across_ranks=across_ranks, sort=sort, top=top, last=last)
+    return print_reply(reply, as_json=as_json)

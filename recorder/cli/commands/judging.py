@@ -1,3 +1,5 @@
+"""Says what went wrong in a training, and why something was not recorded."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,24 +7,46 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.check.check import check, installed_rules, reply_of, rules_reply
+from ...analyze.check.check import check, installed_rules, rules_reply
+from ...analyze.check.check import reply_of as reply_of_check
+from ...analyze.doctor.reply import checks_of, environment_checks
+from ...analyze.doctor.reply import reply_of as reply_of_doctor
+from ...analyze.first.first import first
+from ...analyze.first.first import reply_of as reply_of_first
 from ...checks.book import RULES, read_assignment, read_settings_file
 from ...checks.rule import Severity
 from ...errors import LookupFailedError
 from ...rules import hint
 from ...run.reply import Reply
 from ...run.run import open_run
-from ..options import RunPath, SchedulerOption, local_path, mapper_for
+from .. import options
 from ..paths import other_runs
 
-EPILOG = "Examples: recorder check recordings --set spike.sigmas=8    recorder check --list"
+EXAMPLES = {
+    "first": ("recorder first recordings", "recorder first @-2 --json"),
+    "check": ("recorder check recordings --set spike.sigmas=8", "recorder check --list"),
+    "doctor": ("recorder doctor", "recorder doctor recordings --strict"),
+}
+
+
+def first_command(path: options.RunPath = None) -> Reply:
+    """Name the first NaN or infinity, and the first unequal replica.
+
+    Buffers that differ between ranks count where DDP does not broadcast them (broadcast_buffers=False) and they
+    still differ at the end; elsewhere they are a note.
+
+    Exit code 1: there is a NaN, an infinity or an unequal replica, or damage may hide one.
+    """
+    run = open_run(path)
+    return reply_of_first(run, first(run))
+
 
 _NEVER = "never"
 _FAIL_ON = (*(severity.word for severity in Severity), _NEVER)
 
 
-def command(
-    path: RunPath = None,
+def check_command(
+    path: options.RunPath = None,
     rule: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this rule; several with several --rule.")
     ] = None,
@@ -32,7 +56,9 @@ def command(
     ] = None,
     settings: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A TOML file of thresholds and of rules of your own.", parser=local_path),
+        typer.Option(
+            metavar="FILE", help="A TOML file of thresholds and of rules of your own.", parser=options.local_path
+        ),
     ] = None,
     baselines: Annotated[
         list[str] | None,
@@ -49,7 +75,7 @@ def command(
     is_verbose: Annotated[
         bool, typer.Option("--verbose", help="Name each rule that is not judged, and what it needs.")
     ] = False,
-    scheduler: SchedulerOption = None,
+    scheduler: options.SchedulerOption = None,
 ) -> Reply:
     """Say what is wrong with a training, rule by rule.
 
@@ -72,7 +98,27 @@ def command(
     run = open_run(path)
     given = (("--baseline", baselines or []), ("--width", widths or []))
     sound, widened = (other_runs(*some, {"the run to check": run}) for some in given)
-    with mapper_for(scheduler) as mapper:
+    with options.mapper_for(scheduler) as mapper:
         checked = check(run, rule or [], thresholds, own, sound, widened, mapper=mapper)
     fails_from = None if fail_on == _NEVER else _FAIL_ON.index(fail_on)
-    return reply_of(run, checked, path or run.name, fails_from=fails_from, is_verbose=is_verbose or bool(rule))
+    return reply_of_check(run, checked, path or run.name, fails_from=fails_from, is_verbose=is_verbose or bool(rule))
+
+
+def doctor_command(
+    path: Annotated[str | None, options.run_argument("RUN", "A run; without: this environment.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 also where something may be a loss; see above.")
+    ] = False,
+) -> Reply:
+    """Say why something was not, or will not be, recorded.
+
+    For a run, it compares what rules and modules promise with what is there, for all ranks and steps, and gives the
+    reason for each gap. Without a run, it checks this environment.
+
+    Exit code 1: something is lost or was never recorded (lines that begin with "missing"). With --strict also: a gap
+    that nothing recorded explains, values removed for the quota, a rank that ends in another step than the others, a
+    writer that is still recording.
+    """
+    run = None if path is None else open_run(path)
+    checks = environment_checks() if run is None else checks_of(run)
+    return reply_of_doctor(run, checks, is_strict=strict)

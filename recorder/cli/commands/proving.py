@@ -1,5 +1,8 @@
+"""Runs a program again, or one recorded call of it, and compares."""
+
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -12,22 +15,30 @@ from ...analyze.prove.checkpoint import prove_checkpoint
 from ...analyze.prove.launches import Launches, reply_of
 from ...analyze.prove.recording import asked_ranks, on_other_ranks, prove, prove_world
 from ...analyze.prove.resume import prove_resume
+from ...analyze.replay.bundle import audit, audit_reply, bundle_reply, recorded_calls, the_call, write_bundle
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.reply import Reply
-from ..options import local_path
+from ...run.run import open_run
+from .. import options, show_pandas
 
-EPILOG = (
-    "Examples: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py    "
-    "recorder prove RECORDER_PRESET=full -- python train.py    "
-    "recorder prove --resume --steps 7 -- torchrun --nproc-per-node 2 train.py"
-)
+EXAMPLES = {
+    "prove": (
+        "recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py",
+        "recorder prove RECORDER_PRESET=full -- python train.py",
+        "recorder prove --resume --steps 7 -- torchrun --nproc-per-node 2 train.py",
+    ),
+    "replay": (
+        "recorder replay recordings blocks.0.mlp.up --step 3 -o bundle",
+        "recorder replay recordings --step 3 --audit",
+    ),
+}
 SETTINGS: dict[str, Any] = {
-    "context_settings": {"help_option_names": ["-h", "--help"], "allow_interspersed_args": False}
+    "prove": {"context_settings": {"help_option_names": ["-h", "--help"], "allow_interspersed_args": False}},
 }
 
 
-def command(
+def prove_command(
     words: Annotated[
         list[str],
         typer.Argument(metavar="[NAME=VALUE]... COMMAND...", help="What starts the training, after settings if any."),
@@ -39,7 +50,7 @@ def command(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", parser=local_path, help="Where the program saves: show what its last one holds."
+            metavar="FOLDER", parser=options.local_path, help="Where the program saves: show what its last one holds."
         ),
     ] = None,
     world: Annotated[
@@ -96,3 +107,42 @@ def command(
 
 def _say_launch(text: str) -> None:
     print(f"recorder: launch {text}", file=sys.stderr, flush=True)
+
+
+def replay_command(
+    path: options.RunOrModule = None,
+    module: Annotated[str | None, typer.Argument(metavar="MODULE", help="A module's path; '' is the root.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="The step.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="The rank; needed where several recorded the call.")] = None,
+    micro_step: Annotated[int, typer.Option("--micro-step", min=0, help="The micro-batch within the step.")] = 0,
+    call: Annotated[int, typer.Option(min=0, help="The number of the call within the micro-batch.")] = 0,
+    out: Annotated[Path | None, options.out_option("PATH", "The folder to write.")] = None,
+    is_audit: Annotated[bool, typer.Option("--audit", help="Run all recorded calls of the step again, here.")] = False,
+    factory: Annotated[
+        str, typer.Option(metavar="MODULE:FUNCTION", help="Makes the model, for classes not of torch.nn.")
+    ] = "",
+) -> Reply:
+    """Run a recorded call of a module again, alone.
+
+    It needs a recording with a rule such as 'module=blocks.3.mlp steps=100 keep=replay', and writes a folder with the
+    call's tensors, how it was made, and a script, replay.py, that runs it and compares. With --audit it runs the calls
+    of all modules and ranks of a step here, and names those whose output cannot be reproduced.
+
+    Exit code 1: with --audit, the output or a gradient of a call cannot be reproduced. 2: no call could be judged.
+    """
+    run = open_run(path)
+    if is_audit:
+        if out is not None:
+            raise LookupFailedError("--audit writes no folder; leave -o out, or --audit")
+        show_pandas()
+        sys.path.insert(0, os.getcwd())  # a factory may be in the current directory
+        results = audit(run, step=step, module=module, rank=rank, factory=factory)
+        return audit_reply(run, results)
+    calls = recorded_calls(run, step=step, module=module, rank=rank)
+    if module is None or out is None:
+        raise LookupFailedError(
+            "replay needs a module and a folder to write: recorder replay RUN MODULE --step N -o FOLDER; or --audit"
+        )
+    chosen = the_call(calls, micro_step, call)
+    lacks = write_bundle(run, chosen, out)
+    return bundle_reply(run, chosen, out, lacks, factory)

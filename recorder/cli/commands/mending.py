@@ -1,3 +1,5 @@
+"""Checks every byte of a run, and seals what killed processes left open."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -11,14 +13,46 @@ from ...run.reply import Reply, Table, table_of
 from ...run.run import Run, open_run
 from ...system.text import counted, size
 from ...upkeep.repair import Outcome, repair_run
-from ..options import RunPath
+from ...upkeep.verify import verify
+from .. import options
 from ..output import progress
 
-EPILOG = "Examples: recorder repair recordings --dry-run    recorder repair @-1"
+EXAMPLES = {
+    "verify": ("recorder verify recordings", "recorder verify @-2 --json"),
+    "repair": ("recorder repair recordings --dry-run", "recorder repair @-1"),
+}
 
 
-def command(
-    path: RunPath = None,
+def verify_command(path: options.RunPath = None) -> Reply:
+    """Check every byte of a run.
+
+    It checks checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong.
+    """
+    run = open_run(path)
+    total_bytes = run.size_bytes
+    with progress("verify", total_bytes) as report:
+        findings = list(verify(run, report))
+    num_faults = sum(finding.is_fault for finding in findings)
+    num_shards = sum(len(writer.all_shards) for writer in run.writers)
+    checked = f"{counted(num_shards, 'shard')}, {counted(run.num_all_rows, 'row')}, {size(total_bytes)} checked"
+    verdict = counted(num_faults, "fault") if num_faults else "no faults"
+    return Reply(
+        members=lambda: {
+            "run": str(run.path),
+            "rows": run.num_all_rows,
+            "bytes": total_bytes,
+            "findings": [{"fault": finding.is_fault, "text": finding.text} for finding in findings],
+        },
+        parts=lambda: [
+            *(f"{'fault' if finding.is_fault else 'note'}: {finding.text}" for finding in findings),
+            f"{run.name}: {checked}: {verdict}",
+        ],
+        exit_code=int(num_faults > 0),
+    )
+
+
+def repair_command(
+    path: options.RunPath = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
     assume_dead: Annotated[
         bool,

@@ -1,0 +1,176 @@
+"""Draws runs for a browser: as a file, or live while they record."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...analyze.align.align import Aligned
+from ...analyze.align.align import align as compare_tokens_of
+from ...errors import LookupFailedError, not_installed
+from ...report.collect import num_looks
+from ...report.picture import PANELS, write_picture
+from ...report.report import write_report
+from ...report.tokens import tokens_block
+from ...report.top import told_by_doctor
+from ...run.finding import find_folder, find_run
+from ...run.reply import Reply
+from ...run.run import Run, open_run
+from ...system.processes import is_loopback, tls_context
+from ...system.text import size
+from .. import options
+from ..output import progress, say
+from ..paths import other_run
+
+EXAMPLES = {
+    "report": ("recorder report recordings -o report.html", "recorder report @-1 --png map -o map.png"),
+    "view": ("recorder view recordings", "recorder view @-1 --port 8123"),
+}
+
+
+def report_command(
+    path: options.RunPath = None,
+    out: Annotated[Path | None, options.out_option("PATH", "The file; without: report.html, or PANEL.png.")] = None,
+    against: Annotated[str | None, options.run_option(help="A second run, to be drawn beside the first.")] = None,
+    align: Annotated[
+        str | None,
+        options.run_option(help="The run of the engine that wrote the tokens, or RUN itself: a map of its tokens."),
+    ] = None,
+    statistics: Annotated[
+        str | None,
+        typer.Option(
+            help="Which to draw, with commas: absmax, l2, mean, std, min, max; by default as many as there is room for."
+        ),
+    ] = None,
+    png: Annotated[
+        str | None,
+        typer.Option(metavar="PANEL", help=f"Draw a panel alone, as PNG, without a browser: {', '.join(PANELS)}."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> Reply:
+    """Draw a run as one HTML file: the loss, maps, lines, ranks.
+
+    The file needs no network and runs no scripts but its own: send it, or keep it beside the job's other results.
+
+    It holds numbers and small pictures for drawing, and no tensors. In a long run, a column of the map stands for
+    several steps. With many ranks, the file shows the lowest, the median and the highest rank, and ranks that are odd.
+
+    Exit code 1: something of the run is damaged or missing, as recorder doctor says.
+    """
+    run = open_run(path)
+    run.keep_columns()
+    if png is not None:
+        if against is not None:
+            raise LookupFailedError("--png draws one run; leave out --against, or leave out --png for the page of both")
+        return _picture(run, png, out or Path(f"{png}.png"), force)
+    other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
+    more = [] if align is None else [tokens_block(_aligned(run, align))]
+    out = out or Path("report.html")
+    names = [name.strip() for name in statistics.split(",")] if statistics is not None else []
+    if "" in names:
+        raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
+    with progress("report", num_looks(run, other) + run.num_rows, unit="rows") as report:
+        checks = told_by_doctor(run)
+        report(run.num_rows)
+        num_bytes = write_report(
+            run, out, against=other, statistics=names, checks=checks, more=more, force=force, report=report
+        )
+    num_missing = sum(check.state == "missing" for check in checks)
+    return Reply(
+        members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},
+        parts=lambda: [f"{out}: {size(num_bytes)}"],
+        exit_code=int(num_missing > 0),
+    )
+
+
+def _picture(run: Run, panel: str, out: Path, force: bool) -> Reply:
+    if panel not in PANELS:
+        names = ", ".join(PANELS)
+        raise LookupFailedError(f"--png {panel}: expected {names}; the buttons of the page save its other panels")
+    num_bytes = write_picture(run, out, panel, force=force)
+    members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
+    return Reply(members=lambda: members, parts=lambda: [f"{out}: {size(num_bytes)}"])
+
+
+def _aligned(run: Run, engine: str) -> Aligned:
+    other = open_run(engine)
+    return compare_tokens_of(run, None if str(other.path) == str(run.path) else other)
+
+
+_PORT = 8765
+_NUM_PORTS = 20
+_NEEDS = ("starlette", "uvicorn")
+
+
+def view_command(
+    path: Annotated[
+        str | None,
+        options.run_argument("RUN", "A run, or a folder or a store of runs. Default: the folder of runs here."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help=f"Where to listen; without: {_PORT}, or the next one that is free."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Listen at an address that other machines reach, such as 0.0.0.0.")
+    ] = "127.0.0.1",
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM file with a certificate and its key: the pages speak TLS.")
+    ] = None,
+) -> int:
+    """Watch runs in a browser while they record.
+
+    It serves the page of recorder report, live: the page of one run, or a list of the runs of a folder with a page for
+    each. The list may be empty at first. New steps appear about two seconds after they were recorded. Pictures can be
+    kept as panes, under names; they are saved beside the run, and nothing else is ever written.
+
+    It prints an address with a token in it, which is all that a browser needs: whoever has the address sees the runs.
+    From another machine, forward the port: ssh -L 8765:localhost:8765 HOST. Ctrl-C ends it.
+    """
+    if lacking := [package for package in _NEEDS if importlib.util.find_spec(package) is None]:
+        raise LookupFailedError(not_installed("recorder view", " with ".join(lacking), "view"))
+    from ...view.server import ViewServer, Watching
+
+    if certificate is not None:
+        tls_context(certificate, f"--certificate {certificate}")
+    folder = find_folder(path, may_be_empty=True)
+    run = None if folder is not None else find_run(path)[0]
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # hides uvicorn's log from the user
+    with closing(listen(host, port)) as listener:
+        bound = listener.getsockname()[1]
+        if port is None and bound != _PORT:
+            say(f"port {_PORT} is in use; this is port {bound}")
+        watching = Watching(folder, run)
+        server = ViewServer(watching, listener, host, certificate=certificate)
+        say(f"{folder or run}: open {server.address}")
+        if not is_loopback(host):
+            open_to_all = "" if certificate is not None else "; the connection is not encrypted: --certificate"
+            say(f"everybody who reaches {host} and has this address sees these runs{open_to_all}")
+        say("Ctrl-C ends it")
+        server.serve()
+    return 0
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Return a socket bound to the given port, or to the first free port from 8765 on."""
+    for one in [port] if port is not None else range(_PORT, _PORT + _NUM_PORTS):
+        try:
+            family = socket.getaddrinfo(host, one, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, one), family=family)
+        except OSError as error:
+            if port is None and error.errno == errno.EADDRINUSE:
+                continue
+            why = (
+                "is in use; leave --port out to take another"
+                if error.errno == errno.EADDRINUSE
+                else str(error.strerror or error)
+            )
+            raise LookupFailedError(f"--host {host}, port {one}: {why}") from None
+    raise LookupFailedError(f"ports {_PORT} to {_PORT + _NUM_PORTS - 1} are all in use; name another with --port")
