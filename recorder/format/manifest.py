@@ -295,6 +295,10 @@ class RecordedSetting:
     source: str
 
 
+EXCEPTION = "exception"
+"""The kind of the event of an exception that ended the program; its message is the exception's type and text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
     """A message of the recorder itself."""

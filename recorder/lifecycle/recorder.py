@@ -28,6 +28,7 @@ from ..capture.hooks.root import Root
 from ..capture.marks import main_parameter
 from ..capture.optimizer import last_step
 from ..config import Loaded
+from ..format.manifest import EXCEPTION
 from ..observe import tree
 from ..observe.tree import has_compiled_anything
 from ..system import log
@@ -251,8 +252,10 @@ class Recorder:
         self._ring.ask(kind, reason, step=step)
 
     def ask_for_error(self, error: BaseException) -> None:
-        """Request that the last steps are written, because an exception leaves the training."""
-        self.ask("exception", f"{type(error).__name__}: {one_line(error)}")
+        """Note that an exception leaves the training, and request that the last steps are written."""
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        self.events.add(EXCEPTION, reason, level=logging.DEBUG)  # the program prints it
+        self.ask(EXCEPTION, reason)
 
     def _undo_start(self) -> None:
         """Undo a failed start (no memory for the pool, or no thread); training goes on without a recording."""

@@ -22,7 +22,7 @@ import pyarrow as pa
 from ..columns import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, TIME_ORDER, parse_shape
 from ..errors import CorruptError, LookupFailedError, RecorderError, not_installed
 from ..format.commands import COMMAND_BYTES, COMMANDS, DUMP, Command, command_name, parse_command_name, read_command
-from ..format.manifest import Jitter, RecordedModule, RingDump, RunManifest
+from ..format.manifest import EXCEPTION, Jitter, RecordedModule, RingDump, RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
 from ..storage.locations import Location, OpenLocation, store_of
@@ -114,6 +114,16 @@ class RecordedRun:
     def endings(self) -> list[str]:
         """A sentence for each writer that neither closed nor is still running, with the first step that is missing."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
+
+    @property
+    def exceptions(self) -> dict[str, list[int | None]]:
+        """The ranks whose program ended with an exception, by the exception's text."""
+        ranks: dict[str, list[int | None]] = {}
+        for writer in self.writers:
+            for event in writer.manifest.events:
+                if event.kind == EXCEPTION:
+                    ranks.setdefault(event.message, []).append(writer.rank)
+        return ranks
 
     @property
     def num_rows(self) -> int:

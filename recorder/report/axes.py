@@ -9,7 +9,7 @@ Never reads a payload. Rows of recomputed forwards are left out, because the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, SCHEMA, STATISTICS
 from ..errors import CorruptError
 from ..format.manifest import RecordedModule
-from ..numerics.keys import Integers, codes, group, group_rows
+from ..numerics.keys import Integers, codes, group, group_rows, holds
 from ..numerics.moments import combine_rows, integers, numbers
 from ..read.run import list_paths
 from ..read.writers import RecordedWriter
@@ -166,20 +166,68 @@ class Axes:
     """True if numbers of the probe are among the values."""
     below: str | None = None
     """The path of a module: only the module, its submodules and scalars are drawn. None draws everything."""
+    without: Collection[str] = ()
+    """The models whose values are not drawn, by the names of their roots."""
+    most_in_step: dict[DrawnSeries, int] = field(default_factory=dict)
+    """The most values that a rank has of a scalar in a step, if these are several; their mean is drawn."""
+    optimizer_of_loss: dict[str, str] = field(default_factory=dict)
+    """By the name of a loss, the optimizer that steps after it."""
+    _optimizer_of_root: dict[str, str] = field(default_factory=dict)
+    _later_losses: dict[tuple[int, int], str] = field(default_factory=dict)
+    """The name of a loss of another optimizer than the first, by the loss' step and repeat."""
+
+    def with_losses(self, table: Any) -> Any:
+        """Return a table in which the losses of several models, as those of a GAN, have a name each.
+
+        A loss belongs to the optimizer that steps next on its rank; of several optimizers of one model, to the first.
+        The losses of the first optimizer that is found keep their name. Rows of all ranks together get the names that
+        rows of ranks had before.
+        """
+        names, is_scalar = table.column("name"), holds(table.column("site"), is_number)
+        losses = np.flatnonzero(is_scalar & holds(names, "loss".__eq__))
+        if not len(losses):
+            return table
+        rates = np.flatnonzero(is_scalar & holds(names, lambda name: name.startswith("lr.")))
+        ranks, steps = integers(table.column("rank")), integers(table.column("step"))
+        stepped: dict[tuple[int, int], dict[str, int]] = {}
+        for row in rates.tolist():
+            own = names[row].as_py().removeprefix("lr.").rpartition(".")[0]
+            optimizer = self._optimizer_of_root.setdefault(table.column("root")[row].as_py(), own)
+            stepped.setdefault((int(ranks[row]), int(steps[row])), {})[optimizer] = row
+        repeats = integers(table.column("repeat"))[losses].tolist()
+        places = [*zip(steps[losses].tolist(), repeats, strict=True)]
+        for loss, rank, place in zip(losses.tolist(), ranks[losses].tolist(), places, strict=True):
+            if of_step := stepped.get((rank, place[0]), {}):
+                later = [name for name, row in of_step.items() if row > loss]  # losses of the first step come after all
+                optimizer = later[0] if later else [*of_step][min(place[1], len(of_step) - 1)]
+                if self.optimizer_of_loss.setdefault("loss", optimizer) != optimizer:
+                    self._later_losses[place] = f"{optimizer} loss"
+                    self.optimizer_of_loss[f"{optimizer} loss"] = optimizer
+        of_losses = [self._later_losses.get(place, "loss") for place in places]
+        if set(of_losses) == {"loss"}:
+            return table
+        texts = np.array(names.to_pylist(), object)
+        texts[losses] = of_losses
+        column = pa.array(texts.tolist(), pa.string()).dictionary_encode()
+        return table.set_column(table.column_names.index("name"), "name", column)
 
     def numbers_of(self, table: Any) -> Integers:
         """Return for each row of a table the index of its series; -1 where the series is not drawn."""
-        ids, keys, _ = keys_of(table)
+        ids, keys, _ = keys_of(self.with_losses(table))
         of_table = [self.index[key] if key in self.index else self._of_any_root.get(key[1:], -1) for key in keys]
+        of_table = [number if self._is_wanted(key) else -1 for number, key in zip(of_table, keys, strict=True)]
         return np.array([*of_table, -1], np.int64)[ids]
 
     def _is_wanted(self, key: DrawnSeries) -> bool:
-        if not self.below or is_number(key.site):
+        if is_number(key.site):
             return True
-        return key.module_path == self.below or key.module_path.startswith(f"{self.below}.")
+        if key.root in self.without:
+            return False
+        return not self.below or key.module_path == self.below or key.module_path.startswith(f"{self.below}.")
 
     def add(self, table: Any) -> None:
         """Add the rows of a range of steps, which are sorted by rank and `seq`."""
+        table = self.with_losses(table)
         ids, keys, firsts = keys_of(table)
         steps, sequence = integers(table.column("step")), integers(table.column("seq"))
         self.num_rows += table.num_rows
@@ -197,6 +245,18 @@ class Axes:
             self._add_series(
                 keys[number], {name: about.column(name)[int(firsts[number])].as_py() for name in about.column_names}
             )
+        if scalar.any():
+            self._count_in_steps(table, ids, keys, scalar)
+
+    def _count_in_steps(
+        self, table: Any, ids: Integers, keys: Sequence[DrawnSeries], scalar: npt.NDArray[np.bool_]
+    ) -> None:
+        steps = integers(table.column("step"))
+        groups = group([ids[scalar], steps[scalar] - steps.min(initial=0), integers(table.column("rank"))[scalar] + 1])
+        most = np.zeros(len(keys), np.int64)
+        np.maximum.at(most, ids[scalar][groups.firsts], np.bincount(groups.ids, minlength=groups.num_groups))
+        for number in np.flatnonzero(most > 1).tolist():
+            self.most_in_step[keys[number]] = max(int(most[number]), self.most_in_step.get(keys[number], 0))
 
     def add_probe(self, table: Any) -> None:
         """Add the series and the steps of a part of the probe; `is_probed` is true from then on."""
@@ -208,6 +268,15 @@ class Axes:
         for key, first in zip(keys, firsts.tolist(), strict=True):
             about = {name: table.column(name)[first].as_py() for name in ("dtype", "numel", "step")}
             self._add_series(key, about | {"global_shape": "", "shape": ""})
+
+    @property
+    def models_alike(self) -> list[str]:
+        """The roots of models whose values have the same names, as those of a GAN may; see `roots` of map.js."""
+        roots: dict[tuple[str, ...], set[str]] = {}
+        for key, number in self.index.items():
+            if not self.is_scalar[number]:
+                roots.setdefault(key[1:], set()).add(key.root)
+        return sorted(set().union(*(some for some in roots.values() if len(some) > 1)))
 
     def _add_series(self, key: DrawnSeries, about: Mapping[str, Any]) -> None:
         if key in self.index or not self._is_wanted(key):
@@ -221,6 +290,8 @@ class Axes:
         self.first_steps.append(about["step"])
 
 
+_FORWARD = ("input", "output", "tap")
+"""The sites whose values come in the order in which modules run."""
 MAX_PROBED = 4_000_000
 """The most numbers of a probe that are drawn; they are in memory together, at 48 bytes each."""
 PROBED = ("l2", "nan_count", "inf_count", "numel")
@@ -258,7 +329,7 @@ def is_number(site: str) -> bool:
 
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
     """Return the block of the modules in the order of execution, and the index of each module by its path."""
-    order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
+    order = dict.fromkeys(in_order(run, series))
     # Modules without rows, such as pure containers, come last; the page places each beside its children.
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
@@ -272,6 +343,18 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
     rows = [[path, *facts.get(path, ["", ""]), why.get(path, "")] for path in paths]
     block = PageBlock(name="modules", data={"modules": rows, "num_executed": len(order)})
     return block, {path: number for number, path in enumerate(paths)}
+
+
+def in_order(run: Run, series: Iterable[DrawnSeries]) -> list[str]:
+    """Return the paths of modules in the order in which they ran; in that of the model where no forward is recorded.
+
+    Gradients come from the last module to the first, and parameters in the order of the optimizer's groups.
+    """
+    recorded = dict.fromkeys(key.module_path for key in series)
+    order = dict.fromkeys(key.module_path for key in series if key.site in _FORWARD)
+    if not order:
+        order = dict.fromkeys(path for _, path in run.modules if path in recorded)
+    return [*(order | recorded)]
 
 
 def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:

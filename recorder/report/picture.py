@@ -17,7 +17,7 @@ from ..analyze.check.check import check
 from ..analyze.export.files import published_file
 from ..errors import LookupFailedError, not_installed
 from ..run.run import Run
-from ..system.text import counted, number, shortened
+from ..system.text import counted, listed, number, shortened
 from .axes import MODEL, Axes, probe_values, step_rows
 from .statistics import StatisticsBlocks, check_statistics
 from .top import first_nonfinite, told_by_check
@@ -48,8 +48,10 @@ class _Drawn:
     """The numbers beside lines, by their height in pixels."""
 
 
-def write_picture(run: Run, path: Path, panel: str, *, force: bool = False) -> int:
+def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None, force: bool = False) -> int:
     """Write one of `PANELS` of a run as PNG, and return its size in bytes. `force` replaces a file.
+
+    `model` is drawn where the values of several models have the same names; without, the first of them by name.
 
     LookupFailedError is raised if there is nothing to draw, and WriteError if the file exists or cannot be written.
     """
@@ -62,6 +64,17 @@ def write_picture(run: Run, path: Path, panel: str, *, force: bool = False) -> i
         for table in rows:
             axes.add(table)
         probe = probe_values(run, axes)
+        models = [] if panel in _OF_ALL else axes.models_alike
+        if models or model is not None:
+            if model not in (None, *models):
+                raise LookupFailedError(
+                    f"--model {model}: expected {listed(models) or 'nothing, as the names of values tell models apart'}"
+                )
+            model = model or models[0]
+            axes = Axes(without={one for one in models if one != model})
+            for table in rows:
+                axes.add(table)
+            probe = probe_values(run, axes)
         collected = StatisticsBlocks(run, axes)
         collected.collect(rows, lambda num_rows: None)
         collected.add_probe(probe)
@@ -83,7 +96,7 @@ def write_picture(run: Run, path: Path, panel: str, *, force: bool = False) -> i
         draw.text((x, y), text, fill=fill, font=font, anchor=anchor)
         return float(x + draw.textbbox((0, 0), text, font=font)[2])
 
-    write(8, 14, f"{shortened(run.name, 60)}: {drawn.title}", "lm")
+    write(8, 14, f"{shortened(run.name, 60)}: {drawn.title}{f', of {model}' if model else ''}", "lm")
     x = float(_GUTTER)
     if drawn.scale is not None:
         x = write(x, 36, number(drawn.scale[0]), "lm") + 6
@@ -150,7 +163,26 @@ def _heat(
 def _chosen(collected: StatisticsBlocks, sites: Sequence[str]) -> tuple[str, list[int]]:
     known = [(key.site, key.mode) for key in collected.series]
     kind = next(((site, "train") for site in sites if (site, "train") in known), None)
-    return kind[0] if kind else "", [index for index, one in enumerate(known) if one == kind][:_MAX_ROWS]
+    chosen = [index for index, one in enumerate(known) if one == kind]
+    return kind[0] if kind else "", _as_modules_run(collected, chosen)[:_MAX_ROWS]
+
+
+def _as_modules_run(collected: StatisticsBlocks, chosen: Sequence[int]) -> list[int]:
+    """Return series in the order of the page's rows: by when modules ran, each container before what it contains."""
+    firsts: dict[str, int] = {}
+    for place_of, path in enumerate(collected.paths):
+        for prefix in _prefixes(path):
+            firsts.setdefault(prefix, place_of)
+
+    def place(index: int) -> list[int]:
+        return [firsts[prefix] for prefix in _prefixes(collected.series[index].module_path)]
+
+    return sorted(chosen, key=place)
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [""] + [".".join(parts[: end + 1]) for end in range(len(parts)) if path]
 
 
 def _sizes(collected: StatisticsBlocks, statistic: str, chosen: Sequence[int], over: int) -> tuple[Any, Any]:
@@ -192,9 +224,11 @@ def _map(
 
 
 def _updates(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn | None:
-    chosen, values = collected.updates()
-    if not chosen:
+    own, sizes = collected.updates()
+    if not own:
         return None
+    chosen = _as_modules_run(collected, own)
+    values = sizes[[own.index(index) for index in chosen]]
     keys = [collected.series[one] for one in chosen]
     names = [" ".join(filter(None, (key.module_path or MODEL, key.name))) for key in keys]
     title = f"step of the optimizer over the weight, of {counted(len(chosen), 'parameter')}"
@@ -253,7 +287,7 @@ def _histograms(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Dra
 
 
 def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_objectives: bool = False) -> _Drawn | None:
-    cube, rows = collected.scalar_cube, []
+    cube, lanes, rows = collected.scalar_cube, collected.lanes.described, []
     steps = np.array(cube.first_steps)
     for index, key in enumerate(collected.scalars):
         if key.name.startswith("objective.") is not of_objectives:
@@ -263,11 +297,16 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
         if np.isnan(of_lanes[lane]).all():
             lane = int((~np.isnan(of_lanes)).any(axis=1).argmax())  # the ranks' numbers make no single one
         is_bad = np.fmax(*(cube.values[name][index, lane, : len(steps)] for name in ("nan_count", "inf_count"))) > 0
-        rows.append((_order(key.name, key.mode), key.name, steps, np.where(is_bad, np.nan, of_lanes[lane]), is_bad))
-    norms = np.array([np.nan if one is None else one for one in collected.steps_known()["gradient_norm"]])
-    if not of_objectives and not any(order == 1 for order, *_ in rows) and not np.isnan(norms).all():
-        is_bad = norms < 0
-        rows.append((1, "gradient norm", np.array(collected.cube.first_steps), np.where(is_bad, np.nan, norms), is_bad))
+        order = 0 if key.name in collected.steps_known()["losses"] else _order(key.name, key.mode)
+        name = ", ".join(filter(None, (key.name, collected.note_of(key))))
+        rows.append((order, name, steps, np.where(is_bad, np.nan, of_lanes[lane]), is_bad))
+    for lane, own_norms in [*collected.steps_known()["gradient_norms"].items()][:1]:
+        if of_objectives or any(order == 1 for order, *_ in rows):
+            break
+        norms = np.array([np.nan if one is None else one for one in own_norms])
+        rank, is_bad = lanes[lane]["rank"] if len(lanes) > 1 else None, norms < 0
+        name = "gradient norm" + (f" of rank {rank}" if rank is not None else "")
+        rows.append((1, name, np.array(collected.cube.first_steps), np.where(is_bad, np.nan, norms), is_bad))
     if not rows:
         return None
     names, bands, ticks = [], list[npt.NDArray[np.uint8]](), list[tuple[float, str]]()
@@ -348,5 +387,7 @@ _TO_RECORD: Mapping[str, str] = {
     "experts": f"it needs modules that are called experts.0, experts.1, ...; {_RULES}'site=output keep=stats'",
 }
 """By panel, what makes a run have its values."""
+_OF_ALL = ("loss", "objectives")
+"""The panels that are of all models together."""
 _MARKED = ("map", "gradients", "experts", "ranks")
 """The panels that mark the first value that is not finite, for which the rules have to be asked."""

@@ -17,7 +17,19 @@ from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
 from ..run.run import Run
 from ..sites import UPDATE
-from .axes import PROBED, Axes, DrawnSeries, Lanes, OddRanks, SeriesValues, StepRows, spread_of, step_rows, values_of
+from .axes import (
+    PROBED,
+    Axes,
+    DrawnSeries,
+    Lanes,
+    OddRanks,
+    SeriesValues,
+    StepRows,
+    in_order,
+    spread_of,
+    step_rows,
+    values_of,
+)  # fmt: skip
 from .blocks import Cube, GrowingCube, PageBlock
 from .distributions import HistogramCollector, UnitsCollector
 
@@ -178,6 +190,11 @@ class StatisticsBlocks:
                 of[:, 0][is_new] = join(of[:, 1:], axis=1)[is_new]
             if isinstance(self.cube, GrowingCube):
                 self.cube.changed[is_new.any(axis=0)] = self.cube.version
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules that have series, in the order in which they ran."""
+        return in_order(self._run, self.series)
 
     @property
     def growing_cubes(self) -> list[GrowingCube]:
@@ -346,7 +363,9 @@ class StatisticsBlocks:
         lasts = [cube.last_step for cube in (self.cube, self.scalar_cube) if cube.last_step is not None]
         return {
             "probed": self._axes.is_probed,
-            "gradient_norm": self._gradient_norm(),
+            "gradient_norms": self._gradient_norms(),
+            "losses": [*self._axes.optimizer_of_loss],
+            "scalar_notes": [self.note_of(key) for key in self.scalars],
             "ends": [min(firsts), max(lasts)] if firsts and lasts else [],
             "steps": self.cube.first_steps,
             "num_steps": self.cube.num_steps,
@@ -355,19 +374,42 @@ class StatisticsBlocks:
             "num_scalar_steps": self.scalar_cube.num_steps,
         }
 
-    def _gradient_norm(self) -> list[float | None]:
-        """Return the norm of all gradients at each column: -1 is one that is not finite, null an unknown one."""
+    def note_of(self, key: DrawnSeries) -> str:
+        """Return what the numbers of a scalar are, where its name does not say so."""
+        of, number = self._axes.optimizer_of_loss, self._axes.most_in_step.get(key, 1)
+        notes = [f"before the steps of {of[key.name]}"] if len(of) > 1 and key.name in of else []
+        return ", ".join(notes + [f"the mean of its {number} values in a step"] * (number > 1))
+
+    def _gradient_norms(self) -> dict[int, list[float | None]]:
+        """Return the norm of all gradients at each column, by lane: -1 is one that is not finite, null an unknown one.
+
+        A rank has a lane here unless its norm is that of all ranks together, as the norms of replicas are.
+        """
         grads = [number for number, key in enumerate(self.series) if key.site == "grad" and key.mode == "train"]
-        if not grads or "l2" not in self.names or (len(self.lanes.ranks) > 1 and not self.lanes.has_global):
-            return []
-        of_whole = {
-            name: self.cube.values[name][grads, 0, : len(self.cube.first_steps)].astype(np.float64) for name in PROBED
+        if not grads or "l2" not in self.names:
+            return {}
+        norms: dict[int, list[float | None]] = {}
+        whole = self._norms_of(grads, 0) if self.lanes.has_global else None
+        for lane, one in enumerate(self.lanes.described):
+            own = self._norms_of(grads, lane)
+            if one["rank"] is None and one["kind"] != "global":
+                continue  # the lowest or the highest of each gradient, which are no gradients of one rank
+            is_of_rank = one["rank"] is not None
+            if is_of_rank and whole is not None and np.allclose(own, whole, _ALIKE, 0, equal_nan=True):
+                continue
+            if not np.isnan(own).all():
+                norms[lane] = [None if np.isnan(norm) else float(f"{norm:.5g}") for norm in own.tolist()]
+        return norms
+
+    def _norms_of(self, grads: Sequence[int], lane: int) -> npt.NDArray[np.float64]:
+        of_lane = {
+            name: self.cube.values[name][grads, lane, : len(self.cube.first_steps)].astype(np.float64)
+            for name in PROBED
         }
-        norms = np.sqrt(np.nansum(np.square(of_whole["l2"]), axis=0))
-        num_known = (~np.isnan(of_whole["l2"])).sum(axis=0)
-        is_bad = (of_whole["nan_count"] > 0).any(axis=0) | (of_whole["inf_count"] > 0).any(axis=0)
-        whole = np.where(is_bad, -1.0, np.where(2 * num_known > num_known.max(initial=0), norms, np.nan))
-        return [None if np.isnan(one) else float(f"{one:.5g}") for one in whole.tolist()]
+        norms = np.sqrt(np.nansum(np.square(of_lane["l2"]), axis=0))
+        num_known = (~np.isnan(of_lane["l2"])).sum(axis=0)
+        is_bad = (of_lane["nan_count"] > 0).any(axis=0) | (of_lane["inf_count"] > 0).any(axis=0)
+        return np.where(is_bad, -1.0, np.where(2 * num_known > num_known.max(initial=0), norms, np.nan))
 
     def updates(self) -> tuple[list[int], npt.NDArray[np.float64]]:
         """Return the series of the matrices that have updates, and how large these are, by series and column.

@@ -17,7 +17,7 @@ from ..analyze.check.check import MAX_FINDINGS, ToldFindings, command_of, senten
 from ..analyze.doctor.reply import checks_of
 from ..checks.rule import Finding, Severity
 from ..read.run import RunDump
-from ..run.reply import span
+from ..run.reply import ranks_in_words
 from ..run.run import Run
 from ..system.text import counted, listed
 from .axes import MODEL, DrawnSeries
@@ -181,8 +181,7 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
     if (source := run.manifest.merged_from) is not None:
         yield "merged from", source.path
     else:
-        is_one = list(run.ranks) == [0] and run.world_size == 1
-        yield "ranks", "1" if is_one else span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
+        yield "ranks", ranks_in_words(run.ranks, run.world_size)
     kinds = dict.fromkeys(root.data_parallel.kind for root in roots if root.data_parallel is not None)
     if kinds:
         yield "layout", ", ".join(list(kinds)[:4])
@@ -190,7 +189,8 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
     started = [manifest.started_ns for manifest in manifests if 0 < manifest.started_ns < 1 << 62]
     if started:
         yield "started", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(started) / 1e9))
-    yield "state", ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    ended = [f"{counted(len(some), 'rank')} with the exception {text}" for text, some in run.exceptions.items()]
+    yield "state", ", ".join([f"{states.count(state)} {state}" for state in dict.fromkeys(states)] + ended)
     yield "rows", rows
     if run.proof is not None:
         yield "recorder prove", run.proof.text

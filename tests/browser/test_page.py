@@ -19,7 +19,7 @@ from recorder.numerics.units import packed
 from tests.browser.conftest import Open, Opened, write_page
 from tests.rigs.command_line import module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
-from tests.rigs.report_pages import HOSTILE, hostile_run, run_of
+from tests.rigs.report_pages import HOSTILE, hostile_run, run_of, run_of_two_models
 from tests.rigs.small_runs import NUM_STEPS
 from tests.rigs.synthetic import Shape, write_run
 
@@ -87,8 +87,8 @@ def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     )
     assert rows_of(opened) == ["(the model)", "stem", "blocks", "0", "fc", "1", "fc", "head"]
     assert opened.page.locator("#panel-lines .plot canvas").count() == 1
-    assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss"]
-    assert "No gradient norm: the ranks' gradients make no single ones (" in opened.text("#panel-top .tracks")
+    assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss", "gradient norm"]
+    assert "of each rank: the ranks' gradients make no single ones (" in opened.text("#panel-top .tracks")
     assert opened.page.locator("#panel-ranks tbody tr").count() == 2
     assert "judges from 4 data-parallel ranks on" in opened.text("#panel-ranks .note")
     assert opened.page.locator("#panel-images canvas").count() == 4 + 6 + 3
@@ -637,9 +637,37 @@ def test_a_chart_is_moved_in_and_zoomed_by_the_keyboard(open_page: Open, trained
     opened.page.keyboard.press("+")
     opened.redrawn()
     assert (hash_of(opened)["from"], hash_of(opened)["to"]) == ("0", "7")
-    opened.page.go_back()
+    assert opened.text("#panel-top .at") == "step 2", "the chart keeps the focus, and the cursor its step"
+    opened.page.keyboard.press("+")
     opened.redrawn()
+    assert (hash_of(opened)["from"], hash_of(opened)["to"]) == ("0", "4")
+    for _ in range(2):
+        opened.page.go_back()
+        opened.redrawn()
     assert "from" not in hash_of(opened)
+
+
+def test_a_zoom_by_key_goes_to_the_ends_at_most_and_keeps_the_step_under_the_cursor(
+    open_page: Open, trained: Path
+) -> None:
+    opened = open_page(trained, "#from=12&to=17")
+    opened.page.locator("#panel-lines .chart-body").first.focus()
+    opened.page.keyboard.press("-")
+    opened.redrawn()
+    assert (hash_of(opened)["from"], hash_of(opened)["to"]) == ("9", str(NUM_STEPS - 1))
+    for _ in range(2):
+        opened.page.keyboard.press("-")
+        opened.redrawn()
+    assert not {"from", "to"} & hash_of(opened).keys() and not opened.page.locator("#zoom-out").is_visible()
+    opened.page.locator("#panel-map .heat-cells").focus()
+    for _ in range(13):
+        opened.page.keyboard.press("ArrowRight")
+    for key in ("+", "+"):
+        opened.page.keyboard.press(key)
+        opened.redrawn()
+        assert "step 12" in opened.text(".tooltip")
+    opened.page.keyboard.press("ArrowRight")
+    assert "step 13" in opened.text(".tooltip")
 
 
 class Scaled(nn.Module):
@@ -907,7 +935,21 @@ def test_a_vector_has_no_update_and_the_page_says_so(open_page: Open, tmp_path: 
 def test_the_line_of_the_usual_step_says_its_number(open_page: Open, tmp_path: Path) -> None:
     page = write_page(run_of_optimizer(tmp_path / "run", rate=1e-4, has_updates=True), tmp_path / "r.html")
     opened = open_page(page, "#site=param&stat=update")
-    assert "1e-3" in texts_of_charts(opened)
+    assert opened.page.locator("#panel-depth [aria-current='true']").inner_text() == "updates"
+    opened.page.evaluate(
+        """() => {
+            const { prototype } = CanvasRenderingContext2D, write = prototype.fillText;
+            prototype.fillText = function (text, ...more) {
+              const plot = this.canvas.closest(".plot"), left = plot?.querySelector(".u-over").offsetLeft;
+              if (text === "1e-3") window.label = [this.textAlign, more[0] / devicePixelRatio, left];
+              return write.call(this, text, ...more);
+            };
+        }"""
+    )
+    written = texts_of_charts(opened)
+    assert "1e-3" in written and "step / weight" in written, "the title of the axis says what it is over"
+    align, x, left_of_lines = opened.page.evaluate("() => window.label")
+    assert align == "left" and x > left_of_lines, "the label is beside the numbers of the axis, not over them"
 
 
 def test_rows_that_only_single_ranks_have_say_so_below_the_map(open_page: Open, tmp_path: Path) -> None:
@@ -1100,3 +1142,72 @@ def test_of_two_models_with_the_same_names_one_is_chosen(open_page: Open, tmp_pa
         opened.redrawn()
         opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("0"), 2, 4))
         assert any(line.endswith(f": {text}") for line in opened.page.locator(".tooltip div").all_inner_texts())
+
+
+def test_each_optimizer_of_two_models_has_its_loss(open_page: Open, tmp_path: Path) -> None:
+    opened = open_page(write_page(run_of_two_models(tmp_path / "run"), tmp_path / "r.html"))
+    tracks = opened.page.locator("#panel-top .track")
+    assert tracks.locator("strong").all_inner_texts() == ["loss", "Adam loss", "gradient norm"]
+    notes = tracks.locator(".chart-head .dim").all_inner_texts()
+    assert notes[:2] == ["before the steps of Adam_1", "before the steps of Adam"]
+    head = csv_of(opened, "Run", tmp_path / "top.csv")
+    for name, value in (("loss", "3"), ("Adam loss", "1")):
+        at = head.index([name])
+        assert [row[1] for row in head[at + 2 : at + 6]] == [value] * 4
+
+
+def test_a_loss_of_micro_batches_says_that_it_is_their_mean(open_page: Open, tmp_path: Path) -> None:
+    rows = [
+        make_row(0, np.float64(1 + repeat), step=step, site="scalar", name="loss", module_path="", repeat=repeat)
+        for step in range(3) for repeat in range(4)
+    ]  # fmt: skip
+    run, writer = make_run(tmp_path / "run"), HandmadeWriter(tmp_path / "run")
+    writer.add_shard([[row | {"seq": seq, "encoding": None} for seq, row in enumerate(rows)]], kind="stats")
+    writer.finish()
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    assert opened.text("#panel-top .track .dim") == "the mean of its 4 values in a step"
+
+
+def test_the_norm_of_gradients_has_a_line_for_each_rank_where_ranks_differ(open_page: Open, tmp_path: Path) -> None:
+    values = {(rank, step): 1.0 + 9 * rank for rank in (0, 1) for step in range(4)}
+    run = run_of(tmp_path / "run", values, site="grad", name="weight", phase="optimizer")
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    track = opened.page.locator("#panel-top .track", has_text="gradient norm")
+    assert track.locator(".line-name").all_inner_texts() == ["rank 0", "rank 1"]
+    assert "of each rank: the ranks' gradients make no single ones" in track.inner_text()
+
+
+def test_a_run_that_died_of_an_exception_says_so_and_its_ranks_in_words(open_page: Open, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([[make_row(step, np.ones(4, np.float32), step=step) for step in range(3)]], kind="stats")
+        event = {"kind": "exception", "message": "ValueError: no\u202etext", "time_ns": 1, "count": 1}
+        writer.finish(events=[event] * rank)
+    line = open_page(write_page(run, tmp_path / "r.html")).text("#panel-top .line")
+    assert "ranks 2" in line and "0 to 1" not in line
+    assert "2 closed, 1 rank with the exception ValueError: no" in line and "\u202e" not in line
+
+
+def test_images_have_a_row_each_as_csv(open_page: Open, tmp_path: Path) -> None:
+    run, writer = make_run(tmp_path / "run"), HandmadeWriter(tmp_path / "run")
+    common: dict[str, Any] = {"module_path": "fc", "site": "param", "name": "weight", "phase": "optimizer"}
+    writer.add_shard([[make_row(0, np.diag([2.0, 2, 1, 0]).astype(np.float32), step=0, **common)]])
+    writer.finish()
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    head, row = csv_of(opened, "Spectra", tmp_path / "images.csv")
+    assert head[:4] == ["module", "value", "name", "kind"] and row[:5] == ["fc", "param", "weight", "spectrum", "0"]
+    assert [float(one) for one in row[head.index("singular values") :]] == pytest.approx([2, 2, 1, 0], abs=0.01)
+
+
+def test_modules_stand_in_the_order_of_the_model_where_gradients_come_first(open_page: Open, tmp_path: Path) -> None:
+    run, writer, rows = make_run(tmp_path / "run"), HandmadeWriter(tmp_path / "run"), list[dict[str, Any]]()
+    for path in ("last", "first"):  # backward
+        of = {"module_path": path, "site": "grad", "name": "weight", "phase": "optimizer"}
+        rows.append(make_row(len(rows), np.ones((4, 4), np.float32), **of))
+    writer.add_shard([rows], kind="stats")
+    layers = [module("", "Net"), module("first", "Linear"), module("last", "Linear")]
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": layers}])
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    assert rows_of(opened) == ["first", "last"]
+    assert [row[0] for row in csv_of(opened, "Graph", tmp_path / "g.csv")[1:]] == ["(the model)", "first", "last"]

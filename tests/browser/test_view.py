@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 import pytest
 
 from recorder.format.rundir import encode_status
@@ -18,7 +19,7 @@ from recorder.report.collect import VIEW, read_panes
 from recorder.view.server import Watching
 from tests.browser.conftest import Opened
 from tests.rigs.handmade import HandmadeWriter, make_run
-from tests.rigs.report_pages import HOSTILE, hostile_run
+from tests.rigs.report_pages import HOSTILE, hostile_run, run_of
 from tests.rigs.serving import serving
 from tests.rigs.small_runs import make_training
 
@@ -292,3 +293,16 @@ def test_runs_of_one_name_are_told_apart_and_damage_and_pending_findings_are_sai
         assert opened.text("#ranks-note").endswith("; the findings of recorder check are being worked out.")
         assert page.locator("table").first.locator("tbody td").all_inner_texts()[3] == "", "no step yet"
         page.screenshot(path=tmp_path / "ranks.png")
+
+
+def test_a_nan_in_a_column_of_several_steps_begins_at_its_step(look: Look, tmp_path: Path) -> None:
+    values = {(0, step): float("nan") if step >= 1001 else 1.0 + step % 7 for step in range(1300)}
+    run = run_of(tmp_path / "run", values)
+    with serving(run=run) as server:
+        opened = look(f"{server.address}#from=990&to=1009")
+        opened.page.wait_for_selector("#live.over", timeout=_WAIT_MS)
+        opened.redrawn()
+        assert "1,300 steps in 650 columns" in opened.text("#panel-map .note")
+        row = opened.pixels("#panel-map .heat-chunk")[17 + 1].astype(int)  # "net" is above it
+        is_bad = (row[:, 0] > 200) & (row[:, 1] < 210) & (row[:, 2] > 100)
+        assert np.flatnonzero(is_bad)[0] == pytest.approx(row.shape[0] * (1001 - 990) / 20, abs=2)

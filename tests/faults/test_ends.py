@@ -72,6 +72,7 @@ def test_an_end_by_the_program_itself_leaves_every_row(twins: Twins, rows_of_a_s
     assert said(recorded) == said(without)
     assert_steps(recorded, 20, rows_of_a_step)
     assert [writer.state for writer in recorded.run.writers] == ["closed"]
+    assert bool(recorded.run.exceptions) == (code == 1), "the recording knows of an exception that ended the program"
 
 
 @pytest.mark.parametrize(

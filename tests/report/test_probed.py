@@ -62,4 +62,4 @@ def test_the_probe_fills_the_steps_between_those_with_statistics(tmp_path: Path)
         assert drawn[0, :9] == pytest.approx(join(by_rank[:, :9], axis=0), rel=1e-2)  # parts add up, replicas are one
         norms[site] = values_of(blocks["values/nan_count"])[0][number, 0]
     assert (norms["output"][8] == 0) and norms["output"][9] > 0
-    assert all(norm > 0 for norm in axes["gradient_norm"][:9]) and axes["gradient_norm"][10] == -1
+    assert all(norm > 0 for norm in axes["gradient_norms"]["0"][:9]) and axes["gradient_norms"]["0"][10] == -1

@@ -31,7 +31,15 @@ from recorder.report.top import DoctorLine, Highlight, folded, told_by_doctor
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
-from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, unpacked, values_of
+from tests.rigs.report_pages import (
+    HOSTILE,
+    hostile_run,
+    read_page,
+    run_of,
+    run_of_two_models,
+    unpacked,
+    values_of,
+)  # fmt: skip
 from tests.rigs.small_runs import make_training
 from tests.rigs.synthetic import Shape, write_run
 
@@ -699,3 +707,28 @@ def test_a_row_of_a_parameter_has_its_name(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, at, text, **_: drawn.append(text))
     write_picture(recorder.open_run(run), tmp_path / "g.png", "gradients")
     assert {"fc weight", "fc bias"} <= set(drawn)
+
+
+def test_a_panel_is_of_one_model_in_the_order_of_its_modules(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drawn, out = run_of_two_models(tmp_path / "run"), list[str](), tmp_path / "g.png"
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, at, text, **_: drawn.append(text))
+    assert cli("report", run, "--png", "gradients", "--model", "model_1", "-o", out).exit_code == 0
+    assert [text for text in drawn if text.endswith(" weight")] == ["first weight", "last weight"]
+    assert drawn[0].endswith("of 2 values of grad, of model_1") and "3" in drawn and "1" not in drawn
+    refused = cli("report", run, "--png", "gradients", "--model", "other", "-o", tmp_path / "o.png")
+    assert "--model other: expected model, model_1" in refused.err
+    assert "is for --png" in cli("report", run, "--model", "model", "-o", tmp_path / "p.html").err
+    drawn.clear()
+    assert cli("report", run, "--png", "loss", "-o", tmp_path / "l.png").exit_code == 0
+    assert {"loss, before the steps of Adam_1", "Adam loss, before the steps of Adam"} <= set(drawn)
+
+
+def test_ls_says_that_a_program_ended_with_an_exception(cli: Cli, tmp_path: Path) -> None:
+    writer = HandmadeWriter(make_run(tmp_path / "runs" / "run"))
+    event = {"kind": "exception", "message": "ValueError: no", "time_ns": 1, "count": 1}
+    writer.finish(events=[event])
+    assert "closed, exception" in cli("ls", tmp_path / "runs").out
+    assert "rank 0 ended with an exception: ValueError: no" in cli("ls", tmp_path / "runs" / "run").out
+    assert "note    event exception (rank 0): ValueError: no" in cli("doctor", tmp_path / "runs" / "run").out

@@ -108,3 +108,29 @@ def run_of(
             dumps=list(dumps),
         )
     return run
+
+
+def run_of_two_models(path: Path) -> Path:
+    """Two models as of a GAN: at each step a loss and the step of one optimizer, and then those of the other."""
+    run, rows = make_run(path), list[dict[str, Any]]()
+    of_second, of_first = ("model_1", "lr.Adam_1.0", 3.0), ("model", "lr.Adam.0", 1.0)
+    for step in range(4):
+        for repeat, (root, rate, loss) in enumerate((of_second, of_first)):
+            common: dict[str, Any] = {"step": step, "site": "scalar", "module_path": "", "encoding": None}
+            rows.append(make_row(0, np.float64(loss), **common, root="model", name="loss", repeat=repeat))
+            rows.append(make_row(0, np.float64(0.1), **common, root=root, name=rate))
+            for path_of in ("last", "first"):  # the optimizer's groups do not go by the order of modules
+                of = {"root": root, "module_path": path_of, "step": step, "encoding": None}
+                if not step:
+                    rows.insert(0, make_row(0, np.ones(4, np.float32), site="output", **of))
+                of |= {"site": "grad", "name": "weight", "phase": "optimizer"}
+                rows.append(make_row(0, np.full((4, 4), loss, np.float32), **of))
+    first_losses = [row for row in rows if row["step"] == 0 and row["name"] == "loss"]
+    for row in first_losses:  # those of the first step wait for its end
+        rows.remove(row)
+        rows.insert(next(at for at, one in enumerate(rows) if one["step"] == 1), row)
+    writer = HandmadeWriter(run)
+    writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
+    modules = [module("", "Net"), module("first", "Linear"), module("last", "Linear")]
+    writer.finish(roots=[{"name": root, "class": "Net", "modules": modules} for root in ("model", "model_1")])
+    return run

@@ -78,6 +78,8 @@ class CurveRule(CheckRule):
         """By lane of a gradient, the sum of squares at its last record."""
         self.is_loss = Memory(0.0)
         """By curve, 1 for a loss and 0 for a norm."""
+        self.num_values = Memory(0.0)
+        """By curve, the most values in a step; a sample of a loss is their mean."""
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is judged."""
         self.most = 0
@@ -114,7 +116,11 @@ class CurveRule(CheckRule):
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
-        losses, norms = np.bincount(ids, means) / np.bincount(ids), np.sqrt(np.bincount(ids, squares))
+        counts = np.bincount(ids)
+        losses, norms = np.bincount(ids, means) / counts, np.sqrt(np.bincount(ids, squares))
+        by_count = np.argsort(counts, kind="stable")  # of several steps of a curve, the one with the most comes last
+        curves = curve_of[starts][by_count]
+        self.num_values[curves] = np.maximum(self.num_values[curves], counts[by_count])
         values = np.where(rows.at("scalar")[starts], losses, norms)
         order = np.argsort(rows.lanes, kind="stable")
         shares = np.zeros(len(rows))
@@ -145,7 +151,10 @@ class CurveRule(CheckRule):
 
     def words(self, curve: int) -> str:
         """Return the name of the curve in a finding."""
-        return "the loss" if self.keys[curve].kind == _LOSS else "the norm of all gradients, most of it here,"
+        if self.keys[curve].kind != _LOSS:
+            return "the norm of all gradients, most of it here,"
+        number = self.num_values.of(curve)
+        return f"the loss (the mean of {number:.0f} in a step)" if number > 1 else "the loss"
 
     def finish(self) -> Iterable[Finding]:
         if self.most <= (least := self.thresholds.get(self.needs_more_than, -1)):
@@ -403,13 +412,14 @@ class LossStuck(CurveRule):
         top, low = self.thresholds["leap"] * np.median(self._earlier.values[curves], axis=1), ring.min(axis=1)
         is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
         found = (
-            (is_risen, middle, limit, "the loss has risen far above where it began", "median of the last"),
-            (is_stuck, spread, limits, "the loss stands still where it began", "spread over the last records"),
-            (is_leapt, low, top, "the loss has leapt above the records before, and stays up", "smallest of the last"),
+            (is_risen, middle, limit, "has risen far above where it began", "median of the last"),
+            (is_stuck, spread, limits, "stands still where it began", "spread over the last records"),
+            (is_leapt, low, top, "has leapt above the records before, and stays up", "smallest of the last"),
         )
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
             for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
                 since = int(self._steps.values[curves[index]].min()) if flags is is_leapt else None
+                what = f"{self.words(int(curves[index]))} {what}"
                 yield JudgedSample(index, what, measure, float(numbers[index]), float(thresholds[index]), since=since)
             reported[curves[flags]] = 1.0
 

@@ -53,6 +53,10 @@ def report_command(
         str | None,
         typer.Option(metavar="PANEL", help=f"Draw a panel alone, as PNG, without a browser: {', '.join(PANELS)}."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="With --png: the model to draw, where those of a GAN, say, have values of the same names."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> Reply:
     """Draw a run as one HTML file: the loss, maps, lines, ranks.
@@ -69,7 +73,9 @@ def report_command(
     if png is not None:
         if against is not None:
             raise LookupFailedError("--png draws one run; leave out --against, or leave out --png for the page of both")
-        return _picture(run, png, out or Path(f"{png}.png"), force)
+        return _picture(run, png, model, out or Path(f"{png}.png"), force)
+    if model is not None:
+        raise LookupFailedError(f'--model {model} is for --png; on the page "model" chooses it')
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
     more = [] if align is None else [tokens_block(_aligned(run, align))]
     out = out or Path("report.html")
@@ -90,11 +96,11 @@ def report_command(
     )
 
 
-def _picture(run: Run, panel: str, out: Path, force: bool) -> Reply:
+def _picture(run: Run, panel: str, model: str | None, out: Path, force: bool) -> Reply:
     if panel not in PANELS:
         names = ", ".join(PANELS)
         raise LookupFailedError(f"--png {panel}: expected {names}; the buttons of the page save its other panels")
-    num_bytes = write_picture(run, out, panel, force=force)
+    num_bytes = write_picture(run, out, panel, model=model, force=force)
     members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
     return Reply(members=lambda: members, parts=lambda: [f"{out}: {size(num_bytes)}"])
 

@@ -21,7 +21,7 @@ from ...run.finding import Location, RunManifest, find_folder, find_run
 from ...run.reply import Reply, Table, TableColumn, table_of
 from ...run.run import RecordedWriter, Run, open_location, open_run
 from ...run.status import RankNow, RunWatch, Status, find_silent
-from ...system.text import counted, moment, printable, size, span
+from ...system.text import counted, moment, named, printable, size, span
 from .. import options
 from ..output import fitted
 
@@ -70,7 +70,8 @@ def _runs_reply(folder: Location) -> Reply:
             exit_code = 1
             said.append(f"{printable(run.name)}: damaged: {why}")
         summaries.append(summary)
-        rows.append(_row(summary, span(run.steps), _state_words(summary), run.path.name))
+        state = _state_words(summary) + ", exception" * bool(run.exceptions)
+        rows.append(_row(summary, span(run.steps), state, run.path.name))
     titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
     if all(row[0] == row[-1] for row in rows):
         titles, rows = titles[:-1], [row[:-1] for row in rows]
@@ -175,6 +176,8 @@ def _writers_parts(run: Run, summary: dict[str, Any], writers: list[dict[str, An
     if why := notes.damage(run):
         yield f"damaged: {why}"
     yield from run.endings
+    for text, of_ranks in run.exceptions.items():
+        yield f"{named('rank', of_ranks)} ended with an exception: {printable(text)}"
 
 
 def _state_words(summary: dict[str, Any]) -> str:

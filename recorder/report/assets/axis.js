@@ -7,11 +7,14 @@ class StepAxis {
   constructor(app, state = app.state, pictures = new Set()) {
     Object.assign(this, { app, state, pictures });
   }
+  /** The first and the last step of all runs of the page. */
+  get ends() {
+    const all = [this.app.run, this.app.other].flatMap((one) => one?.axes.ends ?? []);
+    return all.length ? [Math.min(...all), Math.max(...all)] : [0, 0];
+  }
   /** The steps that are seen, from the left edge of a picture to its right one; a step is one wide. */
   get domain() {
-    const { run, other } = this.app;
-    const all = [run, other].flatMap((one) => one?.axes.ends ?? []);
-    const first = all.length ? Math.min(...all) : 0, last = all.length ? Math.max(...all) : 0;
+    const [first, last] = this.ends;
     const from = this.state.get("from", first), to = this.state.get("to", last);
     return from > last || to < first || from > to ? [first - 0.5, last + 0.5] : [Math.max(from, first) - 0.5, Math.min(to, last) + 0.5];
   }
@@ -110,9 +113,10 @@ class StepAxis {
   }
   /** The keys that zoom: plus and minus around a step, 0 for all steps. Whether it was one of them. */
   key(event, step) {
-    const [low, high] = this.domain, half = (high - low) * (event.key === "-" ? 1 : 0.25);
-    if (event.key === "0") this.zoom(null, null);
-    else if (event.key === "+" || event.key === "-") this.zoom(Math.max(Math.round(step - half), 0), Math.round(step + half));
+    const [low, high] = this.domain, half = (high - low) * (event.key === "-" ? 1 : 0.25), [first, last] = this.ends;
+    const from = Math.max(Math.round(step - half), first), to = Math.min(Math.round(step + half), last);
+    if (event.key === "0" || (event.key === "-" && from === first && to === last)) this.zoom(null, null);
+    else if (event.key === "+" || event.key === "-") this.zoom(from, to);
     else return false;
     event.preventDefault();
     return true;

@@ -40,7 +40,7 @@ class DepthPanel {
     const [site, mode] = choices.siteAndMode;
     const offered = DEPTH_VIEWS.filter(([, one, statistic]) => run.series.some((other) => other.site === one) && (statistic !== "update" || run.hasUpdates));
     this.views.replaceChildren(...offered.map(([text, one, statistic]) => el("a", { href: state.address({ ...state.values, view: "depth", site: one, mode, stat: statistic, name: null }),
-      "aria-current": one === site && (statistic === "update") === (choices.statistic === "update") }, text)));
+      "aria-current": one === site && (statistic === "update") === (choices.statistic === "update") && "true" }, text)));
     this.ends = this.points.map(({ series }) => this.endsOf(series));
     const step = state.get("step", this.app.top.first?.step ?? null), at = step === null ? -1 : this.columns.findIndex((one) => one.first <= step && step <= one.last);
     this.slider.max = String(Math.max(this.columns.length - 1, 0));
@@ -70,7 +70,8 @@ class DepthPanel {
     const values = this.cells.map((cell) => (cell?.kind === NUMBER ? Math.abs(cell.value) : null)), all = [...values, ...this.ends.flat()].filter((value) => value > 0);
     const isLog = all.length > 0 && Math.max(...all) > LOG_FROM * Math.min(...all) && ![...values, ...this.ends.flat()].includes(0);
     const what = choices.title;
-    this.about.textContent = `step ${column.first}: ${what}; the band spans all steps`;
+    const hasBad = this.cells.some((cell) => cell?.kind === NONFINITE);
+    this.about.textContent = `step ${column.first}: ${what}; the band spans all steps${hasBad ? "; a magenta bar is not finite" : ""}`;
     this.body.setAttribute("aria-label", `${what} of ${plural(this.points.length, "module")} at step ${column.first}; left and right move, Enter shows the lines`);
     const width = Math.max(this.body.clientWidth, 200), gutter = this.app.axis.gutter(width), line = { stroke: cssColor("--grid"), width: 1 };
     const ruled = { stroke: cssColor("--dim"), font: "11px system-ui, sans-serif", grid: line, ticks: { ...line, size: 4 } };

@@ -116,7 +116,7 @@ class GraphPanel {
   }
   text(cell) {
     if (cell === null) return "";
-    if (cell.kind === NONFINITE) return [cell.nan && `${shortNumber(cell.nan, 3, 3)} NaN`, cell.inf && `${shortNumber(cell.inf, 3, 3)} inf`].filter(Boolean).join(" ");
+    if (cell.kind === NONFINITE) return [[cell.nan, "NaN"], [cell.inf, "inf"]].map(([count, what]) => count && `${Number(count.toPrecision(3)).toLocaleString("en")} ${what}`).filter(Boolean).join(" ");
     return cell.kind === NUMBER ? shortNumber(cell.value, 3, cell.digits) : "";
   }
   table() {

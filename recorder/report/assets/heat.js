@@ -185,6 +185,9 @@ class HeatMap {
     this.cells.replaceChildren(...chunks, this.line, this.mark, ...(this.band ? [this.band] : []));
     this.mark.hidden = this.line.hidden = true;
     this.drawRuler(theme, marked, ticks);
+    if (isOfSteps && this.cursor) this.cursor.column = columns.findIndex(({ first, last }) => first <= this.cursor.step && this.cursor.step <= last);
+    if (this.isZoomedByKey) this.point(this.cursor.row, this.cursor.column);
+    this.isZoomedByKey = false;
   }
   drawRow(context, row, y, theme) {
     const height = ROW_PIXELS - 1, { edges } = this, num = this.columns.length;
@@ -193,7 +196,8 @@ class HeatMap {
     for (let c = 0; c < num;) {
       const cell = this.cell(row, c), same = look(cell), first = c;
       while (++c < num && edges[c][0] <= edges[c - 1][1] && look(this.cell(row, c)) === same);
-      const x = edges[first][0], width = edges[c - 1][1] - x;
+      const x = this.leftOf(first, cell), isBeside = c < num && edges[c][0] <= edges[c - 1][1];
+      const width = (isBeside ? this.leftOf(c, this.cell(row, c)) : edges[c - 1][1]) - x;
       if (cell?.kind === NONFINITE) bad.push([cell, x, width, first]);
       drawCell(context, cell, this.colors, x, y, width, height, theme);
     }
@@ -205,8 +209,14 @@ class HeatMap {
       context.strokeRect(edges[c][0] + 1, y + 1, edges[c][1] - edges[c][0] - 2, height - 2);
     }
     for (const [cell, , , first] of bad) {
-      if (cell.isFirst) drawFirst(context, edges[first][0], y, edges[first][1] - edges[first][0], height);
+      const left = this.leftOf(first, cell);
+      if (cell.isFirst) drawFirst(context, left, y, edges[first][1] - left, height);
     }
+  }
+  /** Where a cell begins: what is not finite in the column of the run's first NaN begins at that, and not with the column. */
+  leftOf(column, cell) {
+    const step = this.axis.app.top.first?.step, { first, last } = this.columns[column], [left] = this.edges[column];
+    return cell?.kind === NONFINITE && column && first < step && step <= last ? Math.max(left, Math.round(this.axis.pixelOf(step - 0.5, this.width))) : left;
   }
   drawRuler(theme, marked, own) {
     const context = sizedCanvas(this.ruler, this.width, AXIS_PIXELS);
@@ -266,7 +276,7 @@ class HeatMap {
   }
   point(row, column, x = null, y = null) {
     if (row < 0 || row >= this.rows.length || column < 0 || column >= this.columns.length) return this.leave();
-    this.cursor = { row, column };
+    this.cursor = { row, column, step: this.columns[column].first };
     const [left, right] = this.edges[column], box = this.cells.getBoundingClientRect();
     this.mark.hidden = false;
     for (const [name, value] of Object.entries({
@@ -292,7 +302,8 @@ class HeatMap {
     } else if (event.key === "Escape") {
       this.leave();
     } else {
-      if (this.isOfSteps) this.axis.key(event, this.columns[Math.max(column, 0)].first);
+      this.isZoomedByKey = this.cursor !== null;
+      if (!this.isOfSteps || !this.axis.key(event, this.columns[Math.max(column, 0)].first)) this.isZoomedByKey = false;
       return;
     }
     event.preventDefault();

@@ -57,10 +57,19 @@ class ImagesPanel {
       el("strong", {}, valueText(one.module, one.site, one.name)), el("span", { class: "dim" }, facts.join(" · "))),
     el("div", { class: "tiles" }, canvases));
   }
+  /** A row for each picture; of a weight whose singular values are all known these come last. */
+  table() {
+    const { images } = this.block.data, head = ["module", "value", "name", "kind", "step", "rank", "shape", "smallest", "largest", "NaN", "infinite", "singular values"];
+    return [head, ...images.map((one) => [one.module, one.site, one.name, one.kind, one.step, one.rank, one.shape.join(" x "), one.low, one.high, one.nan, one.inf, ...(one.kind === "spectrum" ? this.singular(one) : [])])];
+  }
+  singular(one) {
+    const codes = this.block.arrays[one.array];
+    return one.low === null ? [] : Array.from(codes, (code) => one.low + (code / (NOT_FINITE_PIXEL - 1)) * (one.high - one.low));
+  }
   /** The singular values of a weight as bars; `high` is the largest of the weight's records. Of a large weight the largest alone is known. */
   spectrum(one, codes, high) {
     const isKnown = one.low !== null, isWhole = isKnown && codes.length === one.total;
-    const values = Array.from(codes, (code) => (isKnown ? one.low + (code / (NOT_FINITE_PIXEL - 1)) * (one.high - one.low) : 0));
+    const values = isKnown ? this.singular(one) : Array.from(codes, () => 0);
     const rank = values.reduce((sum, value) => sum + (value / (one.high || 1)) ** 2, 0);
     const facts = [one.kind, `step ${one.step}`, `[${one.shape.join(", ")}]`, isKnown ? `largest ${shortNumber(one.high, 3)}` : "not finite", isWhole && `least ${shortNumber(one.low, 2)}`,
       isWhole && `stable rank ${shortNumber(rank, 2)} of ${one.total}`].filter(Boolean).join(" · ");

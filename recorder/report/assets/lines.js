@@ -39,7 +39,7 @@ function numberAxis(ruled, isLog, label, gutter) {
 
 /** What an axis of a statistic counts, in few words: it stands upright. */
 function unitOf(statistic) {
-  return STATISTIC_TEXTS[statistic].split(/ [(/]/)[0];
+  return statistic === "update" ? "step / weight" : STATISTIC_TEXTS[statistic].split(" (")[0];
 }
 
 /** The title of an axis of numbers, beside them: what both leave of the space for names is to their left. */
@@ -109,10 +109,14 @@ class Chart {
         ...line.style, label: "", spanGaps: false, points: { show: steps.length <= 60 || undefined, size: 5, fill: line.style.stroke },
       }))],
       hooks: {
+        ready: [() => {
+          if (this.zoomedAt !== undefined) this.pointAt(this.zoomedAt); // a zoom by key leaves the cursor at its step
+          this.zoomedAt = undefined;
+        }],
         drawAxes: [(plot) => this.drawDumps(plot)],
         draw: [(plot) => this.drawMarks(plot, shown)],
         setCursor: [(plot) => {
-          axis.point(plot.cursor.left < 0 ? null : axis.stepAt(plot.cursor.left, width - gutter), this);
+          if (plot.status) axis.point(plot.cursor.left < 0 ? null : axis.stepAt(plot.cursor.left, width - gutter), this); // a new picture has no cursor yet
           this.follow(plot, shown);
         }],
       },
@@ -151,7 +155,10 @@ class Chart {
       axis.point(steps[next ?? idx], this);
       event.preventDefault();
     } else if (event.key === "Escape") this.pointAt(null);
-    else axis.key(event, idx === null || idx === undefined ? (axis.domain[0] + axis.domain[1]) / 2 : steps[idx]);
+    else {
+      this.zoomedAt = steps[idx];
+      if (!axis.key(event, steps[idx] ?? (axis.domain[0] + axis.domain[1]) / 2)) this.zoomedAt = undefined;
+    }
   }
   range(low, high) {
     if (low === null || high === null) return [0, 1];
@@ -203,7 +210,7 @@ class Chart {
       context.setLineDash([6 * ratio, 4 * ratio]);
       context.strokeRect(left, y, width, 0);
       context.setLineDash([]);
-      Object.assign(context, { font: `${11 * ratio}px system-ui, sans-serif`, fillStyle: cssColor("--accent") });
+      Object.assign(context, { font: `${11 * ratio}px system-ui, sans-serif`, fillStyle: cssColor("--accent"), textAlign: "left", textBaseline: "alphabetic" });
       if (level) context.fillText(level.toExponential(), left + 4 * ratio, y - 4 * ratio);
     }
     const bad = [...new Set(shown.flatMap((line) => line.bad))].sort((a, b) => a - b), { steps } = this.given, first = this.app.top.first?.step;

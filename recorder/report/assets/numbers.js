@@ -14,7 +14,7 @@ class NumbersPanel {
     const isObjectives = part === "objectives";
     Object.assign(this, { app, part, id: isObjectives ? "objectives" : "numbers", title: isObjectives ? "Objectives" : "Numbers", charts: [] });
     const shown = app.run.scalars.filter((one) => part === "all" || (objectiveOf(one.name) !== null) === isObjectives).sort((a, b) => this.rank(a) - this.rank(b));
-    const isHead = (one) => this.rank(one) < 2 && shown.findIndex((other) => this.rank(other) === this.rank(one)) === shown.indexOf(one);
+    const isHead = (one) => this.rank(one) < 2 && one === shown.find((other) => this.rank(other) === this.rank(one) && (this.rank(one) === 1 || other.name === one.name));
     const isRate = (one) => /^lr\.|^grad_scale$/.test(one.name);
     this.scalars = shown.filter((one) => part === "all" || isObjectives || (!isRate(one) && isHead(one) === (part === "head")));
     const others = (app.other?.scalars ?? []).filter((one) => isRate(one) && !shown.some((own) => own.name === one.name && own.path === one.path));
@@ -25,7 +25,7 @@ class NumbersPanel {
   /** The loss comes first, then the norm of the gradient, and rates last, as there may be many. */
   rank({ name, mode }) {
     if (mode !== "train" || name.startsWith("lr.")) return name.startsWith("lr.") ? 4 : 3;
-    return name === "loss" ? 0 : /grad.*norm/.test(name) ? 1 : /loss$/.test(name) ? 2 : 3;
+    return name === "loss" || this.app.run.axes.losses.includes(name) ? 0 : /grad.*norm/.test(name) ? 1 : /loss$/.test(name) ? 2 : 3;
   }
   build(section) {
     this.body = el("div", { class: "tracks" });
@@ -43,7 +43,7 @@ class NumbersPanel {
     some.forEach((one, index) => {
       const chart = this.charts[index] ??= new Chart(app, TRACK_PIXELS, true), isLast = index === some.length - 1;
       chart.height = one.isStrip ? STRIP_PIXELS : TRACK_PIXELS;
-      this.body.append(chart.element);
+      if (chart.element.parentNode !== this.body) this.body.append(chart.element); // what moves loses the focus
       const values = one.lines.flatMap((line) => line.values).filter((value) => value > 0), isWide = Math.max(...values) > LOG_FROM * Math.min(...values);
       chart.draw({ ...one, isLog: isWide && !one.ends && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast || this.part !== "head",
         flags: index ? flags.map((flag) => ({ ...flag, label: "" })) : flags, about: one.about ?? [] });
@@ -71,7 +71,8 @@ class NumbersPanel {
     }
     lines = lines.filter((line) => line.bad.length || line.values.some((value) => value !== null && value !== undefined));
     const title = `${series.name || series.site}${series.mode === "train" ? "" : ` (${series.mode})`}`;
-    return { title, about: series.path === "" ? [] : [`of ${pathText(series.path)}`], steps, lines };
+    const note = isOwn ? run.axes.scalar_notes[series.number] : "";
+    return { title, about: [series.path === "" ? "" : `of ${pathText(series.path)}`, note].filter(Boolean), steps, lines };
   }
   /** Two pictures for each shared tensor: the norms of the gradients of its objectives, and the cosines between them. */
   ofObjectives(pictures) {
@@ -119,11 +120,17 @@ class NumbersPanel {
       !run.axes.has_global && run.axes.num_ranks > 1 ? "gradients of all ranks together are not made of a run with so many rows in a step" :
         `the ranks' gradients make no single ones${why ? ` (${why})` : ""}`;
   }
+  /** The norm of all ranks together, and of each rank whose norm is another; a rank alone has that of what it holds. */
   gradientNorm(run, isBeside) {
-    const norms = run.axes.gradient_norm, columns = [...norms.keys()].filter((c) => norms[c] !== null);
+    const all = Object.entries(run.axes.gradient_norms).map(([lane, norms]) => [Number(lane), norms]), isWhole = all.length > 0 && (run.lanes.length === 1 || run.lanes[all[0][0]].kind === "global");
+    const shown = isWhole && this.app.state.get("each") === "0" ? all.slice(0, 1) : all, columns = run.steps.map((_, c) => c).filter((c) => shown.some(([, norms]) => norms[c] !== null));
     if (!columns.length) return null;
-    const values = columns.map((c) => (norms[c] < 0 ? null : norms[c])), bad = [...columns.keys()].filter((at) => values[at] === null);
-    const style = laneStyle({ kind: "global" }, 1, lineColor(0), isBeside);
-    return { title: "gradient norm", about: ["of the parameters that an optimizer has"], steps: columns.map((c) => run.steps[c]), lines: [{ label: run.lineName(0) + (bad.length && run.lanes.length > 1 ? " (no number where a rank is not finite)" : ""), values, digits: values.map(() => 5), bad, style }] };
+    const lines = shown.map(([lane, norms]) => {
+      const values = columns.map((c) => (norms[c] < 0 ? null : norms[c])), bad = [...columns.keys()].filter((at) => norms[columns[at]] < 0);
+      const isCut = run.lanes[lane].kind === "global" && bad.length > 0;
+      return { label: run.lineName(lane) + (isCut ? " (no number where a rank is not finite)" : ""), values, digits: values.map(() => 5), bad, style: laneStyle(run.lanes[lane], shown.length, lineColor(lane), isBeside) };
+    });
+    const about = ["of the parameters that an optimizer has", !isWhole ? `of each rank: ${this.whyNoNorm()}` : shown.length > 1 && "a rank's is of what it holds"];
+    return { title: "gradient norm", about: about.filter(Boolean), steps: columns.map((c) => run.steps[c]), lines };
   }
 }
