@@ -21,7 +21,7 @@ import numpy as np
 from .. import __version__
 from ..analyze.check.check import check
 from ..analyze.diff.diff import diff
-from ..analyze.diff.reply import accusations, unlike_models
+from ..analyze.diff.reply import accusations, culprit_notes, unlike_models
 from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
@@ -137,6 +137,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
         data={
             "a": f"{a.path.parent.name}/{a.name}",
             "b": f"{b.path.parent.name}/{b.name}",
+            "typed_b": typed_for(b.path, b.name),
             "pairs": pairs,
             "verdict": compared.verdict,
             "models": [*unlike_models(a, b)],
@@ -148,6 +149,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
                 | {"text": next(accusations([one], 1)), "is_bad": bool(one.nonfinite_a) != bool(one.nonfinite_b)}
                 for one in compared.culprits[:_MAX_DIFFERING]
             ],
+            "notes": list(culprit_notes(compared.culprits)),
             "differing": [[row[name] for name in names] for row in rows],
             "only_a": [list(row.values()) for row in compared.only_a.slice(0, _MAX_DIFFERING).to_pylist()],
             "only_b": [list(row.values()) for row in compared.only_b.slice(0, _MAX_DIFFERING).to_pylist()],

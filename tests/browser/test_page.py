@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import recorder
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
+from recorder.run.finding import typed_for
 from tests.browser.conftest import Open, Opened, write_page
 from tests.rigs.command_line import module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -691,7 +692,7 @@ def test_a_culprit_names_its_module_and_the_value_that_shows_it(open_page: Open,
             model(torch.ones(2, 4))
     opened = open_page(write_page(tmp_path / "a", tmp_path / "r.html", tmp_path / "b"))
     told = opened.page.locator("#panel-against .findings a").first
-    assert told.inner_text() == "culprit: step 0, forward of '': input input of 'inner' is 1.5 times what it was"
+    assert told.inner_text() == "culprit: step 0, forward of '': input input of 'inner' is 1.5 times what it is in A"
     assert opened.page.locator("#choose-site").input_value() == "input train"  # where the runs part
 
 
@@ -1060,6 +1061,7 @@ def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path
     norms = opened.page.locator("#panel-top .track", has_text="gradient norm").locator(".chart-legend")
     assert norms.inner_text().split("\n") == ["A: rank 0", "B: rank 0"]
     assert "of the parameters that an optimizer has" in opened.text("#panel-top .tracks")
+    assert opened.text("#of-a") == f"Of A alone. For B: recorder check {typed_for(two, recorder.open_run(two).name)}"
     assert opened.text("#panel-top .line").startswith("A alone:") and opened.text("#panel-lines h2") == "Lines"
     assert opened.text("#panel-ranks h2") == "Ranks of A alone"
     runs = [f"{run.parent.name}/{recorder.open_run(run).name}" for run in (one, two)]

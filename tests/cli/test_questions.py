@@ -223,7 +223,7 @@ def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> 
     lines = cli("diff", *runs, "--limit", "9").out.splitlines()
     assert lines.pop(2).startswith("different: 2 values compared")
     how = "statistics, without values to compare: max 4 | 4.000001, 2.5e-07 apart"
-    assert lines.pop(2) == "culprit: step 0, forward of 'up': output differs: max 4 | 4.000001"
+    assert lines.pop(2) == "culprit: step 0, forward of 'up': output differs: max 4 in A, 4.000001 in B"
     assert lines[2] == f"first difference: step 0, micro_step 0, 'up' output: {how}"
     assert "stats apart: where only statistics are there" in lines[4]
     assert lines[5].index("of max") < lines[5].index("stats apart")
@@ -248,7 +248,7 @@ def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_
         runs.append(write(tmp_path / str(n), [make_row(0, values, encoding=None, module_path="up")]))
     lines = cli("diff", *runs).out.splitlines()
     (culprit,) = [line for line in lines if line.startswith("culprit: ")]
-    assert culprit.endswith("differs: nan 0 | 16384")
+    assert culprit.endswith("differs: nan 0 in A, 16384 in B")
     assert not any("several culprits" in line for line in lines)
     culprits = diff(open_run(runs[0]), open_run(runs[1])).culprits
     assert list(accusations([*culprits, *culprits], 0)) == [

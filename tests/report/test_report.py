@@ -456,7 +456,10 @@ def test_the_first_value_that_one_run_alone_has_because_it_is_not_finite_is_the_
     assert cli("diff", tmp_path / "b", tmp_path / "a").out.count("in 3 elements, in B alone") == 1
     assert "culprit: step 1" not in cli("diff", tmp_path / "a", tmp_path / "b", "--module", "a").out
     cli("report", tmp_path / "a", "--against", tmp_path / "b", "-o", tmp_path / "r.html")
-    culprit = read_page(tmp_path / "r.html")["against"].data["culprits"][0]
+    data = read_page(tmp_path / "r.html")["against"].data
+    culprit = data["culprits"][0]
+    assert data["notes"] == ["note: of several culprits the first is sure; the others may follow from it"]
+    assert data["notes"][0] in lines and all(f" {run}" in one["text"] for one in data["culprits"] for run in "A")
     assert (culprit["text"], culprit["step"], culprit["seen_at"], culprit["site"]) == (told, 1, "b", "output")
     assert culprit["hint"].startswith(first)
 

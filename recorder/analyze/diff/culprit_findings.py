@@ -111,7 +111,7 @@ class CulpritFinder:
             of_step = events(a.table, b.table, wanted, differs[kept], is_open[kept]) if wrong else {}
         for step in sorted({*steps.paired, *of_step}):
             if step not in of_step:
-                self._search.equal_step(step, steps.roots)
+                self._search.equal_step(step, steps.roots, shows_state=step not in steps.stateless)
             elif not self._search.is_over:
                 for suspect in self._search.step(step, of_step[step]):
                     told = _told(suspect, a, b, wanted, kept, judged)
@@ -176,17 +176,21 @@ class RangeSteps(NamedTuple):
     """The steps with a value of both runs. Learning rates do not count: they do not show the state of their step."""
     roots: list[str]
     """The roots of the first run."""
+    stateless: set[int]
+    """The steps of `paired` with nothing but what the program gives: inputs of the root, and numbers such as a loss."""
     has_alone: bool
     """Whether one of the runs has a value that the other lacks and that may be a culprit."""
 
     @classmethod
     def of(cls, compared: PairedSteps) -> RangeSteps:
         a, b, pairs = compared
-        both = a.table.select(["step", "site", "name"]).take(pa.array(pairs.a))
+        both = a.table.select(["step", "module_path", "site", "name"]).take(pa.array(pairs.a))
         is_rate = pc.and_(pc.equal(both["site"], "scalar"), pc.starts_with(both["name"], "lr."))
         paired = both["step"].filter(pc.invert(is_rate)).unique().to_pylist()
         alone = differing_steps(a.table, b.table, pairs, np.zeros(len(pairs.a), np.bool_))
-        return cls(sorted(paired), a.table.column("root").unique().to_pylist(), bool(alone))
+        is_given = pc.and_(pc.equal(both["site"], "input"), pc.equal(both["module_path"], ""))
+        shown = set(both["step"].filter(pc.invert(pc.or_(is_given, pc.equal(both["site"], "scalar")))).to_pylist())
+        return cls(sorted(paired), a.table.column("root").unique().to_pylist(), {*paired} - shown, bool(alone))
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

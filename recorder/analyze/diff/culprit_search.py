@@ -170,10 +170,12 @@ class CulpritSearch:
         """Whether the search ends here, because later steps would only show inherited differences."""
         return self._num_steps >= MAX_STEPS
 
-    def equal_step(self, step: int, roots: Iterable[str]) -> None:
-        """Add a step at which nothing differs."""
+    def equal_step(self, step: int, roots: Iterable[str], *, shows_state: bool = True) -> None:
+        """Add a step at which nothing differs; it `shows_state` if it has more than the program gives."""
         for root in roots:
-            self._previous[root] = step, None
+            before = self._previous.get(root)
+            if shows_state or before is None or before[1] is None:
+                self._previous[root] = step, None
 
     def step(self, step: int, events: Sequence[StepEvent]) -> list[Suspect]:
         self._num_steps += 1
@@ -390,7 +392,8 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
             if not any(one in now.differing for one in made_from):
                 yield Suspect(step, UPDATE, now.root, event.path, event)
         elif not is_next:
-            yield Suspect(step, START, now.root, event.path, event)
+            if old is None or not old.differing:  # else the steps between, which have no records, may have spread it
+                yield Suspect(step, START, now.root, event.path, event)
         elif old is None or not _inherits_update(event, old):
             yield Suspect(step - 1, UPDATE, now.root, event.path, event)
 

@@ -270,12 +270,17 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
         if paths and culprit.phase == "update" and culprit.module_path is None:
             yield f"  the update of {listed(paths)} differs, too, which may follow from it"
             follow = []
-    if len(led) > 1 and led[0].why != ROUNDING_ALONE:
-        yield "note: of several culprits the first is sure; the others may follow from it"
-    if any(one.why == ROUNDING_ALONE for one in led[: limit or None]):
-        yield "note: an update of rounding alone may differ between sound trainings, since Adam divides by it"
+    yield from culprit_notes(led, limit)
     if limit and len(led) > limit:
         yield f"{len(led) - limit} more culprits (--limit 0 shows all)"
+
+
+def culprit_notes(culprits: Sequence[Culprit], limit: int = 0) -> Iterator[str]:
+    """Yield how sure the culprits are, of which the first `limit` are shown (0: all)."""
+    if len(culprits) > 1 and culprits[0].why != ROUNDING_ALONE:
+        yield "note: of several culprits the first is sure; the others may follow from it"
+    if any(one.why == ROUNDING_ALONE for one in culprits[: limit or None]):
+        yield "note: an update of rounding alone may differ between sound trainings, since Adam divides by it"
 
 
 def _accused(culprit: Culprit) -> str:
@@ -298,15 +303,16 @@ def _symptom(culprit: Culprit) -> str:
         is_bad = f"NaN or infinite in {counted(num_bad, 'element')}, " if num_bad else ""
         return f"{value} is {is_bad}in {culprit.alone_in.upper()} alone"
     if culprit.statistic is None and culprit.nonfinite_a != culprit.nonfinite_b:
-        return f"{value} is NaN or infinite in {culprit.nonfinite_b} elements, {culprit.nonfinite_a} in A"
+        return f"{value} is NaN or infinite in {culprit.nonfinite_b} elements of B, {culprit.nonfinite_a} of A"
     if culprit.factor is not None:
-        return f"{value} is {number(culprit.factor)} times what it was"
+        return f"{value} is {number(culprit.factor)} times what it is in A"
     if culprit.max_abs:
         of_max = "" if culprit.of_max is None else f", {number(culprit.of_max)} of the largest magnitude"
         noise = f", {culprit.max_abs / culprit.noise:.3g} times the noise" if culprit.noise else ""
         return f"{value} differs by up to {number(culprit.max_abs)}{of_max}{noise}"
     if culprit.statistic is not None:
-        return f"{value} differs: {_statistic_cell({**culprit._asdict(), 'statistic_rel': None})}"
+        text_a, text_b = _statistic_texts(culprit._asdict())
+        return f"{value} differs: {culprit.statistic.removesuffix('_count')} {text_a} in A, {text_b} in B"
     return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
 
 
@@ -361,11 +367,20 @@ def _beside(row: dict[str, Any]) -> str:
     return " ".join(filter(None, (micro_step, call, mode, row["phase"] if row["phase"] == "recompute" else "")))
 
 
-def _statistic_cell(row: dict[str, Any]) -> str:
-    a, b = row["statistic_a"], row["statistic_b"]
+def _statistic_texts(row: dict[str, Any]) -> tuple[str, str]:
+    """Return a statistic of both runs, with as many digits as tell them apart."""
+
+    def text(side: str, form: str) -> str:
+        value = row[f"statistic_{side}"]
+        return "none" if value is None else format(value, form)
+
     digits = (".0f",) if row["statistic"].endswith("_count") else (".4g", ".8g", ".17g")
-    texts = [tuple("none" if value is None else format(value, form) for value in (a, b)) for form in digits]
-    text_a, text_b = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+    texts = [(text("a", form), text("b", form)) for form in digits]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+
+
+def _statistic_cell(row: dict[str, Any]) -> str:
+    text_a, text_b = _statistic_texts(row)
     apart = "" if row["statistic_rel"] is None else f", {number(row['statistic_rel'])} apart"
     return f"{row['statistic'].removesuffix('_count')} {text_a} | {text_b}{apart}"
 

@@ -29,6 +29,7 @@ class AgainstPanel {
       el("p", { class: isEqual ? "verdict right" : "verdict wrong", id: "diff-verdict" }, `${data.verdict}: ${plural(data.num_differing, "value")} of ${data.num_compared.toLocaleString("en")} differ`),
       data.models.map((text) => el("p", { class: "verdict wrong" }, text)),
       el("ul", { class: "findings" }, culprits.slice(0, MAX_FINDINGS)),
+      data.notes.map((text) => el("p", { class: "dim" }, text)),
       culprits.length > MAX_FINDINGS && el("details", {}, el("summary", {}, `${plural(culprits.length - MAX_FINDINGS, "more culprit")}, which may follow from the first`), el("ul", { class: "findings" }, culprits.slice(MAX_FINDINGS))),
       el("table", { class: "facts unlike" }, el("thead", {}, el("tr", {}, ["", `A: ${data.a}`, `B: ${data.b}`].map((title) => el("th", { scope: "col" }, title)))),
         el("tbody", {}, facts.length ? facts : el("tr", {}, el("td", {}), el("td", { colspan: 2, class: "dim" }, "ranks, layout, steps, versions and rules are the same")))));
@@ -90,7 +91,7 @@ class AgainstPanel {
   describe(row, column) {
     const cell = this.drawn.cells[row][column], step = this.drawn.columns[column].first;
     const lines = [cell?.series ? valueText(cell.series.path, cell.series.site, cell.series.name) : this.drawn.rows[row].label, `step ${step}`];
-    if (cell?.kind === NUMBER) lines.push(`${shortNumber(cell.a.value, 4, cell.a.digits)} | ${shortNumber(cell.b.value, 4, cell.b.digits)}`, `${shortNumber(100 * cell.value, 3, cell.digits)} % apart`);
+    if (cell?.kind === NUMBER) lines.push(`A: ${shortNumber(cell.a.value, 4, cell.a.digits)}, B: ${shortNumber(cell.b.value, 4, cell.b.digits)}`, `${shortNumber(100 * cell.value, 3, cell.digits)} % apart`);
     else if (cell?.kind === NONFINITE) lines.push(`${cell.nan} NaN, ${cell.inf} infinite in the two together`);
     else lines.push("not in both runs");
     return lines;

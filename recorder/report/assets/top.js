@@ -58,7 +58,8 @@ class TopPanel {
           about.advice && el("div", { class: "dim" }, about.advice), about.type?.split("\n").map((line) => el("code", { class: "type" }, line)), followers),
         !isWhole && COLUMNS.map((name) => el("td", { class: name, "data-name": name }, (about[name] ?? "").replace(/^(since )?(steps?|ranks?) /, "$1"))));
     });
-    this.findings.replaceChildren(el("div", { class: "scroll" }, el("table", { class: "grid findings" },
+    const { against } = this.app;
+    this.findings.replaceChildren(...(against ? [el("p", { class: "dim", id: "of-a" }, "Of A alone. For B: ", el("code", {}, `recorder check ${against.data.typed_b}`))] : []), el("div", { class: "scroll" }, el("table", { class: "grid findings" },
       isTable && el("thead", {}, el("tr", {}, ["", "what stands out", ...COLUMNS].map((title) => el("th", { scope: "col" }, title === "size" ? "how large" : title)))), el("tbody", {}, rows))),
       findings.length > MAX_FINDINGS && !this.isWhole ? el("button", { type: "button", class: "quiet", onclick: () => { this.isWhole = true; this.tellFindings(findings); } }, `all ${plural(findings.length, "finding")}`) : "");
     [...this.findings.querySelectorAll("details")].forEach((one, number) => { one.open = open[number] ?? false; });

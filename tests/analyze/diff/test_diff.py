@@ -862,3 +862,29 @@ def test_local_gradients_that_one_run_alone_has_are_no_culprit(tmp_path: Path) -
     local = row(1, values, **of, phase="backward", scope="local")
     found = diff(write(tmp_path / "a", [final, local]), write(tmp_path / "b", [final]))
     assert found.only_a.num_rows == 1 and found.culprits == []
+
+
+@pytest.mark.parametrize("between", [None, "scalar", "input", "output"])
+def test_state_behind_steps_that_show_none_follows_from_an_earlier_difference(
+    tmp_path: Path, between: str | None
+) -> None:
+    def run(name: str, apart: float) -> recorder.Run:
+        rows: list[Row] = []
+
+        def add(step: int, path: str, site: str, far: float, **columns: Any) -> None:
+            values = np.array([1.0, 2.0 + far], np.float32)
+            rows.append(row(len(rows), values, step=step, module_path=path, site=site, **columns))
+
+        for step in (4, 9, 10):
+            for path in ("a", "b", "c") if step != 9 else ():
+                add(step, path, "param", apart * (step == 10), name="weight", phase="optimizer")
+                add(step, path, "grad", apart, name="weight", phase="optimizer")
+            if step != 9:
+                add(step, "a", "output", apart)
+            elif between is not None:
+                add(step, "b" if between == "output" else "", between, 0.0, name="epoch")
+        return write(tmp_path / name, rows)
+
+    culprits = diff(run("one", 0.0), run("two", 0.5)).culprits
+    found = [(one.step, one.phase, one.module_path) for one in culprits]
+    assert found == [(4, "forward", "a"), *([(9, "update", None)] if between == "output" else [])]
