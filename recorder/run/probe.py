@@ -46,10 +46,17 @@ def read_probe(writers: Iterable[RecordedWriter]) -> Any:
 
 
 def probe_tables(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
-    """Yield the probe of some writers as `read_probe` returns it, one table for each batch. CorruptError: as there."""
+    """Yield the probe of some writers as `read_probe` returns it, one table for each batch.
+
+    CorruptError is raised as there, and is damage of the run from then on.
+    """
     for writer in writers:
-        for shard in writer.probe_shards:
-            yield from _tables(shard)
+        try:
+            for shard in writer.probe_shards:
+                yield from _tables(shard)
+        except CorruptError as error:
+            writer.note_damage(str(error))
+            raise
 
 
 class ProbeSize(NamedTuple):

@@ -10,7 +10,7 @@ from ...checks.rules.comparing import Replica
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
 from ...system.text import counted
-from ..first.replica_groups import Differing
+from ..first.replica_groups import Differing, factor_of
 from ..first.replicas import FINDINGS, ApartByProbe, apart_by_probe, compare_replicas
 
 _APART = "ranks that share the value hold different ones"
@@ -41,6 +41,7 @@ def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str
         details.append(f"by the probe apart since step {probed.step}, equal at step {probed.equal_step}")
     elif one.last_equal is not None:
         details.append(f"equal at step {one.last_equal.step}")
+    details += filter(None, [factor_of(one) or (probed.factor if probed is not None else "")])
     details += [f"the first of {counted(number, 'value')} at this site that differ"] if number > 1 else []
     details += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
     details += [] if value.site in FINDINGS else ["a sum over these ranks may have been left out"]
@@ -54,7 +55,7 @@ def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str
 
 
 def _probed_finding(one: ApartByProbe) -> Finding:
-    details = ["by the probe", f"equal at step {one.equal_step}"]
+    details = ["by the probe", f"equal at step {one.equal_step}", *filter(None, [one.factor])]
     return _of(one.step, one.key, one.ranks, details, Replica.severity, _APART, 2.0, None)
 
 

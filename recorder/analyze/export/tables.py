@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
@@ -115,10 +115,8 @@ def _findings(run: Run, max_rows: int, *, mapper: Mapper) -> Iterator[Any]:
 
 def _probe(run: Run, max_rows: int) -> Iterator[Any]:
     for writer in run.writers:
-        try:
+        with suppress(CorruptError):  # which is damage of the run from now on
             yield from probe_tables([writer])
-        except CorruptError as error:
-            writer.note_damage(str(error))
 
 
 def _rows(run: Run, max_rows: int) -> Iterator[Any]:
@@ -274,6 +272,8 @@ def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
             kinds = {one.type.name for one in statements} - {"SELECT", "EXPLAIN", "MULTI"}
             if kinds:  # a PIVOT is a MULTI
                 raise LookupFailedError(f"the query: {', '.join(sorted(kinds))}: only SELECT is taken: runs are read")
+            if len(statements) > 1:
+                raise LookupFailedError(f"the query: {len(statements)} statements; ask one at a time")
             for name, schema in TABLES.items():
                 connection.register(f"_{name}", schema.empty_table())
                 connection.execute(f"create table {name} as from _{name}")

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...run.notes import layout_problems, left_out
+from ...run.notes import damage, layout_problems, left_out
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN, NUMBERS
 from ...system.text import counted, listed, number, steps_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
-from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue
+from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue, factor_of, ranks_in_words
 from .replicas import FINDINGS, RANGE_ROWS, ApartByProbe, ReplicaFinder, apart_by_probe
 from .timeline import FirstRows, RecordedValue, Timeline, whole_rows
 
@@ -178,8 +178,6 @@ def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
 _LIBRARY = "site-packages/torch/"
 _MAX_LISTED = 5
 _MAX_RANKS = 8
-_SAME = 1e-4
-"""The relative distance up to which statistics of two ranks agree on a factor."""
 _BUFFERS = {
     BROADCAST: "no finding: the forward updates each rank's own, and DDP broadcasts the first rank's before the next",
     OWN: "no finding: FSDP broadcasts no buffers and keeps each rank's own",
@@ -205,7 +203,7 @@ def _parts(run: Run, answer: First) -> Iterator[str | Table]:
     for note in answer.notes:
         yield f"note: {note}"
     if run.problems:
-        yield "note: the run is damaged, and what cannot be read was not looked at"
+        yield f"note: the run is damaged, and what cannot be read was not looked at: {damage(run)}"
 
 
 def _nonfinite_part(run: Run, answer: First) -> str | Table:
@@ -260,10 +258,12 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
 def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
     differing, probed = answer.replica, answer.replica_probed
     if differing is None and probed is not None:
-        ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {_ranks(probed.ranks)}"
+        ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {ranks_in_words(probed.ranks)}"
         ranks += " apart from the others" if probed.is_odd else " hold different ones"
         title = f"first replica that differs: step {probed.step}, {_named(*probed.key[1:])}, {ranks}"
-        yield f"{run.name}: {title}, by the probe alone (equal at step {probed.equal_step}; no recorded step shows it)"
+        factor = f"; {probed.factor}" if probed.factor else ""
+        title += f", by the probe alone (equal at step {probed.equal_step}; no recorded step shows it)"
+        yield f"{run.name}: {title}{factor}"
     elif differing is None:
         why = answer.why_none_compared or "there is no parameter, gradient or optimizer state to compare"
         yield f"{run.name}: {answer.replicas_agree or f'replicas: not compared, because {why}'}"
@@ -299,37 +299,15 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
     if probed is not None:
         yield (
             "first apart",
-            f"step {probed.step} by the probe: {_named(*probed.key[1:])}, equal at step {probed.equal_step}",
+            f"step {probed.step} by the probe: {_named(*probed.key[1:])}, equal at step {probed.equal_step}"
+            + (f"; {probed.factor}" if probed.factor else ""),
         )
     yield "last equal", "no record before shows them equal" if equal is None else f"step {equal.step}"
-    if told := _factor(differing):
+    if told := factor_of(differing):
         yield "factor", told
     names = [_named(*one) for one in answer.differing]
     more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
     yield "differ at any step", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
-
-
-def _factor(differing: Differing) -> str:
-    """Say that one group of ranks has a multiple of what another one has, if norm and largest magnitude agree on it."""
-    held = {value.rank: value for value in differing.ranks}
-    sides = [(held[ranks[0]], ranks) for ranks in differing.groups if ranks[0] in held]
-    if not len(sides) == len(differing.groups) == 2:
-        return ""
-    (low, low_ranks), (high, high_ranks) = sorted(sides, key=lambda side: side[0].l2 or 0.0)
-    if not (low.l2 and high.l2 and low.absmax and high.absmax):
-        return ""
-    factor, rounding = high.l2 / low.l2, _SAME * high.absmax
-    is_factor = math.isclose(high.absmax, factor * low.absmax, abs_tol=rounding)
-    if not is_factor or abs((high.mean or 0.0) - factor * (low.mean or 0.0)) > rounding or factor < 1 + 100 * _SAME:
-        return ""
-    num_ranks = len(low_ranks) + len(high_ranks)
-    is_sum = differing.value.site == "grad" and math.isclose(factor, num_ranks, rel_tol=_SAME)
-    hint = f": added up over {num_ranks} ranks, not averaged?" if is_sum else ""
-    return f"{_of_ranks(high_ranks)} {factor:.4g} times what {_of_ranks(low_ranks)}{hint}"
-
-
-def _of_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {_ranks(ranks)} has" if len(ranks) == 1 else f"ranks {_ranks(ranks)} have"
 
 
 def _ranks_table(values: Sequence[RankValue]) -> Table:
@@ -371,9 +349,5 @@ def _when(value: RecordedValue) -> str:
 
 
 def _groups(differing: Differing) -> str:
-    shown = [_ranks(ranks) for ranks in differing.groups[:_MAX_LISTED]]
+    shown = [ranks_in_words(ranks) for ranks in differing.groups[:_MAX_LISTED]]
     return " | ".join(shown) + (" | ..." if len(differing.groups) > _MAX_LISTED else "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ",".join(map(str, ranks[:_MAX_RANKS])) + (f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else "")

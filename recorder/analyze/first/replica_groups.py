@@ -8,8 +8,9 @@ read a payload where the rows decide.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ NEVER: DDP was told not to. OWN: FSDP keeps each rank's own buffers."""
 NAME = ("root", "module_path", "site", "name")
 _ROUNDING = 1e-3
 """The greatest difference of the ranks' `l2` of an activation, as a share, that not every rank's rounding explains."""
+SAME = 1e-4
+"""The relative distance up to which numbers of two ranks agree on a factor."""
+_MAX_RANKS = 8
 
 
 class RankValue(NamedTuple):
@@ -356,3 +360,38 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
 
     leaders, ids = by_distinct(timeline.table, ("root", "rank", "attempt"), leader)
     return np.array(leaders, np.int64)[ids], assumed
+
+
+def factor_of(differing: Differing) -> str:
+    """Say that one group of ranks has a multiple of what another one has, if norm and largest magnitude agree on it."""
+    held = {value.rank: value for value in differing.ranks}
+    sides = [(held[ranks[0]], ranks) for ranks in differing.groups if ranks[0] in held]
+    if not len(sides) == len(differing.groups) == 2:
+        return ""
+    (low, low_ranks), (high, high_ranks) = sorted(sides, key=lambda side: side[0].l2 or 0.0)
+    if not (low.l2 and high.l2 and low.absmax and high.absmax):
+        return ""
+    factor, rounding = high.l2 / low.l2, SAME * high.absmax
+    is_factor = math.isclose(high.absmax, factor * low.absmax, abs_tol=rounding)
+    if not is_factor or abs((high.mean or 0.0) - factor * (low.mean or 0.0)) > rounding:
+        return ""
+    return factor_in_words(factor, low_ranks, high_ranks, is_gradient=differing.value.site == "grad")
+
+
+def factor_in_words(factor: float, low: Sequence[int], high: Sequence[int], *, is_gradient: bool) -> str:
+    """Say that the ranks `high` have `factor` times what the ranks `low` have; empty for a factor of about 1."""
+    if factor < 1 + 100 * SAME:
+        return ""
+    num_ranks = len(low) + len(high)
+    is_sum = is_gradient and math.isclose(factor, num_ranks, rel_tol=SAME)
+    hint = f": added up over {num_ranks} ranks, not averaged?" if is_sum else ""
+    return f"{_having(high)} {factor:.4g} times what {_having(low)}{hint}"
+
+
+def _having(ranks: Sequence[int]) -> str:
+    return f"rank {ranks_in_words(ranks)} has" if len(ranks) == 1 else f"ranks {ranks_in_words(ranks)} have"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return the numbers of some ranks, of many the first few."""
+    return ",".join(map(str, ranks[:_MAX_RANKS])) + (f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else "")

@@ -18,14 +18,24 @@ import pyarrow as pa
 
 from ...columns import note_members
 from ...errors import CorruptError
-from ...numerics.keys import group, group_rows, holds
+from ...numerics.keys import Integers, group, group_rows, holds
 from ...numerics.moments import integers
 from ...run.notes import differing_ranks
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import RecordedWriter, Run
 from ...run.step_ranges import Attempts, Mapper, map_serially, read_ranges
 from ...sites import STATES
-from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroups, is_replicated
+from .replica_groups import (
+    BROADCAST,
+    NAME,
+    NEVER,
+    OWN,
+    SAME,
+    Differing,
+    ReplicaGroups,
+    factor_in_words,
+    is_replicated,
+)
 from .timeline import RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000
@@ -202,6 +212,8 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
 
 
 _NAMES = ("root", "module_path", "site", "name")
+_LEAST_FACTORS = 3
+"""The least number of norms of two ranks whose ratios show a factor: any two norms have a ratio."""
 
 
 class ApartByProbe(NamedTuple):
@@ -215,6 +227,8 @@ class ApartByProbe(NamedTuple):
     """The ranks outside the largest group of equal ranks; all ranks where no group is the largest."""
     is_odd: bool
     """Whether a group is the largest: of two ranks nobody can say which of them is right."""
+    factor: str
+    """That some ranks have a multiple of what the others have, if all numbers of the site agree on it; else empty."""
 
 
 def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[ApartByProbe]:
@@ -232,7 +246,7 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
             is_named = [one in names for one in _names_at(table, values.firsts)]
             is_wanted = np.array(is_named, np.bool_)[values.ids] & table.column("global_numel").is_null().to_numpy()
             tables.append(table.filter(pa.array(is_wanted)))
-    except CorruptError:  # the reading of the rows says which part is damaged
+    except CorruptError:  # which is damage of the run from now on
         return []
     table = pa.concat_tables(tables).unify_dictionaries()
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
@@ -259,8 +273,32 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
             largest = np.flatnonzero(counts == counts.max())
             is_odd = inverse != largest[0] if len(largest) == 1 else np.ones(len(rows), np.bool_)
             odd = tuple(ranks[rows][is_odd].tolist())
-            found[key[2]] = ApartByProbe(key, int(first[value]), int(last_equal[value]), odd, len(largest) == 1)
+            sides = [ranks[rows][inverse == side].tolist() for side in range(len(counts))]
+            is_site = np.array([one[2] == key[2] for one in _names_at(table, values.firsts)], np.bool_)
+            factor = ""
+            if len(sides) == 2:
+                at = differs & is_site[value_of] & (step_of >= first[value])
+                factor = _common_factor(sizes, ranks, groups.ids, at, sides, is_gradient=key[2] == "grad")
+            found[key[2]] = ApartByProbe(key, int(first[value]), int(last_equal[value]), odd, len(largest) == 1, factor)
     return list(found.values())
+
+
+def _common_factor(
+    sizes: Any, ranks: Integers, ids: Integers, asked: Any, sides: list[list[int]], *, is_gradient: bool
+) -> str:
+    """Say which multiple the ranks of the second side have of what those of the first have, in each asked group."""
+    of_sides = []
+    for side in sides:
+        column = np.full(len(asked), np.nan)
+        at = ranks == side[0]
+        column[ids[at]] = sizes[at]
+        of_sides.append(column[asked])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = of_sides[1] / of_sides[0]
+        factors = factors[~np.isnan(factors)]
+        if len(factors) < _LEAST_FACTORS or not np.ptp(factors) <= SAME * factors[0]:
+            return ""
+    return factor_in_words(float(factors[0]), *sides, is_gradient=is_gradient)
 
 
 def _names_at(table: Any, rows: Any) -> list[tuple[str, str, str, str]]:

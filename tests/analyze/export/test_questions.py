@@ -101,6 +101,8 @@ def test_what_would_change_something_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LookupFailedError, match=r"(DELETE|DROP|COPY): only SELECT is taken"):
         ask(question, of)
+    with pytest.raises(LookupFailedError, match=r"the query: 2 statements; ask one at a time"):
+        ask("select 1; select 2", of)
     assert not list(tmp_path.iterdir())
     assert (
         ask("pivot (select name, state from runs) on state using count(*)", of).rows and ask("describe runs", of).rows

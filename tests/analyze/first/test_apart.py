@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 import recorder
-from tests.analyze.first.scripts.apart import CASES, STEP
+from recorder.analyze.check.check import check
+from recorder.analyze.first.first import reply_of
+from recorder.run.run import Run
+from tests.analyze.first.scripts.apart import CASES, FACTOR, RANK, STEP
 from tests.rigs import jobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "apart.py"
@@ -32,3 +36,27 @@ def test_sound_ranks_have_equal_copies(out: Path) -> None:
     sound = recorder.first(recorder.open_run(out / "sound"))
     assert not sound.is_found and sound.notes == []
     assert sound.num_compared > 200
+
+
+def test_a_rank_with_a_multiple_of_all_gradients_is_named_with_the_factor(out: Path) -> None:
+    run = recorder.open_run(out / "scaled")
+    told = f"rank 3 has {FACTOR} times what ranks 0,1,2 have"
+    (finding,) = [one for one in check(run, ["replica"]).findings if one.site == "grad"]
+    assert (finding.step, finding.ranks) == (STEP, (3,))
+    assert finding.detail == f"by the probe, equal at step 0, {told}"
+    assert told in said(run)
+
+
+def test_a_damaged_probe_is_named_by_what_would_have_read_it(out: Path, tmp_path: Path) -> None:
+    run = recorder.open_run(shutil.copytree(out / "scaled", tmp_path / "runs"))
+    path = Path(str(run.writers[RANK].probe_shards[0].path))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    damaged = recorder.open_run(run.path)
+    assert f"what cannot be read was not looked at: {path}" in said(damaged)
+    assert "by the probe" not in said(damaged) and reply_of(damaged, recorder.first(damaged)).exit_code == 1
+
+
+def said(run: Run) -> str:
+    return "\n".join(str(part) for part in reply_of(run, recorder.first(run)).parts())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import recorder
+from recorder.analyze.check.check import check
 from recorder.analyze.first.first import First, reply_of
 from recorder.columns import COUNTS, STATISTICS
 from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_parts, make_row, make_run
@@ -734,4 +735,6 @@ def test_a_gradient_that_one_rank_added_up_has_the_hint(tmp_path: Path) -> None:
         ]
 
     assert "rank 1 has 2 times what rank 0 has: added up over 2 ranks, not averaged?" in str(factor("two", 2))
+    told = check(recorder.open_run(tmp_path / "two"), ["replica"]).findings[0].detail
+    assert told == "by statistics, rank 1 has 2 times what rank 0 has: added up over 2 ranks, not averaged?"
     assert factor("other", 0.25) and "averaged" not in str(factor("quarter", 0.25)) and not factor("turned", -2)

@@ -2,7 +2,9 @@
 
     torchrun --nproc-per-node 4 apart.py FOLDER
 
-records each of `CASES` into ``FOLDER/NAME``, and the first of them without that into ``FOLDER/sound``.
+records each of `CASES` into ``FOLDER/NAME``, and the first of them without that into ``FOLDER/sound``. In
+``FOLDER/scaled`` all gradients of the last rank are `FACTOR` times those of the others at one step, of which only the
+probe knows.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from tests.rigs.parallel import mesh_of, sharded
 
 RULES = "site=param,grad,optim keep=stats,fingerprint"
 STEP, RANK = 1, 3
+FACTOR = 10
+PROBED = "site=param,grad keep=probe; site=param,grad steps=::2 keep=stats,fingerprint"
 
 
 class Case(NamedTuple):
@@ -81,6 +85,15 @@ def main() -> None:
 
         with recorder.attach(model, enabled=True, dir=out / folder, rules=RULES):
             parallel.fit(model, coming_apart(model, name) if folder != "sound" else None)
+    model = nn.parallel.DistributedDataParallel(parallel.make())
+
+    def scale(_: nn.Module, step: int) -> None:
+        for parameter in model.parameters() if (step, dist.get_rank()) == (STEP, RANK) else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(FACTOR)
+
+    with recorder.attach(model, enabled=True, dir=out / "scaled", rules=PROBED):
+        parallel.fit(model, scale)
     leave()
 
 
