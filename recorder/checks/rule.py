@@ -211,6 +211,10 @@ class StreakRule(CheckRule):
         """Return the severity of a finding on a lane."""
         return self.severity
 
+    def what_of(self, lane: int) -> str:
+        """Return the words of a finding on a lane."""
+        return self.what
+
     def add(self, rows: Rows) -> Iterator[Finding]:
         rows = rows.by_lane()
         flags, values = self.judge(rows)
@@ -218,7 +222,7 @@ class StreakRule(CheckRule):
         for index, _, since in self._streaks.reached(rows.lanes, rows.steps, flags, self.records):
             lane = int(rows.lanes[index])
             yield self.finding(
-                lane, int(rows.steps[index]), self.what, self.measure, values[index],
+                lane, int(rows.steps[index]), self.what_of(lane), self.measure, values[index],
                 self.thresholds[self.limit], self.severity_of(lane), since,
             )  # fmt: skip
 

@@ -36,6 +36,9 @@ from .row_groups import COLUMNS, RowFinding
 from .run_topology import Topology
 from .values import GlobalValues, choose_steps, load_sample
 
+_FIRST_CLAUSE = re.compile(r"(?:[^;(]|\([^)]*\)?)*")
+"""What stands before the first semicolon that is in no parentheses."""
+
 
 class LoadedRows(NamedTuple):
     """Loaded rows, the values of the complete model in them, and the assembler that reads the payloads."""
@@ -263,7 +266,7 @@ class GlobalRows:
         source = self._sources[i]
         if isinstance(source, int):
             why = note_members(self.table.column("note")[i].as_py()).get("per_rank")
-            return None if why is None else ("each rank its own", str(why).partition(";")[0])
+            return None if why is None else ("each rank its own", _FIRST_CLAUSE.match(str(why))[0])  # type: ignore[index] # it matches any text
         plan, at = source.plan, source.positions[0]
         assert isinstance(plan, Plan)
         dim = plan.dim if plan.across is None else plan.across.dim

@@ -34,6 +34,8 @@ from ..system.text import counted, listed, moment
 _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
 _MAX_LISTED = 8
 _MAX_PRUNED = 20
+_MAX_LOOKED = 100
+"""The most directories of a folder without a run that are searched for runs."""
 _MAX_DEPTH = 5
 """The most folders above a run in which a destination may be."""
 _logger = logging.getLogger("recorder")
@@ -264,6 +266,9 @@ def _raise_no_run(folder: Location) -> NoReturn:
         raise NotARunError(f"{folder}: an unfinished merge; run it again, what is finished is kept: {command}")
     if pruned := pruned_runs(folder):
         raise NotARunError(pruned_note(folder, pruned))
+    names = store_of(folder).list_directory(folder, directories=True)[:_MAX_LOOKED]
+    if below := [name for name in names if runs_in(folder / name)]:
+        raise NotARunError(f"{folder}: no run here, but in {listed(below, _MAX_LISTED)}: name {folder / below[0]}")
     why = "RECORDER=1 in front of a training command records one; where it does not, `recorder doctor`, without a path"
     why += ", says what keeps it from it"
     raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")

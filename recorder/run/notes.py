@@ -127,7 +127,7 @@ def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow
                 if answer.id == command.id and (known is None or known.is_before(answer)):
                     answers[now.rank] = answer
         unheard = sorted(rank for rank in newest if rank is not None and rank not in answers)
-        lines = _outcomes(command, answers)
+        lines = _outcomes(command, answers, is_over=all(writer.state != "recording" for writer in run.writers))
         if unheard:
             lines.append(f"{counted(len(unheard), 'rank')} ({span(unheard)}): never heard of it")
         is_done = not unheard and all(_is_done(command, answer) for answer in answers.values())
@@ -156,7 +156,7 @@ def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) ->
     return members
 
 
-def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
+def _outcomes(command: Command, answers: dict[int, Answer], *, is_over: bool) -> list[str]:
     groups: dict[tuple[str, int | None, int | None, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault((answer.state, answer.since, answer.until, answer.why), []).append(rank)
@@ -165,6 +165,9 @@ def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
         steps = "" if since is None else f", {steps_phrase(since, until)}"
         because = f" ({why})" if why else ""
         word = state_word(command.kind, state)
+        if state == WAITING and is_over:
+            word = f"waited for step {command.from_step}, which never came"
+            steps = ""
         outcomes.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {word}{steps}{because}")
     return outcomes
 

@@ -146,6 +146,9 @@ def test_files_that_are_no_commands_and_what_other_nodes_did_not_hear_are_findin
     ]
     record(run, training(3), events=events)
     assert codes(cli, run) == (0, 1)
+    why = lines(cli("doctor", run, "--strict"), "exit code 1, because --strict counts: ")
+    assert why and "event command_refused (rank 0): not done; event uncarried" in why[0]
+    assert not lines(cli("doctor", run), "exit code 1")
     for event in events:
         assert lines(cli("doctor", run), "note", f"event {event['kind']} (rank 0): not done")
 

@@ -18,7 +18,7 @@ from recorder.errors import NotARunError
 from recorder.storage.locations import ObjectPath
 from tests.rigs.clusters import started_cluster
 from tests.rigs.command_line import Cli
-from tests.rigs.handmade import HandmadeWriter, make_run
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.merging import ROWS_PER_STEP, loss_of, roots, rows_of
 from tests.rigs.server import BUCKET, StoreServer
 
@@ -191,9 +191,22 @@ def test_a_run_is_found_as_on_a_disk(cli: Cli, store: StoreServer, path: Path, t
     several, beginning = cli("first", folder), cli("first", f"{folder}/run")
     assert (several.exit_code, beginning.exit_code) == (0, 2)
     assert f"{folder}: took run-b, the newest of 2 runs" in several.err and several.out.startswith("run-b: ")
+    above = cli("ls", folder.rpartition("/")[0])
+    assert above.exit_code == 2 and above.err.endswith(f"no run here, but in several: name {folder}\n")
     assert "2 runs begin so: run-a (" in beginning.err and "run-b (" in beginning.err
     for name, found in (("run-b", "run-b"), ("@-1", "run-b"), ("latest", "run-b"), ("@-2", "run-a")):
         assert cli("first", f"{folder}/{name}").out.startswith(f"{found}: ")
+
+
+def test_check_types_the_run_and_not_its_folder(cli: Cli, store: StoreServer, tmp_path: Path) -> None:
+    writer = HandmadeWriter(make_run(tmp_path / "run-n"), 0)
+    writer.add_shard([[make_row(0, np.full(4, np.nan, np.float32))]])
+    writer.finish()
+    url = store.upload(tmp_path / "run-n", f"{tmp_path.name}/bad/run-n")
+    found = cli("check", url.rpartition("/")[0])
+    assert f"recorder stats {url} layers.0" in found.out
+    told = cli("sql", "select 1.5::double as x, 'nan'::double as y", url, "--json").json
+    assert told["rows"] == [[1.5, None]] and told["nonfinite"] == [{"row": 0, "column": "y", "value": "nan"}]
 
 
 def test_open_run_takes_text_and_what_pathlib_makes_of_it(path: Path, url: str) -> None:

@@ -31,12 +31,13 @@ from ...run.notes import (
 )
 from ...run.reply import Reply, StateLine
 from ...run.run import Balance, RecordedModule, Run
-from ...system.text import counted, grouped, listed, printable, size, span
+from ...system.text import counted, grouped, listed, printable, shortened, size, span
 from .expected import Expectation, compare
 from .gaps import REASONS, Gap
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MAX_LISTED = 10
+_FEW, _MAX_TEXT = 3, 100
 _MAX_GAPS = 40
 """The most lines about gaps of one state; ``--json`` has all."""
 _STEP_SOURCES = {
@@ -77,18 +78,25 @@ class Check(NamedTuple):
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
     """Return the reply. The exit code is 1 if values are missing, or a line counts under ``--strict``."""
     known = list(checks)
+    has_missing = any(check.state == "missing" for check in known)
+    strict = [] if has_missing or not is_strict else [check.text for check in known if check.is_strict]
+    because = f"exit code 1, because --strict counts: {'; '.join(shortened(text, _MAX_TEXT) for text in strict[:_FEW])}"
+    because += f"; and {len(strict) - _FEW} more" if len(strict) > _FEW else ""
     return Reply(
         members=lambda: {
             "run": None if run is None else str(run.path),
             "checks": [{"state": check.state, "text": check.text, **check.members} for check in known],
         },
-        parts=lambda: [
-            StateLine(state, check.text)
-            for state in _STATES
-            for check in known
-            if check.state == state and check.is_listed
-        ],
-        exit_code=int(any(check.state == "missing" or (is_strict and check.is_strict) for check in known)),
+        parts=lambda: (
+            [
+                StateLine(state, check.text)
+                for state in _STATES
+                for check in known
+                if check.state == state and check.is_listed
+            ]
+            + [StateLine("note", because)] * bool(strict)
+        ),
+        exit_code=int(has_missing or bool(strict)),
     )
 
 

@@ -442,6 +442,8 @@ class Unchanged(StreakRule):
         """The lanes and the steps of gradients, in the current rows and at the last step before the current rows."""
         self._stays: dict[int, int] = {}
         """By lane of a parameter of a narrow type that stays as it is, the last step at which it was so."""
+        self._with_gradient: set[int] = set()
+        """The lanes of parameters that had a gradient in a record, and stayed as they were."""
         self._numel = Memory()
         """By lane of a parameter, its number of elements."""
         self._skipped: dict[tuple[int, int], None] = {}
@@ -486,6 +488,7 @@ class Unchanged(StreakRule):
             had = self._numbers_of(self._had[0]) * _MAX_STEPS + self._had[1]
             is_judged = np.isin(self._numbers_of(rows.lanes[at]) * _MAX_STEPS + steps, had)
             flags[at] = is_judged | ~np.isin(steps, self._had[1])
+            self._with_gradient.update(rows.lanes[at[is_judged]].tolist())
         for lane, step, stays in zip(rows.lanes.tolist(), rows.steps.tolist(), flags.tolist(), strict=True):
             if not stays:
                 self._stays.pop(lane, None)
@@ -531,6 +534,11 @@ class Unchanged(StreakRule):
             param = key.root, key.module_path, key.name, int(self.catalog.rank_of[lane])
             self._number[np.array([lane])] = float(self._numbers.setdefault(param, len(self._numbers)))
         return self._number[lanes].astype(np.int64)
+
+    def what_of(self, lane: int) -> str:
+        if lane in self._with_gradient:
+            return self.what
+        return "the parameter does not change, and no gradient was recorded at these steps"
 
     def severity_of(self, lane: int) -> Severity:
         """Return a note for types in which small updates are rounded away."""

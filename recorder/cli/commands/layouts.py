@@ -100,6 +100,8 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
             prose=("layout", "ground"),
             title=f"{run.name}: {counted(answer.num_values, 'value')} at {steps}",
         )
+        if (more := sum(way.num_values for way in answer.ways) - answer.num_values) > 0:
+            yield f"note: {counted(more, 'value')} counted in several lines: not each of its rows lies in one way"
         found = answer.contradiction
         if found is None:
             num = counted(answer.num_values, "value")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Annotated
@@ -55,9 +56,15 @@ def sql_command(
     rows = [["" if value is None else str(value) for value in row] for row in answer.rows]
     is_number = [all(isinstance(row[at], (int, float)) for row in answer.rows) for at in range(len(answer.columns))]
     numbers = [name for name, is_one in zip(answer.columns, is_number, strict=True) if is_one]
+    nonfinite = [
+        {"row": number, "column": column, "value": repr(value)}
+        for number, row in enumerate(answer.rows)
+        for column, value in zip(answer.columns, row, strict=True)
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
     plain = json.loads(json.dumps(answer.rows, default=str))
     return Reply(
-        members=lambda: {"columns": answer.columns, "rows": plain, "problems": problems},
+        members=lambda: {"columns": answer.columns, "rows": plain, "nonfinite": nonfinite, "problems": problems},
         parts=lambda: [*(Aside(f"note: {one}") for one in problems), table_of(answer.columns, rows, numbers=numbers)],
         exit_code=int(bool(problems)),
     )

@@ -140,3 +140,18 @@ def test_running_statistics_that_never_move_are_named(tmp_path: Path, momentum: 
             optimizer.step()
     found = check(recording.run, rules=["running_statistics"]).findings
     assert [one.module_path for one in found] == ["1"] * (is_training and not momentum)
+
+
+def test_a_parameter_of_which_no_gradient_was_recorded_is_not_said_to_have_one(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(12):
+            model(torch.randn(8, 4)).square().mean().backward()
+            if 3 <= step < 9:  # as FSDP2 has none without a sync
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = check(recording.run, rules=["unchanged"]).findings
+    words = {one.what for one in found}
+    assert words == {"the parameter does not change, and no gradient was recorded at these steps"}
