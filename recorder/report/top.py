@@ -17,9 +17,8 @@ from ..analyze.check.check import MAX_FINDINGS, ToldFindings, command_of, senten
 from ..analyze.doctor.reply import checks_of
 from ..checks.rule import Finding, Severity
 from ..read.run import RunDump
-from ..run.reply import ranks_in_words
 from ..run.run import Run
-from ..system.text import counted, listed
+from ..system.text import counted, listed, named
 from .axes import MODEL, DrawnSeries
 from .blocks import PageBlock
 from .statistics import StatisticsBlocks
@@ -181,7 +180,8 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
     if (source := run.manifest.merged_from) is not None:
         yield "merged from", source.path
     else:
-        yield "ranks", ranks_in_words(run.ranks, run.world_size)
+        is_whole = not run.world_size or len(run.ranks) == run.world_size
+        yield "ranks", str(len(run.ranks)) + ("" if is_whole else f" of {run.world_size} ({named('rank', run.ranks)})")
     kinds = dict.fromkeys(root.data_parallel.kind for root in roots if root.data_parallel is not None)
     if kinds:
         yield "layout", ", ".join(list(kinds)[:4])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..sites import SITES
-from ..system.text import named, printable, size
+from ..system.text import printable, size
 
 if TYPE_CHECKING:
     from ..read.run import RecordedRun  # the import loads pyarrow, which the command line's help does not need
@@ -139,10 +139,11 @@ class InlinePage:
 def run_html(run: RecordedRun) -> str:
     """Return a run as HTML: its facts, and the number of rows of each site."""
     states = [writer.state for writer in run.writers]
+    ranks = span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
     table_rows = {
         "run": run.run_id,
         "path": str(run.path),
-        "ranks": ranks_in_words(run.ranks, run.world_size),
+        "ranks": ranks,
         "steps": span(run.steps),
         "rows": f"{run.num_rows:,}",
         "modules": f"{len(run.module_paths):,}",
@@ -187,10 +188,3 @@ def span(numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"
-
-
-def ranks_in_words(ranks: Sequence[int], world_size: int | None) -> str:
-    """Return ``2`` for a run of two ranks that has both, and ``1 of 2 (rank 1)`` where it has one."""
-    if not world_size or len(ranks) == world_size:
-        return str(len(ranks))
-    return f"{len(ranks)} of {world_size} ({named('rank', ranks)})"
