@@ -19,7 +19,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -136,10 +136,11 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def model_around(module: nn.Module, *, of_any: bool = False) -> nn.Module:
+def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module, list[Optimizer]]:
     """Return the outermost live module that contains `module` and is completely trained, or `module` itself.
 
-    With `of_any`, and where no optimizer trains anything, it need not be trained.
+    With `of_any`, and where no optimizer trains anything, it need not be trained. The second result are all live
+    optimizers, which the same scan finds.
 
     A module thus has the same path on every rank, whether the program calls the module or a model around it first. A
     model is not completely trained if optimizers have only some of its trainable parameters: it may be another rank's
@@ -147,18 +148,20 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> nn.Module:
     are skipped.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        return module
+        return module, find_live()
+    optimizers: list[Optimizer] = []
     trained: set[int] = set()
     holders: dict[int, list[Any]] = {}
     for item in live_instances(Optimizer, nn.Module):  # one scan of all objects for both
         if issubclass(type(item), Optimizer):
+            optimizers.append(cast(Optimizer, item))
             groups = getattr(item, "param_groups", ())  # its __init__ may still be running
             trained |= {id(p) for group in groups for p in group["params"]}
         elif not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
                 holders.setdefault(id(child), []).append(item)
     if not trained and not of_any:
-        return module
+        return module, optimizers
     around, outermost = {id(module): module}, []
     for inner in (waiting := [module]):
         above = [
@@ -172,10 +175,8 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> nn.Module:
             if id(holder) not in around:
                 around[id(holder)] = holder
                 waiting.append(holder)
-    if len(outermost) != 1:
-        return module
-    model = tree.unwrapped(outermost[0])[-1]
-    return module if model is tree.unwrapped(module)[-1] else model
+    model = tree.unwrapped(outermost[0])[-1] if len(outermost) == 1 else module
+    return module if model is tree.unwrapped(module)[-1] else model, optimizers
 
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:

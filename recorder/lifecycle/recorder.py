@@ -148,9 +148,10 @@ class Recorder:
         capture = self.capture
         if capture is not None and (root := capture.root_of(module)) is not None:
             return root
-        model = model_around(module, of_any=self.settings.roots == "any")
+        model, optimizers = model_around(module, of_any=self.settings.roots == "any")
         if capture is None:
             self._stop_for_rules(model)
+            self._early.live = optimizers  # `_start` takes them, without another scan of all objects
         elif (root := capture.root_of(model)) is not None and self.recording is not None:  # the root has a new module
             with self._lock, collector_paused():
                 root.renew()

@@ -53,6 +53,8 @@ _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 """The shortest and longest pause of an idle writer. If it blocked on the queue, each `put` would cost 8 us, not 0.1.
 After small records it pauses longer, as a thread switch costs as much as several of them.
 """
+_LOOK_S = 0.1
+"""The seconds between two looks at what is due by the clock; a look takes longer than all else an idle writer does."""
 _TELL_S = 1.0
 """The seconds between two updates of a dump's progress in the manifest."""
 _MAX_FAILURES = 3
@@ -619,7 +621,7 @@ class Writer:
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return
-        self._next_look_s = now + _LONG_NAP_S
+        self._next_look_s = now + _LOOK_S
         self._take_manifest()
         self._begin_dumps()
         self._writer_directory.flush_due()
