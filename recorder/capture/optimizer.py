@@ -396,8 +396,6 @@ class OptimizerHooks:
                 if any("step" in state for state in states if isinstance(state, dict)):
                     clock.source = "optimizer"
             clock.optimizer_stepped()
-        else:
-            self._capture.clock.other_stepped(id(optimizer))
         self._on_step(optimizer)
 
     def record_before(self, optimizer: Optimizer) -> None:

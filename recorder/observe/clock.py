@@ -1,13 +1,12 @@
 """Clocks that give a value its time: the step, and within the step the slice (a forward and its backward).
 
-`step` counts the attempted steps of one optimizer, and advances at the first forward with gradients after such a step.
-Where another optimizer takes turns with that one, as in a GAN, it advances after a step of both. A slice ends when a
-gradient has arrived at an output of the slice and the root is called again. Nothing here may touch a device.
+`step` counts the attempted steps of one optimizer. It advances at the first forward with gradients after such a step. A
+slice ends when a gradient has arrived at an output of the slice and the root is called again. Nothing here may touch a
+device.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Hashable
@@ -16,9 +15,6 @@ from itertools import count
 import torch
 
 from ..records import Moment
-
-_MAX_OTHERS = 64
-"""The most optimizers whose turns are remembered: a program may make new ones all the time."""
 
 
 class Slice:
@@ -74,10 +70,7 @@ class Slice:
 class Clock:
     """The current step. The training thread writes it, and any thread reads it."""
 
-    __slots__ = (
-        *("_alone_at", "_awaited", "_has_stepped", "_is_awaiting", "going_back", "has_moved", "is_by_hand"),
-        *("num_optimizer_steps", "source", "step"),
-    )
+    __slots__ = ("_has_stepped", "going_back", "has_moved", "is_by_hand", "num_optimizer_steps", "source", "step")
 
     def __init__(self) -> None:
         self.step = 0
@@ -87,45 +80,19 @@ class Clock:
         """Whether an optimizer's step has ever moved the step."""
         self.num_optimizer_steps = 0
         self._has_stepped = False
-        self._alone_at: dict[int, int] = {}
-        """By the id of another optimizer, the last step in which it stepped before the one that counts; the
-        largest number for one that did so from the beginning: its steps end with the one that counts."""
-        self._awaited: int | None = None
-        """The id of the optimizer that takes turns with the one that counts; None if none does."""
-        self._is_awaiting = False
-        """Whether the optimizer that takes turns has yet to step in this step."""
         self.going_back: Slice | None = None
         """The slice at which a gradient arrived last; in a pipeline stage its backward comes after other forwards."""
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer whose steps count has attempted a step."""
-        if self._has_stepped and self._is_awaiting:  # the other one takes no turns any more
-            self._awaited, self._is_awaiting = None, False
         self._has_stepped = True
         self.num_optimizer_steps += 1
 
-    def other_stepped(self, optimizer: int) -> None:
-        """Note that another optimizer, of this id, has attempted a step.
-
-        If it has stepped before the one that counts at two steps in a row, each of these began between the two.
-        """
-        last = self._alone_at.get(optimizer, -1)
-        if self._has_stepped:
-            self._is_awaiting &= optimizer != self._awaited
-        elif not self.num_optimizer_steps:
-            self._alone_at[optimizer] = sys.maxsize
-        elif last < self.step:
-            if 0 <= last == self.step - 1:
-                self._awaited, self._is_awaiting = optimizer, True
-            if len(self._alone_at) >= _MAX_OTHERS:
-                self._alone_at.clear()
-            self._alone_at[optimizer] = self.step
-
     def advance_if_stepped(self) -> bool:
         """Begin the next step if the optimizer has stepped since this step began; return whether it has."""
-        if not self._has_stepped or self._is_awaiting or self.is_by_hand:
+        if not self._has_stepped or self.is_by_hand:
             return False
-        self._has_stepped, self._is_awaiting = False, self._awaited is not None
+        self._has_stepped = False
         self.has_moved = True
         self.step += 1
         return True

@@ -146,39 +146,6 @@ def test_in_a_gan_the_named_optimizer_decides_where_a_step_ends(tmp_path: Path, 
     assert list(critic_calls.step) == [0, 0, second_half, 1, 1, 1 + second_half]
 
 
-def test_of_two_optimizers_that_take_turns_both_updates_are_of_one_step_from_the_third_turn_on(tmp_path: Path) -> None:
-    with flagged(tmp_path, "site=output,param keep=stats") as recording:
-        generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
-        optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(critic.parameters()),
-            torch.optim.SGD(generator.parameters(), lr=0.1),
-        ]
-        for i in range(6):
-            gan_step(generator, critic, optimizers, i)
-        for i in range(3):  # the generator is trained no more
-            train_step(critic, optimizers[0], i)
-    updates = recording.rows(site="param", name="weight")
-    of_critic, of_generator = (list(updates[updates.root == root].step) for root in ("model_1", "model"))
-    assert of_generator == [1, 2, 2, 3, 4, 5], "the first two turns show that there are turns"
-    assert of_critic == [0, 1, 2, 3, 4, 5, 6, 6, 7], "nor does a step wait for ever"
-    assert list(recording.rows(site="output", root="model").step) == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("num_critic_steps", [2, 3])
-def test_optimizers_that_take_turns_of_their_own_number_leave_the_steps_to_one(
-    tmp_path: Path, num_critic_steps: int
-) -> None:
-    with flagged(tmp_path) as recording:
-        generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
-        of_critic, of_generator = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, generator))
-        for i in range(3 * num_critic_steps):
-            train_step(critic, of_critic, i)
-            if i % num_critic_steps == num_critic_steps - 1:
-                critic(generator(batch(i))).sum().backward()
-                of_generator.step()
-    assert list(recording.rows(site="grad", root="model", name="bias").step) == list(range(3 * num_critic_steps))
-
-
 def test_two_optimizers_that_step_together_share_the_step(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()
