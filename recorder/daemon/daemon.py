@@ -26,13 +26,12 @@ from ..storage.clients import DESTINATIONS
 from ..system.processes import is_loopback, set_malloc
 from . import errands
 from .destination import FolderDestination, Throttle, parse_destination
-from .errands import StoreCarrier, read_key
+from .errands import StoreCarrier, read_key, tell
 from .fleet import NODE, FleetDocument, held_lock, holds_folder, node_name, state_folder, write_state
 from .metrics import DaemonCollector, MetricsServer, make_registry
+from .run_shipper import RunShipper
 from .settings import DaemonSettings, reloaded
-from .shipping.run import RunShipper
-from .shipping.shipped import Shipping
-from .telling import tell
+from .shipped import Shipping
 from .watching import Entries, Folder, find_runs
 
 logger = logging.getLogger("recorder.daemon")

@@ -27,10 +27,10 @@ from ..errors import ConfigError
 from ..format.manifest import Balance
 from ..format.rundir import SHARD_KINDS, Members
 from ..system.processes import tls_context
+from .run_shipper import RunShipper
 from .settings import DaemonSettings
-from .shipping.run import RunShipper
-from .shipping.writer import WriterShipper
 from .telemetry import Counters, Health, Requests
+from .writer_shipper import WriterShipper
 
 _RUN = ("run", "name")
 _RANK = (*_RUN, "rank")

@@ -19,7 +19,7 @@ import recorder
 from recorder.daemon.daemon import Daemon
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.errands import send_to_store
-from recorder.daemon.shipping.shipped import ledger_name
+from recorder.daemon.shipped import ledger_name
 from recorder.errors import WriteError
 from recorder.format.commands import COMMANDS, SET, Command, command_name
 from recorder.system.processes import own_process

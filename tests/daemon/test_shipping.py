@@ -18,9 +18,9 @@ from recorder.daemon.daemon import Daemon
 from recorder.daemon.destination import StoredObject, Throttle, parse_destination
 from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
-from recorder.daemon.shipping.shipped import ShippedRun, Shipping
-from recorder.daemon.shipping.writer import OpenShards
+from recorder.daemon.shipped import ShippedRun, Shipping
 from recorder.daemon.watching import list_writer, sealed_name
+from recorder.daemon.writer_shipper import OpenShards
 from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest, encode_status
 from recorder.storage.locations import location_of, store_of

@@ -11,9 +11,9 @@ import pytest
 
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.errands import StoreCarrier, send_to_store, signature
+from recorder.daemon.run_shipper import RunShipper
 from recorder.daemon.settings import DaemonSettings
-from recorder.daemon.shipping.run import RunShipper
-from recorder.daemon.shipping.shipped import Shipping
+from recorder.daemon.shipped import Shipping
 from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command
 from recorder.format.rundir import encode_manifest

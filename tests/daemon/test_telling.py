@@ -22,9 +22,9 @@ import torch
 
 import recorder
 from recorder.checks.live import LIVE_RULES
-from recorder.daemon import errands, telling
+from recorder.daemon import errands
 from recorder.daemon.metrics import _LIVE_RULES
-from recorder.daemon.shipping.run import RunShipper
+from recorder.daemon.run_shipper import RunShipper
 from recorder.format.rundir import STATUS, STATUS_BYTES, Members, encode_status, parse_json
 from recorder.run.status import LiveFinding
 from tests.daemon.support import at_work, ship
@@ -193,11 +193,11 @@ def test_once_tells_a_finding_once_and_with_a_link_to_the_page(
 
 
 def test_slack_gets_its_text_and_nothing_else() -> None:
-    assert telling.message([FINDING], is_slack=True) == {
+    assert errands.message([FINDING], is_slack=True) == {
         "text": "gpt-a (run-a), ranks 0, 3: spike: step 20, scalar loss: 3 &gt; 2 &amp; &lt;odd&gt;\n"
         "`recorder check s3://bucket/run-a`"
     }
-    assert telling.message([FINDING], is_slack=False)["findings"] == [FINDING]
+    assert errands.message([FINDING], is_slack=False)["findings"] == [FINDING]
 
 
 def test_check_says_rank_and_module_of_what_is_new(cli: Cli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_what_two_ranks_find_of_one_fault_is_said_in_the_order_of_causes() -> No
 
 @pytest.mark.parametrize("kind", ["fine", "slow", "redirect", "endless", "refuses", "down"])
 def test_a_webhook_is_told_once_and_cannot_hurt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "_WEBHOOK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(errands, "_WEBHOOK_TIMEOUT_S", 0.5)
     bodies: list[bytes] = []
 
     class Receiver(http.server.BaseHTTPRequestHandler):
@@ -283,7 +283,7 @@ def test_a_webhook_is_told_once_and_cannot_hurt(kind: str, monkeypatch: pytest.M
     results: Counter[str] = Counter()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}/hook"
-        telling.tell_webhook(url, [FINDING], lambda result: results.update([result])).join(20)
+        errands.tell_webhook(url, [FINDING], lambda result: results.update([result])).join(20)
     finally:
         if kind != "down":
             server.shutdown()

@@ -15,9 +15,9 @@ from typing import Any
 
 from crc32c import crc32c
 
-from ...errors import CorruptError, RunError, StoreError
-from ...format.manifest import Balance, Lifetime
-from ...format.rundir import (
+from ..errors import CorruptError, RunError, StoreError
+from ..format.manifest import Balance, Lifetime
+from ..format.rundir import (
     MAX_MANIFEST_BYTES,
     STATUS,
     STATUS_BYTES,
@@ -28,11 +28,11 @@ from ...format.rundir import (
     parse_json,
     parse_rank_dir,
 )
-from ...read.messages import FIRST_MESSAGE, block_at
-from ...run.status import LiveFinding
-from ..destination import FolderDestination, TakenError
-from ..watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_writer, sealed_name
+from ..read.messages import FIRST_MESSAGE, block_at
+from ..run.status import LiveFinding
+from .destination import FolderDestination, TakenError
 from .shipped import LOOK_S, ShippedRun
+from .watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_writer, sealed_name
 
 logger = logging.getLogger("recorder.daemon")
 

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ...checks.causes import order_of
-from ...errors import RunError
-from ...format.rundir import NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, Members, encode_manifest
-from ..destination import FolderDestination
-from ..watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run, list_writer
+from ..checks.causes import order_of
+from ..errors import RunError
+from ..format.rundir import NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, Members, encode_manifest
+from .destination import FolderDestination
 from .shipped import ShippedRun, Shipping
-from .writer import QUIET_LOOK_S, WriterShipper
+from .watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run, list_writer
+from .writer_shipper import QUIET_LOOK_S, WriterShipper
 
 _SETTLED_LOOK_S = 5.0
 """The seconds between two looks at a settled run, which may grow again, for example when its job restarts."""

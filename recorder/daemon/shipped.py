@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
-from ...errors import RunError, StoreError
-from ...format.rundir import MAX_MANIFEST_BYTES, NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
-from ...run.finding import PRUNED
-from ..destination import Destination, StoredObject, TakenError
-from ..settings import DaemonSettings
-from ..telemetry import Counters, Health
-from ..watching import Folder, LocalFile, RefusedError, Stamp
+from ..errors import RunError, StoreError
+from ..format.rundir import MAX_MANIFEST_BYTES, NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
+from ..run.finding import PRUNED
+from .destination import Destination, StoredObject, TakenError
+from .settings import DaemonSettings
+from .telemetry import Counters, Health
+from .watching import Folder, LocalFile, RefusedError, Stamp
 
 logger = logging.getLogger("recorder.daemon")
 
