@@ -48,12 +48,10 @@ FILES = {
     "layouts": ("layouts",),
     "comparing": ("diff", "align"),
     "pages": ("report", "view"),
-    "exporting": ("export", "checkpoint"),
-    "tables": ("sql", "catalog"),
+    "exporting": ("export", "checkpoint", "sql", "catalog"),
     "proving": ("prove", "replay"),
     "telling": ("set", "dump"),
-    "mending": ("verify", "repair"),
-    "merge": ("merge",),
+    "mending": ("verify", "repair", "merge"),
     "daemon": ("daemon",),
 }
 """The commands of each file."""

@@ -12,7 +12,6 @@ name. nanotron has the sequence as dim 0, Colossal-AI as dim 1.
 from __future__ import annotations
 
 import enum
-import sys
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 import recorder
 from recorder.config import DEFAULT_RULES
 from tests.distributed.scripts.marked import gathered, identity, mapped, scattered_sum, summed
-from tests.rigs.leaving import leave
+from tests.rigs.leaving import train_each
 
 BATCH, SEQUENCE, DIM, HIDDEN, WORDS, ROWS, STEPS = 4, 6, 8, 12, 11, 12, 2
 QKV = (8, 4, 4)
@@ -180,13 +179,6 @@ def train(name: str, group: Any) -> None:
             optimizer.step()
 
 
-def main() -> None:
-    torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        train(name, dist.group.WORLD)
-
-
 if __name__ == "__main__":
-    main()
-    leave()
+    torch.set_default_dtype(torch.float64)
+    train_each(lambda name: train(name, dist.group.WORLD))

@@ -7,8 +7,6 @@ without any framework, and `schedule` is torch's, which knows the number of each
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import recorder
 from recorder.config import DEFAULT_RULES
-from tests.rigs.leaving import leave
+from tests.rigs.leaving import train_each
 
 DIM, BATCH, STEPS = 4, 6, 2
 
@@ -78,12 +76,5 @@ def train(name: str) -> None:
             optimizer.step()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        train(name)
-
-
 if __name__ == "__main__":
-    main()
-    leave()
+    train_each(train)

@@ -8,7 +8,6 @@ one rank scales, `flag` the rules of the flag alone, `late` an optimizer that is
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim import AdamW
 
 import recorder
 from tests.rigs.jobs import EVERYTHING
-from tests.rigs.leaving import leave
+from tests.rigs.leaving import train_each
 
 BATCH, STEPS = 12, 4
 
@@ -48,6 +47,12 @@ class SkipsBroadcast(ZeroRedundancyOptimizer):
                     work.wait()
 
 
+def batch_of_rank(step: int) -> Tensor:
+    """Return this rank's part of the batch of a step."""
+    batch = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
 def make(name: str, model: nn.Module) -> Any:
     groups: Any = list(model.parameters())
     if "groups" in name:
@@ -66,8 +71,7 @@ def train(name: str) -> None:
     rules = None if "flag" in name else EVERYTHING
     with recorder.attach(model, enabled=True, dir=name, **({"rules": rules} if rules else {})):
         for step in range(STEPS):
-            x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
-            loss = ddp(x).square().mean()
+            loss = ddp(batch_of_rank(step)).square().mean()
             optimizer = optimizer or make(name, model)
             optimizer.zero_grad()
             loss.backward()
@@ -78,13 +82,6 @@ def train(name: str) -> None:
                 optimizer.param_groups[0]["lr"] /= 2
 
 
-def main() -> None:
-    torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        train(name)
-
-
 if __name__ == "__main__":
-    main()
-    leave()
+    torch.set_default_dtype(torch.float64)
+    train_each(train)

@@ -10,7 +10,6 @@ Each word of the command line is a training of the same model and batches, recor
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import recorder
-from tests.rigs.leaving import leave
+from tests.distributed.scripts.redundancy import Net, batch_of_rank
+from tests.rigs.leaving import train_each
 
-BATCH, STEPS = 12, 3
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 3)
-        self.norm.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.norm(self.up(x).tanh()))
-        return out
+STEPS = 3
 
 
 def mark_stage_1(parameters: list[Any]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -93,8 +82,9 @@ def mark_stage_3(parameters: list[Any], model: nn.Module) -> tuple[Tensor, Calla
 def train(name: str) -> None:
     torch.manual_seed(0)
     model = Net()
+    model.norm.bias.requires_grad_(False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = dist.get_world_size()
     flat, cut = None, None
     if "groups" in name:
         of_groups = {0: [parameters[:1]], 1: [parameters[1:3], parameters[3:]] if "3" in name else [parameters[1:]]}
@@ -105,9 +95,8 @@ def train(name: str) -> None:
     optimizer = torch.optim.Adam(parameters if flat is None else [flat], lr=0.01)
     with recorder.attach(model, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
         for step in range(STEPS):
-            x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
             model.zero_grad()
-            model(x).square().mean().backward()
+            model(batch_of_rank(step)).square().mean().backward()
             whole = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
             if flat is None or cut is None:
                 optimizer.step()
@@ -124,7 +113,7 @@ def train_groups(name: str, model: Net, of_groups: dict[int, list[list[nn.Parame
     ZeRO 1 and 2 show one group at a time. ZeRO 3 shows all groups, of which one has a part of its parameters, and the
     others have none.
     """
-    rank, size, is_stage_3 = dist.get_rank(), dist.get_world_size(), "3" in name
+    size, is_stage_3 = dist.get_world_size(), "3" in name
     parts = [(number, parameters) for number, some in of_groups.items() for parameters in some]
     marks = [
         mark_stage_3(one, model) if is_stage_3 else mark_stage_1(one) for _, one in parts if name != "whole_groups"
@@ -143,9 +132,8 @@ def train_groups(name: str, model: Net, of_groups: dict[int, list[list[nn.Parame
         group["params"] = []
     with recorder.attach(model, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
         for step in range(STEPS):
-            x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
             model.zero_grad()
-            model(x).square().mean().backward()
+            model(batch_of_rank(step)).square().mean().backward()
             for (number, parameters), (flat, cut) in zip(parts, marks, strict=bool(marks)):
                 whole = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
                 dist.all_reduce(whole)
@@ -178,13 +166,6 @@ def share(parameters: list[nn.Parameter], flat: Tensor, *, is_stage_3: bool) -> 
         start += per_rank if is_stage_3 else parameter.numel()
 
 
-def main() -> None:
-    torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        train(name)
-
-
 if __name__ == "__main__":
-    main()
-    leave()
+    torch.set_default_dtype(torch.float64)
+    train_each(train)
