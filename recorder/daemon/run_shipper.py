@@ -154,7 +154,6 @@ class RunShipper:
 
     @property
     def newest_writers(self) -> list[WriterShipper]:
-        """The last writer of each rank that this node has."""
         newest: dict[int, WriterShipper] = {}
         for writer in sorted(self.all_writers, key=lambda one: (one.lifetime.attempt, one.lifetime.started_ns)):
             if writer.rank is not None:

@@ -84,7 +84,6 @@ class ShippedLedger:
         return max(time.time() - os.fstat(self._descriptor).st_mtime, 0.0) if self._descriptor >= 0 else 0.0
 
     def get(self, name: str) -> Confirmed | None:
-        """Return the confirmation of a file; None if it was not confirmed."""
         return self._files.get(name)
 
     def has(self, name: str, stamp: Stamp) -> bool:

@@ -324,7 +324,6 @@ class Members:
         return {name: one for name, one in objects.items() if one is not None}
 
     def list_inner(self, key: str) -> list[Members]:
-        """Return the objects in a member that is a list."""
         objects = self._chosen(key, lambda one: isinstance(one, dict), "a list of objects")
         return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
 

@@ -71,7 +71,6 @@ class LiveFinding:
 
     @classmethod
     def read_all(cls, raw: dict[str, Any]) -> tuple[LiveFinding, ...]:
-        """Read the findings of a status."""
         found = [cls(**one.plain(cls)) for one in Members(raw).list_inner("findings")[:_MAX_FINDINGS]]
         names = ("rule", "severity", "module", "text", "site")
         return tuple(replace(one, **{name: getattr(one, name)[:_MAX_TEXT] for name in names}) for one in found)

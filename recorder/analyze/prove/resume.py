@@ -202,7 +202,6 @@ class BothLaunches:
         return len({look.digests.get(key) for look in self._killed.ranks[rank].looks}) == 1
 
     def note(self, text: str) -> None:
-        """Add a note, unless it is there."""
         if text not in self._notes:
             self._notes.append(text)
 

@@ -90,7 +90,8 @@ def repair_command(
 
     Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
     """
-    check_is_local(path)
+    if path is not None and scheme_of(path) is not None:  # before any request to the store
+        raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
     run = open_run(path)
     open_bytes = sum(shard.size_bytes for writer in run.writers for shard in writer.all_shards)
     with progress("repair", open_bytes) as report:
@@ -106,12 +107,6 @@ def repair_command(
         parts=lambda: [*([_table(run, outcomes)] if outcomes else []), verdict],
         exit_code=2 if counts["failed"] else int(counts["lost"] > 0),
     )
-
-
-def check_is_local(path: str | None) -> None:
-    """Raise LookupFailedError for a run in a store, before any request to the store."""
-    if path is not None and scheme_of(path) is not None:
-        raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
 
 
 def _table(run: Run, outcomes: list[Outcome]) -> Table:

@@ -94,7 +94,9 @@ def prove_command(
     if other is not None and not (resume or world is not None):
         raise LookupFailedError("--with is the command that resumes, or for other ranks: add --resume or --world")
     second = prepare(environ, shlex.split(other)) if other else launched
-    with Launches(environ, steps, _say_launch) as launches:
+    with Launches(
+        environ, steps, lambda text: print(f"recorder: launch {text}", file=sys.stderr, flush=True)
+    ) as launches:
         if checkpoint is not None:
             return reply_of(prove_checkpoint(launches, launched, checkpoint))
         if world is not None:
@@ -103,10 +105,6 @@ def prove_command(
             again = (launched if is_for_them else second) if resume else ()
             return reply_of(prove_world(launches, launched, there, again))
         return reply_of(prove_resume(launches, launched, second) if resume else prove(launches, launched))
-
-
-def _say_launch(text: str) -> None:
-    print(f"recorder: launch {text}", file=sys.stderr, flush=True)
 
 
 def replay_command(

@@ -276,7 +276,10 @@ def top_reply(run: Location, manifest: RunManifest, *, once: bool) -> Reply:
 
     def members() -> dict[str, Any]:
         ranks.extend(watch.look())
-        return _document(run, ranks, world_size) | {"name": name}
+        return {
+            "run": run.name, "path": str(run), "world_size": world_size or None, "is_over": _is_over(ranks),
+            "states": _count_states(ranks), "ranks": [rank.members() for rank in ranks], "name": name,
+        }  # fmt: skip
 
     def parts() -> Iterator[Table]:
         if once or not sys.stdout.isatty():
@@ -417,10 +420,3 @@ def _told(ranks: Sequence[RankNow]) -> str:
     said = ", ".join(f"{count} {state}" for state, count in states.items())
     unheard = len(ranks) - len(answers)
     return f"{text}; command {newest} ({answers[0].kind}): {said}{f', {unheard} without an answer' if unheard else ''}"
-
-
-def _document(run: Location, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
-    return {
-        "run": run.name, "path": str(run), "world_size": world_size or None, "is_over": _is_over(ranks),
-        "states": _count_states(ranks), "ranks": [rank.members() for rank in ranks],
-    }  # fmt: skip
