@@ -159,6 +159,7 @@ class Capture:
         self.rule_commands = RuleCommands(
             settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows
         )
+        self.rule_commands.heeded = lambda text: events.add("trouble", f"rank {rank}: {text}", key=text)
         self.step_changed()
 
     @property
@@ -416,7 +417,13 @@ class Capture:
         self.channel.put(MeasuredTogether(num, make, block))
 
     def _begin_probe(self) -> Probe:
-        self.probe = Probe(self.observe, DeviceProbe(self), self.on_probed, use_native=self.settings.native)
+        self.probe = Probe(
+            self.observe,
+            DeviceProbe(self),
+            self.on_probed,
+            self.rule_commands.keep_more,
+            use_native=self.settings.native,
+        )
         return self.probe
 
     def _ask_probe(self, question: Callable[..., None], *arguments: int) -> None:

@@ -45,7 +45,7 @@ from ..records import (
     ProbedSeries,
     ProbedStep,
 )
-from ..sites import AT_LEAST, PROBE, UPDATE
+from ..sites import AT_LEAST, GRADIENTS, PROBE, UPDATE, may_mask
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
 from .local_values import DTYPES, PLAIN, is_ordinary
 
@@ -140,8 +140,8 @@ class Probe:
     """The numbers of one rank's values. Training threads call it."""
 
     def __init__(
-        self, observe: Callable[..., None], on_device: DeviceProbe, on_step: Callable[[ProbedStep], None] | None = None,
-        *, use_native: bool,
+        self, observe: Callable[..., None], on_device: DeviceProbe, on_step: Callable[[ProbedStep], None] | None,
+        on_trouble: Callable[[str], None], *, use_native: bool,
     ) -> None:  # fmt: skip
         """Begin empty.
 
@@ -149,11 +149,12 @@ class Probe:
             observe: records a tensor, as `Capture.observe` does.
             on_device: measures values on devices.
             on_step: takes the numbers of a step that is over; training thread.
+            on_trouble: takes a sentence about a value that has turned NaN or infinite; training thread.
             use_native: whether the compiled loops may be used.
         """
         self._observe = observe
         self._on_device = on_device
-        self._on_step = on_step
+        self._on_step, self._on_trouble = on_step, on_trouble
         self._kernels = native.load(use_native)
         self._changing = threading.RLock()
         """Held while columns are added, a step is appended or a block is recorded; threads may train at once."""
@@ -232,13 +233,22 @@ class Probe:
             return keep
         nan_before, inf_before = self._bad.get(column, (0, 0))
         self._bad[column] = nan_before + num_nan, inf_before + num_inf
-        return keep | KEEP_STATS if self._has_turned(column, num_nan > 0, num_inf / numel) else keep
+        if not self._has_turned(column, num_nan > 0, num_inf / numel):
+            return keep
+        self._tell_trouble(origin, moment, is_nan=num_nan > 0)
+        return keep | KEEP_STATS
 
     def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
         """Remember that a value is not finite; return whether it has just turned so, or more so than before."""
         had_nan, share_before = self._were_bad.get(column, (False, 0.0))
         now = self._were_bad[column] = had_nan or has_nan, max(share_before, share)
         return now != (had_nan, share_before)
+
+    def _tell_trouble(self, origin: Origin, moment: Moment, *, is_nan: bool) -> None:
+        """Tell of a value that has turned non-finite. `GradScaler` finds its scale by gradients that do."""
+        if origin.site not in GRADIENTS and (is_nan or not may_mask(origin.site, origin.name)):
+            where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
+            self._on_trouble(f"{where} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
 
     def _launched(self, is_measured: bool, moment: Moment) -> bool:
         if is_measured:
@@ -459,6 +469,7 @@ class Probe:
             numbers.sums[column] = np.nan
             if self._has_turned(column, is_nan, float(not is_nan)) and column not in told:
                 told.add(column)  # one row a step, as a second one would have the same key
+                self._tell_trouble(one.value.origin, one.moment, is_nan=is_nan)
                 self._on_device.record_turned(one, is_nan=is_nan)
         there = np.zeros(len(numbers.numels))
         there[columns] = 1

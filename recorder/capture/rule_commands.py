@@ -1,20 +1,23 @@
 """Passes commands that change the rules of a running recording from the writer thread to the training thread.
 
 Training takes commands as a step begins, and applies them from a later step on, so that every step has one set of rules
-from its first value to its last. Without commands, a step costs one check of an empty queue. Nothing here may raise
-into training, wait, or touch a file.
+from its first value to its last. Without commands, a step costs one check of an empty queue. Trouble, such as a value
+that turns NaN, is a command of the rank's own: the rules that keep statistics of some steps do so at the next steps,
+too. Nothing here may raise into training, wait, or touch a file.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from ..format.commands import (
     ENDED,
     IN_FORCE,
+    MAX_COMMANDS,
     MISSED,
     PAUSE,
     REFUSED,
@@ -31,11 +34,15 @@ from ..format.commands import (
 from ..observe.clock import Clock
 from ..observe.selection import RuleSelection
 from ..observe.tree import has_compiled_anything
-from ..rules import Rule, Schedule, ring_window
+from ..records import KEEP_FINGERPRINT, KEEP_STATS
+from ..rules import EVERY, Rule, Schedule, ring_window
 from ..sites import OF_CALLS
 from ..system.text import listed
 from .hooks.graph_rows import TapRows
 from .hooks.root import Root
+
+_MORE_STEPS, _MOST_TROUBLES = 3, 3
+"""The number of steps of which more is kept after trouble, and how often in a run."""
 
 
 class RuleCommands:
@@ -47,6 +54,11 @@ class RuleCommands:
         """Begin without commands. `own` are the rules that the run began with; `roots` gets later roots, too."""
         self.changed: Callable[[], None] = lambda: None
         """The function that the training thread calls after rules were added."""
+        self.heeded: Callable[[str], None] = lambda text: None
+        """The function that the training thread calls with a sentence as more is kept because of trouble."""
+        self._sparse = [rule for rule in own if rule.keep & KEEP_STATS and rule.steps != EVERY]
+        self._trouble = ""
+        self._num_troubles, self._heeded_until = 0, -1
         self._own = own
         self._selection = selection
         self._clock = clock
@@ -59,6 +71,25 @@ class RuleCommands:
         """Queue a command for the training thread. Any thread, never waits."""
         self._told.append(command)
 
+    def keep_more(self, why: str) -> None:
+        """Have statistics kept of the steps that begin next, because of trouble. Any thread, never waits."""
+        self._trouble = self._trouble or why
+
+    def _heed_trouble(self, step: int) -> None:
+        why, self._trouble = self._trouble, ""
+        last = step + _MORE_STEPS - 1
+        is_kept_anyway = all(one in rule.steps for rule in self._sparse for one in range(step, last + 1))
+        if is_kept_anyway or step <= self._heeded_until or self._num_troubles == _MOST_TROUBLES:
+            return
+        self._num_troubles, self._heeded_until = self._num_troubles + 1, last
+        more = [
+            replace(rule, steps=EVERY, keep=rule.keep & (KEEP_STATS | KEEP_FINGERPRINT), unit_dim=None).text
+            for rule in self._sparse
+        ]
+        number = MAX_COMMANDS + self._num_troubles  # no command that is sent has such a number
+        rules = tuple(dict.fromkeys(more))
+        self._told.append(Command(kind=SET, from_step=step, to_step=last, rules=rules, reason=why, number=number))
+
     def answers(self) -> list[Answer]:
         """Return the present state of each command. Any thread."""
         told = [_answer_to(command)(state=WAITING) for command in list(self._told)]
@@ -67,18 +98,26 @@ class RuleCommands:
         return answers + [answer for answer in told if answer.number not in taken]
 
     def step_changes(self, step: int) -> None:
-        """Take the commands that have arrived, as a step begins. No command takes effect before the next step."""
+        """Take the commands that have arrived, as a step begins. What was sent takes no effect before the next step."""
+        if self._trouble:
+            self._heed_trouble(step)
         while self._told:
             command = self._told[0]  # removed last, so that an interrupt at any instant loses nothing
+            is_sent = command.number <= MAX_COMMANDS
             if not self._changes.has_taken(command):
                 try:
                     refused = self._changes.problem(command) or self._add_rules(command)
-                    note = "" if refused else self._note(command)
+                    note = "" if refused else self._note(command) if is_sent else command.reason
                 except Exception as error:
                     refused, note = f"{type(error).__name__}: {error}", ""
                 is_added = self._selection.num_rules > self._changes.num_rules
                 rules = rules_of(command) if is_added else ()
-                self._changes.take(command, step + 1, rules, refused=refused, note=note)
+                self._changes.take(command, step + is_sent, rules, refused=refused, note=note)
+                if not is_sent and not refused:
+                    self.heeded(
+                        f"{command.reason}: the statistics that the rules keep of some steps are kept of steps "
+                        f"{command.from_step} to {command.to_step}, too"
+                    )
             self._selection.reschedule(self._changes.schedules())
             self._told.popleft()
 

@@ -291,7 +291,7 @@ class Commands:
 
     def newest_answers(self) -> list[Answer]:
         """Return the newest answers, as many as fit in a status. Any thread."""
-        return self.answers()[-_MAX_SHOWN:]
+        return [answer for answer in self.answers() if answer.number <= MAX_COMMANDS][-_MAX_SHOWN:]
 
     def send(self, command: Command) -> Command:
         """Send a command to all ranks of the run, including this rank, and return it with its number.

@@ -95,6 +95,7 @@ class Recording:
         ring_memory = ring.start(
             rank=own_topology.rank, world_size=own_topology.world_size, pool=pool, writer=self.writer,
             commands=self.commands, events=events, current_step=lambda: self.capture.clock.step,
+            on_trouble=lambda text: self.capture.rule_commands.keep_more(text),
         )  # fmt: skip
         self.capture = Capture(
             settings=settings, rank=own_topology.rank, pool=pool, channel=self.writer, events=events, ring=ring_memory

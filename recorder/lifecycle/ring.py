@@ -60,6 +60,7 @@ class RingWatch:
         self._has_said = False
         self._rank = 0
         self._current_step: Callable[[], int | None] = lambda: None
+        self._on_trouble: Callable[[str], None] = lambda text: None
 
     @property
     def has_triggers(self) -> bool:
@@ -76,13 +77,15 @@ class RingWatch:
         commands: Commands,
         events: Events,
         current_step: Callable[[], int | None],
+        on_trouble: Callable[[str], None],
     ) -> RingMemory | None:
         """Prepare for triggers if a rule keeps a ring on some rank; return this rank's memory for its ring, or None.
 
         The ring takes a share of `pool`. `writer` keeps the ring's records, and writes them. A trigger that writes less
         than it should becomes an event. `current_step` returns the step under way; None before there is one.
+        `on_trouble` takes a sentence about each finding that is no note, on the writer thread.
         """
-        settings, self._rank = self._settings, rank
+        settings, self._rank, self._on_trouble = self._settings, rank, on_trouble
         window = ring_window(settings.rules)
         wanted = settings.trigger_words if window is not None else ("spike", "jump")  # NaN is told without a rule
         rules = [rule for rule in LIVE_RULES if rule.name in wanted]
@@ -155,6 +158,7 @@ class RingWatch:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
             self.worst = max(self.worst or finding, finding, key=lambda one: one.severity)
             self._count(finding)
+            self._on_trouble(f"step {finding.step}, {finding.rule}")
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)

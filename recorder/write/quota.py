@@ -24,8 +24,10 @@ from .file import Disk
 from .ledger import DISK_FLOOR, Notices
 from .shard import StoredShard
 
-_SHARDS_PER_QUOTA = 8
-"""The least number of shards of a kind within the quota, so that some shards can be deleted."""
+_SHARDS_PER_QUOTA, _PROBE_SHARDS_PER_QUOTA = 8, 32
+"""The least number of shards of a kind within the quota, so that some shards can be deleted; the probe is thinned."""
+_PROBE_SHARE, _TOKENS_SHARE = 72, 32
+"""The share of all bytes that the probe has: 8 ranks of 16 GiB together keep less than 2 GB. Tokens need more."""
 _SHARDS_PER_WINDOW = 8
 """The least number of shards that hold the steps of `keep_newest`, so that few older steps are kept with them."""
 
@@ -44,11 +46,12 @@ class HeldShard(NamedTuple):
 class Quota:
     """The bytes of one rank, divided among the kinds of shards, so that no kind can crowd another one out.
 
-    Statistics have a quarter of the bytes, and an eighth of this quarter is for the probe.
+    Statistics have a quarter of the bytes, and a part of this quarter is for the probe. Half of the kept probe has the
+    newest steps; the other half are blocks that lie evenly over the steps before.
     """
 
-    def __init__(self, max_bytes: int, keep_newest: int = 0) -> None:
-        stats_bytes, probe_bytes = max_bytes // 4, max_bytes // 32
+    def __init__(self, max_bytes: int, keep_newest: int = 0, *, keeps_tokens: bool = False) -> None:
+        stats_bytes, probe_bytes = max_bytes // 4, max_bytes // (_TOKENS_SHARE if keeps_tokens else _PROBE_SHARE)
         self._limits = {
             "tensors": max_bytes - stats_bytes, "stats": stats_bytes - probe_bytes, PROBE: probe_bytes
         }  # fmt: skip
@@ -59,7 +62,7 @@ class Quota:
 
     def max_shard_bytes(self, kind: str) -> int:
         """Return the size at which a shard of this kind should end."""
-        return self._limits[kind] // _SHARDS_PER_QUOTA
+        return self._limits[kind] // (_PROBE_SHARDS_PER_QUOTA if kind == PROBE else _SHARDS_PER_QUOTA)
 
     @property
     def max_shard_steps(self) -> int | None:
@@ -89,9 +92,19 @@ class Quota:
         """Record the step that training has reached."""
         self._newest_step = step
 
-    def oldest(self, kind: str) -> HeldShard | None:
+    def most_dispensable(self, kind: str) -> HeldShard | None:
         """Return the shard to delete first; None if no shard may be deleted."""
-        return next(iter(self._removable(kind)), None)
+        removable = self._removable(kind)
+        if kind != PROBE or self._keep_newest or not removable or removable[0].earlier is not None:
+            return next(iter(removable), None)
+        held = self._held[kind]
+        num_older = max(1, len(removable) // 2)
+
+        def gap(shard: HeldShard) -> int:
+            at = held.index(shard)
+            return held[at + 1].last_step - held[at - 1].last_step if 0 < at < len(held) - 1 else 0
+
+        return min(removable[:num_older], key=gap)
 
     def outdated(self, kind: str) -> list[HeldShard]:
         """Return this writer's shards that have only steps before the newest steps, but never its newest shard."""

@@ -267,10 +267,10 @@ class RotatingShards:
         while not quota.fits(kind, num_bytes):
             if self.settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):
                 return False
-            oldest = quota.oldest(kind)
-            if oldest is None:
+            dispensable = quota.most_dispensable(kind)
+            if dispensable is None:
                 return False
-            self.retire(kind, oldest)
+            self.retire(kind, dispensable)
         return True
 
     def _append(self, built: BuiltBatch) -> None:

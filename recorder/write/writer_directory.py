@@ -22,6 +22,7 @@ from ..errors import RunError, WriteError
 from ..format.codec import Encoder
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, open_name, rank_dir, read_json
+from ..records import KEEP_TOKENS
 from ..rules import Schedule
 from ..sites import FORMAT_NAME, FORMAT_VERSION, PROBE
 from ..system.log import tell
@@ -286,7 +287,8 @@ class WriterDirectory:
 
     def _open_shards(self, directory: Path, target: RunTarget) -> dict[str, RotatingShards]:
         settings = self._settings
-        quota = self._quota = Quota(settings.max_bytes, settings.keep_newest)
+        keeps_tokens = any(rule.keep & KEEP_TOKENS for rule in settings.rules)
+        quota = self._quota = Quota(settings.max_bytes, settings.keep_newest, keeps_tokens=keeps_tokens)
         with self._notices.on_error(f"what earlier processes left beside {directory} cannot be counted"):
             self._count_earlier(quota, find_earlier(directory, target.attempt))
         memory = PageMemory(_LIGHT_BYTES)

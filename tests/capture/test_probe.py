@@ -17,6 +17,7 @@ import torch._dynamo
 from torch import nn
 
 import recorder
+from recorder.analyze.doctor.expected import compare
 from recorder.analyze.first.first import first
 from recorder.capture.probe import BLOCK_STEPS
 from recorder.capture.staging.pool import Pool
@@ -161,7 +162,68 @@ def test_a_value_that_turns_non_finite_is_named_at_its_step_with_the_flag_alone(
     assert bad.probed is not None
     assert (bad.probed.before, bad.probed.last_step) == (("norm", "output", ""), 12)
     rows = recording.rows(site="output", module_path="down")
-    assert list(rows[rows.step.between(11, 19)].step) == [13]  # once, as it turns; step 20 is recorded anyway
+    assert list(rows[rows.step.between(11, 19)].step) == [13, 14, 15, 16]  # as it turns, and three steps after trouble
+
+
+class Spills(nn.Module):
+    """Its part `side` gives a NaN at some calls, of which nothing is made."""
+
+    def __init__(self, *bad: int) -> None:
+        super().__init__()
+        self.net, self.side = Net(), nn.Identity()
+        self.bad, self.num_calls = bad, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.side(x.detach() * (torch.nan if self.num_calls in self.bad else 1.0))
+        self.num_calls += 1
+        y: torch.Tensor = self.net(x)
+        return y
+
+
+def _spilt(*bad: int, num_steps: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Spills(*bad)
+    _train(model, num_steps)
+    return [*model.state_dict().values(), torch.rand(2)]
+
+
+def test_after_trouble_statistics_of_three_steps_are_kept_thrice_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = 2, 33, 35, 61, 62, 72, 79
+    plain = _spilt(*bad, num_steps=90)
+    with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        recorded = _spilt(*bad, num_steps=90)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    ordinary = {0, 1, 2, 3, 4, *range(10, 90, 10)}
+    more = [(3, 5), (34, 36), (62, 64)]
+    steps = {step for first, last in more for step in range(first, last + 1)}
+    for site in ("output", "grad_output", "param", "grad", "buffer"):
+        assert set(recording.rows(site=site, module_path="net.norm").step) == ordinary | steps, site
+    said = [
+        f"rank 0: 'side' output turned NaN at step {first - 1}: the statistics that the rules keep of some steps are "
+        f"kept of steps {first} to {last}, too"
+        for first, last in more
+    ]
+    assert [one for one in caplog.messages if "kept of steps" in one] == recording.events("trouble") == said
+    assert [(one["since"], one["until"]) for one in recording.manifest["commands"]] == more
+    expectation = compare(recording.run)
+    assert expectation.problems == [] and {gap.reason.key for gap in expectation.gaps} <= {"no_gradient"}
+
+
+def test_gradients_that_a_scaler_skips_are_no_trouble(tmp_path: Path) -> None:
+    with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        model = Net()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad * torch.inf)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(9):
+            scaler.scale(model(torch.randn(4, 3)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert recording.manifest["commands"] == []
 
 
 def test_what_is_infinite_again_is_told_again(tmp_path: Path) -> None:

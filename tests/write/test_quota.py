@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recorder.records import KEEP_STATS
+from recorder.sites import PROBE
 from recorder.write import ledger as accounts
 from recorder.write.quota import HeldShard, Quota
 from recorder.write.shard import StoredShard
@@ -197,10 +198,31 @@ def test_only_what_lies_between_the_first_and_the_newest_can_go(num_shards: int)
     assert not quota.fits("tensors", room + 1)
     assert quota.could_fit("tensors", room + 100 * removable)
     assert not quota.could_fit("tensors", room + 100 * removable + 1)
-    assert quota.could_fit("stats", 250 - 31) and quota.could_fit("probe", 31)
+    assert quota.could_fit("stats", 250 - 13) and quota.could_fit("probe", 13)
     for number in range(1, 1 + removable):
-        oldest = quota.oldest("tensors")
+        oldest = quota.most_dispensable("tensors")
         assert oldest is not None and oldest.last_step == number
         quota.remove("tensors", oldest)
-    assert quota.oldest("tensors") is None
+    assert quota.most_dispensable("tensors") is None
     assert quota.used_bytes("tensors") == 100 * (num_shards - removable)
+
+
+def test_half_of_the_probe_is_of_the_newest_steps_and_the_rest_lies_evenly(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_bytes=24 * MEGABYTE, codec="none", batch_bytes=1).start()
+    for step in range(600):
+        rig.put(VALUES[:4096], site=PROBE, name="param weight", step=64 * step)
+        rig.drain()
+        assert used_bytes(rig, "probe") <= 24 * MEGABYTE // 72
+    report = rig.close()
+    assert report.ledger["dropped"] == {}
+    assert report.ledger["retired"]["rows"] == 600 - len(rig.rows())
+    kept = [row["step"] // 64 for row in rig.rows()]
+    older = [step for step in kept if step < 599 - len(kept) // 2 + 2]
+    gaps = np.diff(older)
+    assert kept[0] == 0 and kept[-1] == 599 and set(np.diff(kept[len(older) :])) == {1}
+    assert len(older) > len(kept) // 3 and gaps.max() <= 4 * gaps.mean()
+
+
+def test_tokens_have_more_room_than_numbers(tmp_path: Path) -> None:
+    assert not Quota(7200).fits(PROBE, 101)
+    assert Quota(7200, keeps_tokens=True).fits(PROBE, 225)
