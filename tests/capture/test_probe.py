@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from recorder.capture.staging.pool import Pool
 from recorder.columns import COLUMNS, Role
 from recorder.config import DEFAULT_RULES
 from recorder.rules import parse_rules
+from tests.rigs import jobs
 from tests.rigs.capturing import Recording, flagged
 
 PROBE = "site=output,param,grad,buffer keep=probe"
@@ -322,9 +322,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_the_blocks_that_were_over(tmp_path: Path) -> None:
-    environment = {"RECORDER": "1", "RECORDER_DIR": str(tmp_path / "runs"), "RECORDER_RULES": "site=param keep=probe"}
-    done = subprocess.run([sys.executable, "-c", _KILLED], env={**os.environ, **environment}, check=False)
-    assert done.returncode == -signal.SIGKILL
+    (tmp_path / "killed.py").write_text(_KILLED)
+    killed = jobs.program(tmp_path, "killed.py", **jobs.recording("site=param keep=probe", dir="runs")).wait()
+    assert killed.returncode == -signal.SIGKILL
     (writer,) = recorder.open_run(tmp_path / "runs").writers
     assert not any(shard.is_sealed for shard in writer.probe_shards)
     frame = recorder.open_run(tmp_path / "runs").probe().to_pandas()

@@ -189,7 +189,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         case = {"steps": 400, "seed": 3, "settings": {**OF_ALL, "triggers": "signal", "flush_interval_s": 0.01}}
         case |= {"width": width, "events": [[12, 0, what]], "folder": str(folder / name), "nap_s": 0.002}
         (folder / f"{name}.json").write_text(json.dumps([case]))
-        started[name] = jobs.python(folder / name, SCRIPTS / "boxed.py", folder / f"{name}.json")
+        started[name] = jobs.program(folder / name, SCRIPTS / "boxed.py", folder / f"{name}.json")
     settings = jobs.recording(RING, min_free_bytes="0")
     started["crash"] = jobs.python(folder / "crash", "-c", CRASHES, **settings)
     return {name: job.wait() for name, job in started.items()}

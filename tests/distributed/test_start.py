@@ -40,8 +40,11 @@ def write_script(folder: Path, first: str = "", last: str = "") -> Path:
     return path
 
 
-def train(folder: Path, settings: dict[str, str], first: str = "", last: str = "") -> jobs.Job:
-    return jobs.python(folder, write_script(folder, first, last), **settings)
+def train(
+    folder: Path, settings: dict[str, str], first: str = "", last: str = "", *, is_forked: bool = False
+) -> jobs.Job:
+    """Start the training; fork it where the import of torch is not what is looked at."""
+    return (jobs.program if is_forked else jobs.python)(folder, write_script(folder, first, last), **settings)
 
 
 def train_beside_own(folder: Path, first: str = "") -> jobs.Job:
@@ -53,12 +56,12 @@ def train_beside_another_model(folder: Path) -> jobs.Job:
     """A rule that the first model has no module for may be for the second."""
     other = "import torch\nother = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
     last = "other(torch.ones(2)).sum().backward()\n"
-    return train(folder, jobs.recording(NO_MATCH), other, last)
+    return train(folder, jobs.recording(NO_MATCH), other, last, is_forked=True)
 
 
 def train_beside_file(folder: Path, **settings: str) -> jobs.Job:
     (folder / "a_file").touch()
-    return train(folder, jobs.recording(**settings))
+    return train(folder, jobs.recording(**settings), is_forked=settings.get("dir") != "a_file")
 
 
 def launch(folder: Path, *command: str | Path, **settings: str) -> jobs.Job:
@@ -89,7 +92,7 @@ def train_twice(folder: Path) -> jobs.Job:
         "        optimizer.step()\n"
         "    del model, optimizer\n"
     )
-    return jobs.python(folder, script, **jobs.recording("site=grad keep=stats"))
+    return jobs.program(folder, script, **jobs.recording("site=grad keep=stats"))
 
 
 WRONG = {
@@ -106,11 +109,16 @@ JOBS: dict[str, Callable[[Path], jobs.Job]] = {
     "launcher": lambda folder: launch(folder, LOOP, "--end=sys_exit", "--steps=3"),
     "launcher, no autoload": lambda folder: launch(folder, write_script(folder), **NO_AUTOLOAD),
     "no autoload": lambda folder: train(folder, NO_AUTOLOAD | jobs.recording()),
-    **{name: partial(train, settings={"RECORDER": "1", name: value}) for name, (value, _) in WRONG.items()},
+    **{
+        name: partial(train, settings={"RECORDER": "1", name: value}, is_forked=name != "RECORDER_RULES")
+        for name, (value, _) in WRONG.items()
+    },
     "in a child": train_in_child,
-    "no match": partial(train, settings=jobs.recording(NO_MATCH)),
+    "no match": partial(train, settings=jobs.recording(NO_MATCH), is_forked=True),
     "no match in the first": train_beside_another_model,
-    "other rank": partial(train, settings=jobs.recording("module=0 rank=7 site=output; site=grad keep=stats")),
+    "other rank": partial(
+        train, settings=jobs.recording("module=0 rank=7 site=output; site=grad keep=stats"), is_forked=True
+    ),
     "a file": partial(train_beside_file, dir="a_file"),
     "below a file": partial(train_beside_file, dir="a_file/recordings"),
     "full": partial(train_beside_file, min_free_bytes=str(1 << 60)),

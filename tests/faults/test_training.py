@@ -331,7 +331,7 @@ dist.destroy_process_group()
 def test_attached_before_or_after_it_was_sharded_a_model_leaves_the_same_record(tmp_path: Path) -> None:
     """The rows of two ranks, but for the very first input, which is seen as the caller gave it."""
     (tmp_path / "wrapped.py").write_text(WRAPPED)
-    jobs.succeeded(jobs.torchrun(tmp_path, "wrapped.py"))
+    jobs.succeeded(jobs.ranks(tmp_path, Path("wrapped.py"), TESTS_RECORDER=""))
     key = ["site", "module_path", "name", "step", "phase"]
     facts = ["shape", "global_shape", "placements", "offsets", "scope", "sum", "l2"]
     for kind, placement in (("fsdp1", "FlatShard"), ("orig", "FlatShard"), ("fsdp2", "Shard")):

@@ -83,7 +83,7 @@ def test_what_begins_later_makes_it_a_lower_bound() -> None:
 
 def test_a_training_says_about_what_it_then_writes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    finished = jobs.succeeded(jobs.python(tmp_path, "train.py", RECORDER="1"))
+    finished = jobs.succeeded(jobs.program(tmp_path, "train.py", RECORDER="1"))
     (line,) = finished.lines("recorder: at these rules about ")
     found = re.search(r"about (\S+) kB at step 0, ", line)
     assert found is not None

@@ -83,7 +83,8 @@ def without_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, (script, settings) in NO_MODEL.items():
         folder = tmp_path_factory.mktemp("no-model")
         (folder / "train.py").write_text(script)
-        started[name] = jobs.python(folder, "train.py", **{**jobs.recording(), **settings})
+        start = jobs.program if name in ("other rank", "optimizer") else jobs.python
+        started[name] = start(folder, "train.py", **{**jobs.recording(), **settings})
     started["command"] = jobs.python(tmp_path_factory.mktemp("no-model"), "-c", "import torch", **jobs.recording())
     return {name: job.wait().output for name, job in started.items()}
 
@@ -115,7 +116,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     for name, (before, after, settings) in SCRIPTS.items():
         folder = tmp_path_factory.mktemp(name)
         (folder / "train.py").write_text(TRAIN.format(before=before, after=after))
-        started[name] = jobs.python(folder, "train.py", **{**jobs.recording(), "RECORDER_RULES": "", **settings})
+        start = jobs.python if name in ("plain", "configured", "nothing") else jobs.program
+        started[name] = start(folder, "train.py", **{**jobs.recording(), "RECORDER_RULES": "", **settings})
     said = {name: jobs.succeeded(job).output.splitlines() for name, job in started.items()}
     # On a busy machine three steps may take long enough for the estimate.
     yield {name: "\n".join(one for one in lines if ": at these rules " not in one) for name, lines in said.items()}

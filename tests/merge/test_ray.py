@@ -119,9 +119,10 @@ def test_without_ray_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch: 
     assert install_line("ray") in result.err
 
 
-def test_units_of_a_killed_node_are_made_by_another(run: Path, tmp_path: Path) -> None:
+def test_units_of_a_killed_node_are_made_by_another(cluster: Nodes, run: Path, tmp_path: Path) -> None:
+    """The last test of the file, as the cluster has one node less then."""
     merge_run(open_run(run), tmp_path / "here")
-    with started_ray(tmp_path / "ray") as cluster, open_cluster(cluster.address) as (executor, num_workers):
+    with open_cluster(cluster.address) as (executor, num_workers):
         assert num_workers == 2
 
         def kill() -> None:

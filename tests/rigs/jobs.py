@@ -6,11 +6,13 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,6 +77,7 @@ class Forked:
     """What `Job` asks of a process, of one that `tests.rigs.ranks` forks. Its server starts with the first."""
 
     _server: subprocess.Popen[str] | None = None
+    _socket = ""
     _one_at_a_time = threading.Lock()
 
     def __init__(self, words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
@@ -99,19 +102,34 @@ class Forked:
         os.kill(self.pid, signal.SIGTERM)
 
     @classmethod
+    def address(cls) -> str:
+        """The socket of the server, which runs from now on."""
+        if cls._server is None:
+            cls._socket = str(Path(tempfile.mkdtemp(prefix="ranks-")) / "socket")
+            command = [sys.executable, "-m", "tests.rigs.ranks", cls._socket]
+            cls._server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment({}), text=True
+            )
+            atexit.register(shutil.rmtree, Path(cls._socket).parent)
+            atexit.register(cls._server.communicate)  # which ends it
+            assert cls._server.stdout is not None
+            cls._server.stdout.readline()
+        return cls._socket
+
+    @classmethod
     def _ask(cls, what: object) -> int | None:
         with cls._one_at_a_time:
-            if cls._server is None:
-                command = [sys.executable, "-m", "tests.rigs.ranks"]
-                cls._server = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment({}), text=True
-                )
-                atexit.register(cls._server.communicate)  # which ends it
-            assert cls._server.stdin is not None and cls._server.stdout is not None
+            cls.address()
+            assert cls._server is not None and cls._server.stdin is not None and cls._server.stdout is not None
             cls._server.stdin.write(json.dumps(what) + "\n")
             cls._server.stdin.flush()
             answer: int | None = json.loads(cls._server.stdout.readline())
             return answer
+
+
+def forking_torchrun() -> tuple[str, ...]:
+    """The words for `torchrun` in a command whose launcher is not what is tested, and whose ranks are forked."""
+    return sys.executable, "-SE", str(Path(__file__).with_name("launcher.py")), Forked.address()
 
 
 class Job:
@@ -178,6 +196,14 @@ def torchrun(folder: Path, *arguments: str | Path, options: Sequence[str] = ("--
 def ranks(folder: Path, script: Path, *arguments: str | Path, num: int = 2, **settings: str) -> Job:
     """Start a script on some ranks without the cost of a launch, which is not what its tests are about."""
     return Job([str(num), str(script), *map(str, arguments)], folder, settings, forks=True)
+
+
+def program(folder: Path, script: str | Path, *arguments: str | Path, **settings: str) -> Job:
+    """Start a script without the cost of an interpreter that imports torch, and end it as an interpreter does.
+
+    Under the flag it begins to record before its first line, and not at its `import torch`.
+    """
+    return ranks(folder, Path(script), *arguments, num=0, **settings)
 
 
 def free_port() -> int:

@@ -1,6 +1,7 @@
 """Small trainings that a script records one after the other, each in ranks that are forked from one process.
 
-What is imported here is imported once, before all forks: an optimizer imports dynamo at its first step.
+What is imported here is imported once, before all forks: an optimizer imports dynamo at its first step, and `attach`
+the recorder.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+import recorder.lifecycle.recorder
+import recorder.write.writer  # noqa: F401
 from tests.rigs.forking import fork
 from tests.rigs.leaving import leave
 

@@ -120,6 +120,11 @@ class Desk:
         self.folder = folder
         self._launched = launched
         (folder / "train.py").write_text(TRAINING)
+        self._programs = folder.with_name(f"{folder.name}-programs")
+        self._programs.mkdir()
+        launcher = self._programs / "torchrun"
+        launcher.write_text(f'#!/bin/sh\nexec {shlex.join(jobs.forking_torchrun())} "$@"\n')
+        launcher.chmod(0o755)
 
     def type_block(self, block: Block) -> str:
         """Do what a block says, and return what is printed."""
@@ -181,5 +186,6 @@ class Desk:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.chdir(self.folder)
             patch.setenv("COLUMNS", str(WIDTH))
-            patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # for `recorder prove`
+            for programs in (Path(sys.executable).parent, self._programs):  # for `recorder prove`
+                patch.setenv("PATH", str(programs), prepend=os.pathsep)
             yield out

@@ -47,7 +47,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     settings = recording(flush_interval_s="0.01", shard_bytes="4MiB", min_free_bytes="0", dir=str(folder))
     settings |= {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "tests.campaigns.faults.training"]
+    # Shards that are full after a few steps, and pauses in which the writer catches up: so the run has few rows.
+    train = "from tests.campaigns.faults import training; training.BATCH = 64; training.main()"
+    command = [sys.executable, "-c", train, "--pause=0.05"]
     with subprocess.Popen(command, env=environment(settings), cwd=folder, stderr=subprocess.DEVNULL) as process:
         until_s = time.monotonic() + 60
         try:
@@ -59,7 +61,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     break
                 process.send_signal(signal.SIGCONT)
                 assert process.poll() is None and time.monotonic() < until_s
-                time.sleep(0.1)
+                time.sleep(0.05)
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL

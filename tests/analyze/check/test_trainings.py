@@ -24,8 +24,8 @@ FAULTY_BY_DEFAULT = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trainings")
-    record(folder, [*SOUND_ONES, *FAULTY, *twins("mlp-adamw")])
-    record(folder, [f"{FLAG_ALONE}{name}" for name in (*SOUND_BY_DEFAULT, *FAULTY_BY_DEFAULT)])
+    by_default = [f"{FLAG_ALONE}{name}" for name in (*SOUND_BY_DEFAULT, *FAULTY_BY_DEFAULT)]
+    record(folder, [*SOUND_ONES, *FAULTY, *twins("mlp-adamw"), *by_default])
     return folder
 
 

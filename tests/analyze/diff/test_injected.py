@@ -5,6 +5,7 @@ A sample of the errors; `python -m tests.campaigns injected` has all of them.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -29,6 +30,8 @@ ERRORS = (
     "nan_on_one_rank", "other_recompute", "attention_scale", "wrong_start",
 )  # fmt: skip
 """At least one of each phase, on all ranks and on one."""
+compared = functools.cache(injected.compared)
+"""Several tests look at one comparison."""
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_is_named_against_the_same_layout(folder: Path, name: str) -> None:
-    verdict = judging.judge(injected.compared(folder, name), injected.ERRORS[name])
+    verdict = judging.judge(compared(folder, name), injected.ERRORS[name])
     assert verdict.word == "correctly", verdict
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_error_is_named_against_one_process_beyond_the_noise(folder: Path, name: str) -> None:
-    verdict = judging.judge(injected.compared(folder, name, one=True), injected.ERRORS[name])
+    verdict = judging.judge(compared(folder, name, one=True), injected.ERRORS[name])
     assert verdict.word == "correctly", verdict
 
 
@@ -55,7 +58,7 @@ def test_an_error_is_named_against_one_process_beyond_the_noise(folder: Path, na
 def test_two_ranks_and_one_process_differ_by_noise_alone(folder: Path, name: str) -> None:
     exactly = diff(judging.opened(folder, f"one_{name}"), judging.opened(folder, name))
     assert exactly.table.num_rows > 100
-    found = injected.compared(folder, name, one=True)
+    found = compared(folder, name, one=True)
     assert found.is_equal and found.culprits == [] and found.num_compared > 700
 
 
@@ -83,13 +86,13 @@ def test_a_factor_is_told(folder: Path) -> None:
     def factor(found: Diff) -> float | None:
         return found.culprits[0].factor
 
-    assert factor(injected.compared(folder, "doubled_loss")) == pytest.approx(2, rel=1e-3)
-    assert factor(injected.compared(folder, "gradient_scaled_on_one_rank")) == pytest.approx(3, rel=1e-3)
+    assert factor(compared(folder, "doubled_loss")) == pytest.approx(2, rel=1e-3)
+    assert factor(compared(folder, "gradient_scaled_on_one_rank")) == pytest.approx(3, rel=1e-3)
 
 
 def test_a_hint_says_what_a_person_would_guess(folder: Path) -> None:
     def hints(name: str) -> set[str]:
-        return {injected.compared(folder, name, one=one).culprits[0].hint for one in (False, True)}
+        return {compared(folder, name, one=one).culprits[0].hint for one in (False, True)}
 
     assert hints("no_zero_grad") == {"B's gradient is A's of steps 0 and 1 added: not zeroed?"}
     assert hints("old_gradient") == {"B's gradient is A's of step 1 again: is it computed, or reduced, anew?"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sqlite3
+import sqlite3.dbapi2
 import subprocess
 import sys
 import time
@@ -111,12 +113,16 @@ def test_a_folder_and_a_catalog_are_not_asked_together(tmp_path: Path, cli: Cli)
     assert told.exit_code == 2 and "--catalog there: the catalog has runs of its own; leave one of them out" in told.err
 
 
-def test_a_catalog_that_another_program_holds_is_said(tmp_path: Path, cli: Cli) -> None:
+def test_a_catalog_that_another_program_holds_is_said(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_small_run(tmp_path / "runs" / "a")
     assert cli("catalog", tmp_path / "runs").exit_code == 0
     where = tmp_path / "runs" / "_catalog"
     with contextlib.closing(sqlite3.connect(where / "catalog.db", isolation_level=None)) as holder:
         holder.execute("begin exclusive")
+        # SQLite itself waits for 5 s, several times.
+        monkeypatch.setattr(sqlite3.dbapi2, "connect", functools.partial(sqlite3.connect, timeout=0.1))
         for words in (("catalog", tmp_path / "runs"), ("sql", COUNT, "--catalog", where)):
             told = cli(*words)
             assert told.exit_code == 2 and told.err.count("\n") == 1

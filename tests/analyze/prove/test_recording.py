@@ -113,18 +113,8 @@ def run_prove(folder: Path, *words: str, code: int) -> Any:
     return json.loads(done.output[done.output.index("{") :])
 
 
-BOTH_RANKS = """
-for rank in 0 1; do
-  RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} {python} {script} looks & pids="$pids $!"
-done
-for pid in $pids; do wait $pid; done
-"""
-
-
 def test_a_program_that_looks_whether_it_is_recorded_is_found_out(tmp_path: Path, cli: Cli) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    line = BOTH_RANKS.format(port=port, python=sys.executable, script=HERE / "suspect.py")
+    line = shlex.join([*jobs.forking_torchrun(), "--nproc-per-node=2", str(HERE / "suspect.py"), "looks"])
     found = run_prove(tmp_path, "--steps", "4", "--", "sh", "-c", line, code=1)
     assert found["verdict"] == "changed"
     assert found["text"] == "changed from step 2 on: parameter 3.weight on rank 1"

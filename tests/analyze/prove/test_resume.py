@@ -179,7 +179,7 @@ def test_a_checkpoint_from_before_the_first_launch_is_named() -> None:
 
 
 def prove_alternating(folder: Path, fault: str, *options: str, code: int) -> Any:
-    command = ["--", sys.executable, str(PROGRAM.with_name("alternating.py")), fault]
+    command = ["--", *jobs.forking_torchrun(), "--nproc-per-node=1", str(PROGRAM.with_name("alternating.py")), fault]
     done = jobs.python(folder, "-m", "recorder", "prove", "--json", *options, *command).wait(300)
     assert done.returncode == code, done.output
     return json.loads(done.output[done.output.index("{") :])
@@ -207,9 +207,12 @@ def test_the_schedules_of_a_sequential_schedule_are_found_in_a_checkpoint(tmp_pa
     assert found["compared"]["learning-rate schedules"] > 3
 
 
-def prove_resume(folder: Path, *words: str, code: int, ranks: int = 2) -> Any:
-    torchrun = str(Path(sys.executable).parent / "torchrun")
-    command = ["--", torchrun, "--standalone", f"--nproc-per-node={ranks}", str(PROGRAM), *words]
+TORCHRUN = (str(Path(sys.executable).parent / "torchrun"),)
+
+
+def prove_resume(folder: Path, *words: str, code: int, ranks: int = 2, is_launched: bool = False) -> Any:
+    torchrun = TORCHRUN if is_launched else jobs.forking_torchrun()
+    command = ["--", *torchrun, "--standalone", f"--nproc-per-node={ranks}", str(PROGRAM), *words]
     options = ["prove", "--json", "--resume", "--steps", str(NUM_STEPS)]
     done = jobs.python(folder, "-m", "recorder", *options, *command).wait(300)
     assert done.returncode == code, done.output
@@ -243,8 +246,7 @@ def test_what_one_of_four_ranks_does_not_restore_is_named_with_the_rank(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("omission", ["sampler", "sound"])
 def test_ranks_that_their_launcher_starts_anew_count_as_the_resumed_launch(tmp_path: Path, omission: str) -> None:
-    torchrun = str(Path(sys.executable).parent / "torchrun")
-    line = f"{torchrun} --standalone --nproc-per-node 2 {PROGRAM} {omission}"
+    line = f"{TORCHRUN[0]} --standalone --nproc-per-node 2 {PROGRAM} {omission}"
     command = ["--", "sh", "-c", f"{line}; {line}"]  # torchrun's own --max-restarts at times hangs on gloo
     options = ["prove", "--json", "--resume", "--steps", str(NUM_STEPS)]
     done = jobs.python(tmp_path, "-m", "recorder", *options, *command).wait(300)
@@ -255,7 +257,7 @@ def test_ranks_that_their_launcher_starts_anew_count_as_the_resumed_launch(tmp_p
 
 
 def test_a_sound_resume_is_certified_and_the_certificate_kept_with_both_runs(tmp_path: Path, cli: Cli) -> None:
-    found = prove_resume(tmp_path, "sound", code=0)
+    found = prove_resume(tmp_path, "sound", code=0, is_launched=True)
     assert found["text"].startswith("unchanged: the resumed run goes on as the interrupted one did: 3 steps of 2 ranks")
     assert found["notes"] == ["the resumed run goes on with step 4, from a checkpoint of 4 steps"]
     killed, resumed = sorted(map(recorder.open_run, found["runs"]), key=lambda run: run.name)

@@ -77,7 +77,7 @@ class Launched(NamedTuple):
     def record(self, folder: Path) -> None:
         settings: Any = {"PYTHONPATH": str(REPOSITORY)}
         ranks = jobs.ranks(folder / "ranks", self.script, folder, **settings)
-        jobs.succeeded(jobs.python(folder / "process", self.script, folder, **settings))
+        jobs.succeeded(jobs.program(folder / "process", self.script, folder, **settings))
         jobs.succeeded(ranks)
 
     def compared(self, folder: Path, name: str, *, one: bool) -> Diff:

@@ -31,7 +31,8 @@ print("random state", torch.equal(state, torch.get_rng_state()))
 
 
 def test_under_the_flag_the_first_call_is_moved_too(tmp_path: Path) -> None:
-    finished = jobs.succeeded(jobs.python(tmp_path, "-c", PROGRAM, **jobs.recording(jitter="7")))
+    (tmp_path / "train.py").write_text(PROGRAM)
+    finished = jobs.succeeded(jobs.program(tmp_path, "train.py", **jobs.recording(jitter="7")))
     assert finished.lines("seen") == ["seen True True"] * 2
     assert finished.lines("random state") == ["random state True"]
     assert finished.run.jitter == 7
