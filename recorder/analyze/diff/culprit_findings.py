@@ -353,6 +353,8 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
     if len(chunks) < 2:
         return {}
     one, two = a.array(row_a), b.array(row_b)
+    if one.shape != two.shape:  # another model: the regions are those of the second run's value
+        return {}
     distances: dict[tuple[int, int], float] = {}
     for rank, micro_step, region in chunks:
         far = _far(*(_part(values, region) for values in (one, two)))

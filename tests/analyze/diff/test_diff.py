@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 
 import recorder
-from recorder.analyze.diff import pairs
+from recorder.analyze.diff import culprit_findings, pairs
 from recorder.analyze.diff.diff import diff, payload_bytes
 from recorder.analyze.diff.reply import _by_reason, accusations
 from recorder.errors import LookupFailedError
@@ -169,6 +171,20 @@ def test_shapes_and_types(tmp_path: Path) -> None:
     assert found.table.column("dtype_b").to_pylist()[1] == "float64"
     wider = diff(a, b, atol=0.01)
     assert [line["kind"] for line in wider.table.to_pylist()] == ["shape"]
+
+
+def test_the_parts_of_ranks_of_another_shape_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of a culprit's module is asked which rank's part differs, and another model's has other dims."""
+    box = SimpleNamespace(start=(0, 0, 0), shape=(2, 3, 5))
+    parts = [(rank, 0, SimpleNamespace(run=None, boxes=[box])) for rank in range(2)]
+
+    def side(*shape: int) -> Any:
+        rows = SimpleNamespace(chunk_regions=lambda at: parts)
+        return SimpleNamespace(rows=rows, table=pa.table({"at": [0]}), array=lambda row: np.ones(shape))
+
+    monkeypatch.setattr(culprit_findings, "_own_rows", lambda side, row: {})
+    assert culprit_findings._distances(side(4, 3), side(4, 3, 5), 0, 0) == {}
+    assert culprit_findings._distances(side(4, 3, 5), side(4, 3, 5), 0, 0) == {(0, 0): 0.0, (1, 0): 0.0}
 
 
 def test_what_one_side_alone_has_is_grouped(tmp_path: Path) -> None:
