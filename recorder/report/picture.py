@@ -65,6 +65,8 @@ def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None,
             axes.add(table)
         probe = probe_values(run, axes)
         models = [] if panel in _OF_ALL else axes.models_alike
+        if model is not None and panel in _OF_ALL:
+            raise LookupFailedError(f"--model {model}: --png {panel} shows all models together; leave out --model")
         if models or model is not None:
             if model not in (None, *models):
                 raise LookupFailedError(
@@ -236,7 +238,7 @@ def _updates(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn 
 
 
 def _ranks(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn | None:
-    site, chosen = _chosen(collected, _SITES)
+    site, chosen = _chosen(collected, (*([first["site"]] if first else ()), "grad", "grad_output", *_SITES))
     cube, lanes, ranks = collected.rank_steps, collected.lanes, collected.lanes.ranks
     if not chosen or len(ranks) < 2:
         return None
@@ -300,12 +302,12 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
         order = 0 if key.name in collected.steps_known()["losses"] else _order(key.name, key.mode)
         name = ", ".join(filter(None, (key.name, collected.note_of(key))))
         rows.append((order, name, steps, np.where(is_bad, np.nan, of_lanes[lane]), is_bad))
-    for lane, own_norms in [*collected.steps_known()["gradient_norms"].items()][:1]:
-        if of_objectives or any(order == 1 for order, *_ in rows):
-            break
+    is_told = of_objectives or any(order == 1 for order, *_ in rows)
+    for lane, own_norms in () if is_told else collected.steps_known()["gradient_norms"].items():
         norms = np.array([np.nan if one is None else one for one in own_norms])
         rank, is_bad = lanes[lane]["rank"] if len(lanes) > 1 else None, norms < 0
         name = "gradient norm" + (f" of rank {rank}" if rank is not None else "")
+        name += ", of all models" if collected.steps_known()["is_of_models"] else ""
         rows.append((1, name, np.array(collected.cube.first_steps), np.where(is_bad, np.nan, norms), is_bad))
     if not rows:
         return None

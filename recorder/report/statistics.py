@@ -17,6 +17,7 @@ from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
 from ..run.run import Run
 from ..sites import UPDATE
+from ..system.text import listed
 from .axes import (
     PROBED,
     Axes,
@@ -365,6 +366,7 @@ class StatisticsBlocks:
             "probed": self._axes.is_probed,
             "gradient_norms": self._gradient_norms(),
             "losses": [*self._axes.optimizer_of_loss],
+            "is_of_models": bool(self._axes.models_alike) or len(self._axes.optimizer_of_loss) > 1,
             "scalar_notes": [self.note_of(key) for key in self.scalars],
             "ends": [min(firsts), max(lasts)] if firsts and lasts else [],
             "steps": self.cube.first_steps,
@@ -377,8 +379,15 @@ class StatisticsBlocks:
     def note_of(self, key: DrawnSeries) -> str:
         """Return what the numbers of a scalar are, where its name does not say so."""
         of, number = self._axes.optimizer_of_loss, self._axes.most_in_step.get(key, 1)
-        notes = [f"before the steps of {of[key.name]}"] if len(of) > 1 and key.name in of else []
+        notes = []
+        if len(of) > 1 and key.name in of:
+            trained = listed(self._models_of(of[key.name]))
+            notes = [f"before the steps of {of[key.name]}" + (f", which trains {trained}" if trained else "")]
         return ", ".join(notes + [f"the mean of its {number} values in a step"] * (number > 1))
+
+    def _models_of(self, optimizer: str) -> list[str]:
+        rates = {root: list(info.rates.values()) for (root, _), info in self._run.modules.items() if info.rates}
+        return [root for root, own in rates.items() if own[0].startswith(f"lr.{optimizer}.")]
 
     def _gradient_norms(self) -> dict[int, list[float | None]]:
         """Return the norm of all gradients at each column, by lane: -1 is one that is not finite, null an unknown one.

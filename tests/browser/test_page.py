@@ -87,6 +87,7 @@ def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
         and "RECORDER_RULES='module=head site=* steps=14:16 keep=tensor'" in cells[1]
     )
     assert rows_of(opened) == ["(the model)", "stem", "blocks", "0", "fc", "1", "fc", "head"]
+    assert "no row of" not in opened.text("#panel-map > .note"), "'blocks' has no output, and has a row"
     assert opened.page.locator("#panel-lines .plot canvas").count() == 1
     assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss", "gradient norm"]
     assert "of each rank: the ranks' gradients make no single ones (" in opened.text("#panel-top .tracks")
@@ -750,8 +751,21 @@ def test_a_narrow_window_needs_no_scrolling_to_the_side(open_page: Open, pair: P
 
 def test_it_prints(open_page: Open, trained: Path) -> None:
     opened = open_page(trained, dark=True)
+    opened.page.evaluate(
+        """() => {
+            const told = window.filled = {}, { prototype } = CanvasRenderingContext2D, fill = prototype.fillRect;
+            prototype.fillRect = function (x, y, width, height) {
+              if (height >= 10) (told[this.canvas.className] ??= []).push([x, x + width]);
+              return fill.call(this, x, y, width, height);
+            };
+        }"""
+    )
     opened.page.evaluate("() => window.dispatchEvent(new Event('beforeprint'))")
     opened.redrawn()
+    filled = opened.page.evaluate("() => window.filled")
+    for name in ("legend-bar", "heat-chunk"):
+        pairs = [(one, other) for one, other in zip(filled[name], filled[name][1:], strict=False) if other[0] > one[0]]
+        assert len(pairs) > 50 and sum(other[0] >= one[1] for one, other in pairs) <= (name == "heat-chunk"), "no gaps"
     axis = opened.pixels("#panel-map .heat-axis")[6:]  # below the mark of the finding
     assert axis[..., :3][axis[..., 3] > 200].max() < 130  # dark numbers, as paper is light
     edges = opened.page.evaluate(
@@ -769,7 +783,7 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
         not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
     )
     assert not opened.page.locator("input:visible, select:visible, .take:visible").count()
-    for whole in ("#panel-graph .box-head", "#panel-ranks .scroll", "#panel-depth"):
+    for whole in ("#panel-graph .box-head", "#panel-ranks .scroll", "#panel-depth", "#panel-lines"):
         style = opened.page.locator(whole).first.evaluate("one => getComputedStyle(one).breakInside")
         assert style == "avoid", whole
     printed = opened.page.pdf(print_background=True)
@@ -914,6 +928,10 @@ def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, t
     assert opened.page.locator("#panel-map .heat-name").nth(head).inner_text().endswith("frozen")
     opened.page.locator(CELLS).hover(position=point_at(opened, head, 20, 200))
     assert "requires_grad is False" in opened.text(".tooltip")
+    exact = "of a sample of 1,024 elements; parameters of at most 1,024 elements are exact"
+    for panel in ("#panel-map .note", "#panel-lines .chart-head", "#panel-depth .note"):
+        assert exact in opened.text(panel)
+    assert csv_of(opened, "By depth", tmp_path / "depth.csv")[1] == ["net.first", "0.00199", "0.00199", "0.199"]
     body = opened.page.locator("#panel-depth .chart-body")
     assert "4 modules" in (body.get_attribute("aria-label") or "")
     body.focus()
@@ -978,6 +996,36 @@ def test_the_slider_shows_a_step_by_depth(open_page: Open, trained: Path) -> Non
         opened.page.keyboard.press(key)
     opened.redrawn()
     assert opened.text("#panel-lines .chart-head strong") == "blocks.0.fc output"
+
+
+def test_zeros_and_modules_without_neighbours_are_drawn_by_depth(open_page: Open, tmp_path: Path) -> None:
+    run, rows = make_run(tmp_path / "run"), list[dict[str, Any]]()
+    sizes = {"a": (1.0, 100.0), "c": (0.0, 0.0), "e": (0.001, 0.002)}
+    for step in range(2):
+        for path, own in sizes.items():
+            common: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "encoding": None}
+            rows.append(make_row(len(rows), np.full(1, own[step], np.float32), step=step, module_path=path, **common))
+    frozen = {"sites": ["param"], "frozen": ["weight"]}
+    modules = [module(path, "Linear", **({} if path in sizes else frozen)) for path in "abcde"]
+    writer = HandmadeWriter(run)
+    writer.add_shard([rows], kind="stats")
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": [module("", "Net"), *modules]}])
+    opened = open_page(write_page(run, tmp_path / "r.html"), "#site=param&stat=l2&step=0")
+    assert opened.text("#panel-depth .slide .dim").endswith("the band spans all steps; zeros lie at the lower edge")
+    over = opened.page.locator("#panel-depth .u-over")
+    left, top, width, height = over.evaluate(
+        "one => [one.offsetLeft, one.offsetTop, one.clientWidth, one.clientHeight]"
+    )
+    pixels = opened.pixels("#panel-depth canvas")[top : top + height, :, :3].astype(int)
+    drawn = []
+    for path in "ae":
+        beside = pixels[:, left + round(("abcde".index(path) + 0.5) / 5 * width) - 2]
+        drawn.append(int(((beside < 250).any(axis=1)).sum()))
+    assert drawn[0] > height / 5 and drawn[1] > 5, "bars from the smallest to the largest of all steps"
+    middle = pixels[:, left + round(0.5 * width)]
+    is_dot = middle[:, 2] - middle[:, 0] > 60
+    assert is_dot[-4:].any() and not is_dot[:-8].any(), "zero is at the lower edge"
+    assert {"0.01", "0.1", "1", "10"} <= set(texts_of_charts(opened)), "the axis is logarithmic"
 
 
 def test_a_picture_is_taken_along_as_png_and_its_numbers_as_csv(open_page: Open, trained: Path, tmp_path: Path) -> None:
@@ -1127,7 +1175,7 @@ def test_of_two_models_with_the_same_names_one_is_chosen(open_page: Open, tmp_pa
     for step in range(4):
         for root, size in (("model", 1.0), ("model_1", 8.0)):
             of = {"root": root, "module_path": "0", "site": "output", "step": step, "encoding": None}
-            rows.append(make_row(len(rows), np.full(4, size, np.float32), **of))
+            rows.append(make_row(len(rows), np.full(int(4 * size), size, np.float32), **of))
     writer = HandmadeWriter(run)
     writer.add_shard([rows], kind="stats")
     layers = [("model", "ReLU"), ("model_1", "LeakyReLU")]
@@ -1144,6 +1192,7 @@ def test_of_two_models_with_the_same_names_one_is_chosen(open_page: Open, tmp_pa
         opened.redrawn()
         opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("0"), 2, 4))
         assert any(line.endswith(f": {text}") for line in opened.page.locator(".tooltip div").all_inner_texts())
+        assert opened.text("#panel-graph [data-path='0'] .box-shape") == f"[{4 * int(text)}]"
 
 
 def test_each_optimizer_of_two_models_has_its_loss(open_page: Open, tmp_path: Path) -> None:
@@ -1151,7 +1200,9 @@ def test_each_optimizer_of_two_models_has_its_loss(open_page: Open, tmp_path: Pa
     tracks = opened.page.locator("#panel-top .track")
     assert tracks.locator("strong").all_inner_texts() == ["loss", "Adam loss", "gradient norm"]
     notes = tracks.locator(".chart-head .dim").all_inner_texts()
-    assert notes[:2] == ["before the steps of Adam_1", "before the steps of Adam"]
+    assert notes[0] == "before the steps of Adam_1, which trains model_1"
+    assert notes[1] == "before the steps of Adam, which trains model"
+    assert "of all models" in notes, "the norm of the gradients"
     head = csv_of(opened, "Run", tmp_path / "top.csv")
     for name, value in (("loss", "3"), ("Adam loss", "1")):
         at = head.index([name])

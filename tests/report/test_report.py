@@ -725,7 +725,31 @@ def test_a_panel_is_of_one_model_in_the_order_of_its_modules(
     assert "is for --png" in cli("report", run, "--model", "model", "-o", tmp_path / "p.html").err
     drawn.clear()
     assert cli("report", run, "--png", "loss", "-o", tmp_path / "l.png").exit_code == 0
-    assert {"loss, before the steps of Adam_1", "Adam loss, before the steps of Adam"} <= set(drawn)
+    losses = {
+        "loss, before the steps of Adam_1, which trains model_1",
+        "Adam loss, before the steps of Adam, which trains model",
+    }
+    assert losses | {"gradient norm, of all models"} <= {text.replace("\n", " ") for text in drawn}
+    refused = cli("report", run, "--png", "loss", "--model", "model_1", "-o", tmp_path / "n.png")
+    assert "--model model_1: --png loss shows all models together; leave out --model" in refused.err
+
+
+def test_ranks_are_compared_by_their_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, drawn = make_run(tmp_path / "run"), list[str]()
+    for rank in (0, 1):
+        writer, rows = HandmadeWriter(run, rank), list[dict[str, Any]]()
+        for site, size in (("output", 1.0), ("grad", 1.0 + 9 * rank)):
+            of: dict[str, Any] = {"module_path": "fc", "site": site, "rank": rank, "encoding": None}
+            rows.append(
+                make_row(len(rows), np.full(4, size, np.float32), name="" if site == "output" else "weight", **of)
+            )
+        writer.add_shard([rows], kind="stats")
+        writer.finish()
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, at, text, **_: drawn.append(text))
+    write_picture(recorder.open_run(run), tmp_path / "r.png", "ranks")
+    assert drawn[0].endswith(" of grad of each rank")
+    write_picture(recorder.open_run(run), tmp_path / "l.png", "loss")
+    assert {"gradient norm of rank 0", "gradient norm of rank 1"} <= set(drawn)
 
 
 def test_ls_says_that_a_program_ended_with_an_exception(cli: Cli, tmp_path: Path) -> None:

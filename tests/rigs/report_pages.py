@@ -131,6 +131,9 @@ def run_of_two_models(path: Path) -> Path:
         rows.insert(next(at for at, one in enumerate(rows) if one["step"] == 1), row)
     writer = HandmadeWriter(run)
     writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
-    modules = [module("", "Net"), module("first", "Linear"), module("last", "Linear")]
-    writer.finish(roots=[{"name": root, "class": "Net", "modules": modules} for root in ("model", "model_1")])
+    roots = []
+    for root, rate, _ in (of_first, of_second):
+        layers = [module(path, "Linear", rates={"weight": rate}) for path in ("first", "last")]
+        roots.append({"name": root, "class": "Net", "modules": [module("", "Net"), *layers]})
+    writer.finish(roots=roots)
     return run

@@ -140,12 +140,12 @@ class RunData {
   /** How large each step of the optimizer is, relative to the weight that it moves. */
   async updates() {
     const norms = await this.cube("l2");
-    const cube = Object.assign(Object.create(Cube.prototype), norms, { values: new Float32Array(norms.values.length).fill(NaN), digits: new Uint8Array(norms.values.length).fill(2) });
+    const cube = Object.assign(Object.create(Cube.prototype), norms, { values: new Float64Array(norms.values.length).fill(NaN), digits: new Uint8Array(norms.values.length).fill(2) });
     for (const one of this.series.filter((other) => this.updatesOf.has(other.number) && other.shape.includes(","))) { // what begins at zero, such as a bias, has no size yet
       for (let lane = 0; lane < this.lanes.length; lane++) {
         for (let c = 0; c < this.steps.length; c++) {
           const at = cube.at(one.number, lane, c), update = norms.values[norms.at(this.updatesOf.get(one.number).number, lane, c)] / norms.values[at];
-          if (update >= 0 && update < LARGEST) cube.values[at] = update;
+          if (update >= 0 && update < LARGEST) cube.values[at] = Number(update.toPrecision(3)); // the update is of a sample
         }
       }
     }

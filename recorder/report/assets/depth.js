@@ -68,10 +68,11 @@ class DepthPanel {
     this.slider.setAttribute("aria-valuetext", `step ${column.first}`);
     this.cells = this.points.map(({ series }) => series.reduce((most, one) => outstanding(most, this.picture.cell(one.number, choices.lane, column.c)), null));
     const values = this.cells.map((cell) => (cell?.kind === NUMBER ? Math.abs(cell.value) : null)), all = [...values, ...this.ends.flat()].filter((value) => value > 0);
-    const isLog = all.length > 0 && Math.max(...all) > LOG_FROM * Math.min(...all) && ![...values, ...this.ends.flat()].includes(0);
+    const isLog = all.length > 0 && Math.max(...all) > LOG_FROM * Math.min(...all), hasZero = isLog && [...values, ...this.ends.flat()].includes(0);
+    const edge = 10 ** (Math.ceil(Math.log10(Math.min(...all))) - 1), lifted = (value) => (hasZero && value === 0 ? edge : value); // a logarithmic axis has no zero
     const what = choices.title;
     const hasBad = this.cells.some((cell) => cell?.kind === NONFINITE);
-    this.about.textContent = `step ${column.first}: ${what}; the band spans all steps${hasBad ? "; a magenta bar is not finite" : ""}`;
+    this.about.textContent = `step ${column.first}: ${what}; the band spans all steps${hasZero ? "; zeros lie at the lower edge" : ""}${hasBad ? "; a magenta bar is not finite" : ""}`;
     this.body.setAttribute("aria-label", `${what} of ${plural(this.points.length, "module")} at step ${column.first}; left and right move, Enter shows the lines`);
     const width = Math.max(this.body.clientWidth, 200), gutter = this.app.axis.gutter(width), line = { stroke: cssColor("--grid"), width: 1 };
     const ruled = { stroke: cssColor("--dim"), font: "11px system-ui, sans-serif", grid: line, ticks: { ...line, size: 4 } };
@@ -85,8 +86,8 @@ class DepthPanel {
       ],
       bands: [{ series: [2, 1], fill: cssColor("--grid") }],
       series: [{}, band, band, { stroke: color, width: 2, points: { show: this.points.length <= 120, size: 5, fill: color } }],
-      hooks: { draw: [(plot) => this.drawBad(plot)], setCursor: [(plot) => this.read(plot.cursor.idx)] },
-    }, [this.points.map((_, index) => index), this.ends.map((one) => one[0]), this.ends.map((one) => one[1]), values], this.body);
+      hooks: { drawAxes: [(plot) => this.drawAlone(plot, lifted)], draw: [(plot) => this.drawBad(plot)], setCursor: [(plot) => this.read(plot.cursor.idx)] },
+    }, [this.points.map((_, index) => index), ...[0, 1].map((end) => this.ends.map((one) => lifted(one[end]))), values.map(lifted)], this.body);
     this.plotted.over.addEventListener("click", () => this.choose());
     this.read(null);
   }
@@ -97,6 +98,17 @@ class DepthPanel {
     const end = path.slice(1 - most), whole = end.slice(end.indexOf(".") + 1); // no name is cut in its middle where there is another
     return (path.length > most && node.path ? `…${whole}` : path) + after;
   }
+  /** The band of a module between two without numbers, which has no width of its own. */
+  drawAlone(plot, lifted) {
+    const ratio = devicePixelRatio || 1, { ctx } = plot, isKnown = (index) => typeof this.ends[index]?.[0] === "number";
+    Object.assign(ctx, { fillStyle: cssColor("--grid"), strokeStyle: cssColor("--line"), lineWidth: ratio });
+    this.ends.forEach((ends, index) => {
+      if (!isKnown(index) || isKnown(index - 1) || isKnown(index + 1)) return;
+      const [low, high] = ends.map((end) => plot.valToPos(lifted(end), "y", true)), bar = [plot.valToPos(index, "x", true) - 4 * ratio, high, 8 * ratio, low - high];
+      ctx.fillRect(...bar);
+      ctx.strokeRect(...bar);
+    });
+  }
   drawBad(plot) {
     const ratio = devicePixelRatio || 1;
     plot.ctx.fillStyle = BAD_COLOR;
@@ -105,15 +117,15 @@ class DepthPanel {
     });
   }
   read(index) {
-    const cell = this.cells[index], [low, high] = this.ends[index] ?? [];
+    const cell = this.cells[index], [low, high] = this.ends[index] ?? [], about = this.app.choices.statistic === "update" ? `${SAMPLE_TEXT} ` : "";
     const text = !cell ? NO_ROW_TEXTS[this.points[index]?.why ?? ""] : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : hasNoUpdate(this.app.choices, this.points[index]?.series[0]) ? NO_UPDATE_TEXT : "not recorded";
-    this.reading.textContent = index === null || index === undefined ? this.emptyText() + (isPaper() ? "" : "Point at a module for its number; a click shows its lines.") :
+    this.reading.textContent = index === null || index === undefined ? this.emptyText() + about + (isPaper() ? "" : "Point at a module for its number; a click shows its lines.") :
       `${pathText(this.points[index].node.path)} ${visible(this.app.modules.className(this.points[index].node.number))}: ${text} at step ${this.step}${low === null || low === undefined ? "" : `; ${shortNumber(low, 3)} to ${shortNumber(high, 3)} over all steps`}`;
   }
   /** Why no module has a number at this step. */
   emptyText() {
     if (this.cells.some((cell) => cell?.kind === NUMBER)) return "";
-    return `No module has a number at this step. ${this.app.choices.statistic === "update" ? `${UPDATE_TEXT} ` : ""}`;
+    return `No module has a number at this step. ${this.app.choices.statistic === "update" ? UPDATE_TEXT : ""}`;
   }
   choose() {
     const { idx } = this.plotted.cursor, point = this.points[idx];

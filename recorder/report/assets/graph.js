@@ -67,7 +67,7 @@ class GraphPanel {
   }
   shapes(node) {
     const own = node.number === null ? [] : this.app.run.byModule.get(node.number) ?? [];
-    const outputs = own.filter((one) => one.site === "output");
+    const outputs = own.filter((one) => one.site === "output" && this.app.choices.isOfModel(one));
     const main = outputs.filter((one) => one.mode === (outputs.find((other) => other.mode === "train") ?? outputs[0]).mode);
     return main.slice(0, 3).map((one) => one.shape).join(" ");
   }

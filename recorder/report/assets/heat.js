@@ -120,7 +120,7 @@ function legendOf(colors, title, kinds = KIND_TEXTS) {
   const context = sizedCanvas(bar, 160, 10);
   for (let x = 0; x < 160; x++) {
     context.fillStyle = colors.palette[Math.round((x / 159) * 255)];
-    context.fillRect(x, 0, 1, 10);
+    context.fillRect(x, 0, 160 - x, 10); // up to the end: paper shows a gap between neighbours
   }
   const ticks = el("div", { class: "legend-ticks" }, colors.ticks.map(([share, text]) => {
     const edge = share === 0 ? "start" : share === 1 ? "end" : "middle";
@@ -199,7 +199,7 @@ class HeatMap {
       const x = this.leftOf(first, cell), isBeside = c < num && edges[c][0] <= edges[c - 1][1];
       const width = (isBeside ? this.leftOf(c, this.cell(row, c)) : edges[c - 1][1]) - x;
       if (cell?.kind === NONFINITE) bad.push([cell, x, width, first]);
-      drawCell(context, cell, this.colors, x, y, width, height, theme);
+      drawCell(context, cell, this.colors, x, y, width + (isBeside && this.cell(row, c) !== null), height, theme); // below its neighbour, too: paper shows a gap
     }
     for (const [cell, x, width] of bad) if (width < 2) drawCell(context, cell, this.colors, x, y, 2, height, theme); // a spike does not vanish
     for (let c = 0; c < num; c++) {

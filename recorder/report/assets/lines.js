@@ -359,7 +359,7 @@ class LinesPanel {
       valueText(pinned[0].path, pinned[0].site, pinned[0].name) : plural(pinned.length, "value");
     this.chart.element.hidden = !pinned.length;
     if (pinned.length) {
-      const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : ""];
+      const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : "", isUpdate ? SAMPLE_TEXT : ""];
       this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines: lines.filter((line) => !isUpdate || line.values.some((value) => value !== null)), isLog, about, level: isUpdate ? USUAL_UPDATE : null, unit: unitOf(statistic) });
     }
   }

@@ -3,7 +3,8 @@
 const MANY_ROWS = 70, FEW_ROWS = 4;
 const NO_ROW_TEXTS = { "": "", frozen: "frozen: requires_grad is False, so no step changes it", "in no optimizer": "in no optimizer: no step changes it" };
 const USUAL_UPDATE = 1e-3, DEVIATION_TEXT = "quartile ranges from the median of the ranks; up to one is usual";
-const UPDATE_TEXT = "How far the step of the optimizer moved the weight, by the probe, over the norm of the weight: 1e-3 is usual. Of a weight of more than 1,024 elements, a sample of as many is compared.";
+const UPDATE_TEXT = "How far the step of the optimizer moved the weight, by the probe, over the norm of the weight: 1e-3 is usual. ";
+const SAMPLE_TEXT = "About: of a sample of 1,024 elements; parameters of at most 1,024 elements are exact.";
 
 const NO_UPDATE_TEXT = "a vector, such as a bias or the weight of a norm, is not set against its norm";
 function hasNoUpdate(choices, series) {
@@ -12,7 +13,7 @@ function hasNoUpdate(choices, series) {
 
 /** What the sizes of updates are, and where there are none. */
 function updateTexts(run) {
-  return [UPDATE_TEXT, ...(run.series.some((one) => one.site === "param" && !one.shape.includes(",")) ? [`Dotted: ${NO_UPDATE_TEXT}, as it may begin at zero.`] : [])];
+  return [UPDATE_TEXT + SAMPLE_TEXT, ...(run.series.some((one) => one.site === "param" && !one.shape.includes(",")) ? [`Dotted: ${NO_UPDATE_TEXT}, as it may begin at zero.`] : [])];
 }
 
 /** What is chosen for all panels: site, mode, name, statistic, lane. */
@@ -75,11 +76,15 @@ class Choices {
     const chosen = this.app.state.get("root");
     return this.roots.includes(chosen) ? chosen : this.roots[0] ?? null;
   }
+  /** Whether a series is of the chosen model. */
+  isOfModel({ root }) {
+    return this.root === null || root === this.root || !this.roots.includes(root);
+  }
   /** The series of a module that are chosen. */
   seriesOf(number, run = this.app.run) {
-    const [site, mode] = this.siteAndMode, { name, root } = this;
+    const [site, mode] = this.siteAndMode, { name } = this;
     return (run.byModule.get(number) ?? []).filter(
-      (one) => one.site === site && one.mode === mode && (name === null || one.name === name) && (root === null || one.root === root || !this.roots.includes(one.root)));
+      (one) => one.site === site && one.mode === mode && (name === null || one.name === name) && this.isOfModel(one));
   }
   bar() {
     const { app } = this, { state, run } = app;
@@ -284,7 +289,8 @@ class MapPanel {
     if (dumps.length) texts.push(`${DUMP_MARK} on the axis: steps that ${plural(dumps.length, "trigger")} had the ranks write; the pointer says why.`);
     if (drawn.isOfSteps && this.app.flags().length) texts.push("▴ on the axis: a step at which something stands out.");
     if (drawn.isOfModules) {
-      const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length && !modules.whyNone(number, choices.siteAndMode[0])).length;
+      const isShown = ({ number }) => number !== null && (choices.seriesOf(number).length > 0 || modules.whyNone(number, choices.siteAndMode[0]));
+      const hidden = modules.paths.filter((path) => !modules.below(modules.node(path)).some(isShown)).length; // a container of what is shown has a row
       if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.siteAndMode[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);
     }
     return texts.map((text) => el("span", {}, text + " "));

@@ -130,7 +130,7 @@ class NumbersPanel {
       const isCut = run.lanes[lane].kind === "global" && bad.length > 0;
       return { label: run.lineName(lane) + (isCut ? " (no number where a rank is not finite)" : ""), values, digits: values.map(() => 5), bad, style: laneStyle(run.lanes[lane], shown.length, lineColor(lane), isBeside) };
     });
-    const about = ["of the parameters that an optimizer has", !isWhole ? `of each rank: ${this.whyNoNorm()}` : shown.length > 1 && "a rank's is of what it holds"];
+    const about = ["of the parameters that an optimizer has", run.axes.is_of_models && "of all models", !isWhole ? `of each rank: ${this.whyNoNorm()}` : shown.length > 1 && "a rank's is of what it holds"];
     return { title: "gradient norm", about: about.filter(Boolean), steps: columns.map((c) => run.steps[c]), lines };
   }
 }
