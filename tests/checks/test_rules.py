@@ -78,15 +78,15 @@ def test_a_nan_that_comes_back_is_named_again() -> None:
 
 
 def test_the_rule_says_whether_the_module_made_it_or_was_given_it() -> None:
-    for site, spoiled, words in (
-        ("input", np.ones(4), "the module made it"),
-        ("param", np.full(4, np.nan), "neither is a parameter of the module"),
+    for site, spoiled, words, detail in (
+        ("input", np.ones(4), "the module made it", ""),
+        ("param", [1, np.nan], "neither is a parameter of the module: weight", "weight holds 1 NaN, 0 infinite"),
     ):
         recorded = Recorded()
         recorded.add(0, "up", np.full(4, np.nan))
-        recorded.add(0, "up", spoiled, site=site)
+        recorded.add(0, "up", spoiled, site=site, name="weight")
         (one,) = recorded.judge(NonFinite).findings
-        assert words in one.what and one.site == "output"
+        assert words in one.what and one.site == "output" and one.detail == detail
 
 
 def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:

@@ -15,6 +15,8 @@ import pytest
 from recorder import open_run
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.reply import accusations
+from recorder.analyze.first.first import first, reply_of
+from recorder.analyze.first.replicas import ApartByProbe
 from recorder.columns import STATISTICS
 from tests.analyze.diff import test_drift as drift
 from tests.cli.test_hostile_text import NAMES, is_harmless
@@ -87,6 +89,15 @@ def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:
     replica = as_json.json["replica"]
     assert (replica["value"]["step"], replica["groups"], replica["last_equal"]["step"]) == (1, [[0], [1]], 0)
     assert as_json.json["nonfinite"] is None
+    answer = first(open_run(run))
+    probed = ApartByProbe(("model", "up", "grad", "weight"), 1, 0, (1,), True, "rank 1 has 2 times what rank 0 has")
+    parts = reply_of(open_run(run), answer._replace(replica_probed=probed)).parts()
+    titles = [getattr(part, "title", part) for part in parts]
+    assert titles[1:3] == [
+        "run: first replica that differs: step 1, 'up' grad weight, rank 1 apart from the others, by the probe "
+        "(equal at step 0); rank 1 has 2 times what rank 0 has",
+        "run: first replica that differs in the rows: step 1, 'up' param weight, ranks 0 | 1",
+    ]
 
 
 def test_replicas_that_differ_from_the_first_record_on_were_equal_in_none_before(cli: Cli, tmp_path: Path) -> None:
@@ -256,6 +267,11 @@ def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_
         culprit,
         "note: of several culprits the first is sure; the others may follow from it",
     ]
+    (one,) = culprits
+    later = one._replace(step=1, phase="start", module_path=None, num_params=40, site="param", name="weight")
+    assert list(accusations([one, later], 0))[1] == (
+        "may follow: step 1, before the step: 40 parameters, e.g. param weight of 'up' differs: nan 0 in A, 16384 in B"
+    )
     rate, update = (culprits[0]._replace(phase="update", module_path=path) for path in (None, "up"))
     of_rate, follows = accusations([rate, update], 0)
     assert "alike" in of_rate and follows == "  the update of 'up' differs, too, which may follow from it"

@@ -15,6 +15,7 @@ from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
 from .compare import Tolerance
 from .culprit_findings import ROUNDING_ALONE, Culprit
+from .culprit_search import START
 from .renames import NO_RENAMES, RenameHint, Renames
 from .step_range import Diff, Difference, DiffOptions
 
@@ -260,10 +261,7 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
     follow = [one for one in culprits if one.phase == "update" and one.step in alike and one.module_path is not None]
     led = [one for one in culprits if one not in follow]
     for culprit in led[: limit or None]:
-        rank = f", {named('rank', culprit.ranks)}" if culprit.ranks else ""
-        if culprit.micro_batches:
-            rank += f", {named('micro-batch', culprit.micro_batches, most=len(culprit.micro_batches))}"
-        yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_symptom(culprit)}"
+        yield accusation(culprit, led[0])
         if culprit.hint:
             yield f"hint: {culprit.hint}"
         paths = dict.fromkeys(repr(one.module_path) for one in follow if one.step == culprit.step)
@@ -273,6 +271,23 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
     yield from culprit_notes(led, limit)
     if limit and len(led) > limit:
         yield f"{len(led) - limit} more culprits (--limit 0 shows all)"
+
+
+def accusation(culprit: Culprit, first: Culprit) -> str:
+    """Return the line about a culprit. A NaN after that of the `first` culprit, in the same run, may follow from it."""
+    rank = f", {named('rank', culprit.ranks)}" if culprit.ranks else ""
+    if culprit.micro_batches:
+        rank += f", {named('micro-batch', culprit.micro_batches, most=len(culprit.micro_batches))}"
+    worse = _worse_run(culprit)
+    word = "may follow" if worse and worse == _worse_run(first) and culprit.step > first.step else "culprit"
+    stage = "before the step: " if culprit.phase == START else f"{culprit.phase} of "
+    shown = ", e.g. " if culprit.phase == START and culprit.module_path is None else ": "
+    return f"{word}: step {culprit.step}, {stage}{_accused(culprit)}{rank}{shown}{_symptom(culprit)}"
+
+
+def _worse_run(culprit: Culprit) -> str:
+    a, b = culprit.nonfinite_a or 0, culprit.nonfinite_b or 0
+    return "" if a == b else "A" if a > b else "B"
 
 
 def culprit_notes(culprits: Sequence[Culprit], limit: int = 0) -> Iterator[str]:
@@ -290,7 +305,7 @@ def _accused(culprit: Culprit) -> str:
         accused = f"{culprit.num_params} parameters" if culprit.num_params > 1 else few
         if culprit.stages:
             accused += f" of {named('stage', culprit.stages, most=len(culprit.stages))}"
-        accused += " alike"
+        accused += "" if culprit.phase == START else " alike"
     return accused + (f" ({culprit.why})" if culprit.why else "")
 
 

@@ -257,18 +257,20 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
 
 def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
     differing, probed = answer.replica, answer.replica_probed
-    if differing is None and probed is not None:
+    if probed is not None:
         ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {ranks_in_words(probed.ranks)}"
         ranks += " apart from the others" if probed.is_odd else " hold different ones"
         title = f"first replica that differs: step {probed.step}, {_named(*probed.key[1:])}, {ranks}"
         factor = f"; {probed.factor}" if probed.factor else ""
-        title += f", by the probe alone (equal at step {probed.equal_step}; no recorded step shows it)"
+        alone, unseen = (" alone", "; no recorded step shows it") if differing is None else ("", "")
+        title += f", by the probe{alone} (equal at step {probed.equal_step}{unseen})"
         yield f"{run.name}: {title}{factor}"
     elif differing is None:
         why = answer.why_none_compared or "there is no parameter, gradient or optimizer state to compare"
         yield f"{run.name}: {answer.replicas_agree or f'replicas: not compared, because {why}'}"
-    else:
-        title = f"first replica that differs: step {differing.value.step}, {_value(differing.value)}"
+    if differing is not None:
+        recorded = "first replica that differs" if probed is None else "first replica that differs in the rows"
+        title = f"{recorded}: step {differing.value.step}, {_value(differing.value)}"
         yield _pairs_table(f"{run.name}: {title}, ranks {_groups(differing)}", _replica_rows(answer, differing))
         if differing.ranks:
             yield _ranks_table(differing.ranks)
@@ -295,13 +297,7 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
     yield "seen by", differing.by
     if differing.is_assumed:
         yield "replicas", "assumed: neither DDP nor FSDP was seen around this model"
-    equal, probed = differing.last_equal, answer.replica_probed
-    if probed is not None:
-        yield (
-            "first apart",
-            f"step {probed.step} by the probe: {_named(*probed.key[1:])}, equal at step {probed.equal_step}"
-            + (f"; {probed.factor}" if probed.factor else ""),
-        )
+    equal = differing.last_equal
     yield "last equal", "no record before shows them equal" if equal is None else f"step {equal.step}"
     if told := factor_of(differing):
         yield "factor", told

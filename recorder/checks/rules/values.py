@@ -109,9 +109,15 @@ class NonFinite(CheckRule):
         is_of_module = np.array([one[:2] == key[:2] for one in series], np.bool_)[rows.series] & same_step
         inputs, params = (is_of_module & rows.at(site) for site in ("input", "param"))
         skipped = same_step & rows.where("skipped", lambda one: (one.site, one.name) == ("scalar", SKIPPED))
-        what = "the value is not finite"
+        what, detail = "the value is not finite", ""
         if (params & is_bad).any() and key.site != "param":
-            what += ", and neither is a parameter of the module"
+            bad = rows.take(params & is_bad)
+            names = [series[number].name for number in bad.series.tolist()]
+            what += f", and neither is a parameter of the module: {listed(list(dict.fromkeys(names)), 4)}"
+            counts = zip(
+                names, *(np.nan_to_num(bad[name]).tolist() for name in ("nan_count", "inf_count")), strict=True
+            )
+            detail = "; ".join(f"{name} holds {nans:.0f} NaN, {infs:.0f} infinite" for name, nans, infs in counts)
         elif key.site == "output" and (inputs & is_bad).any():
             what += ", and neither is its input"
         elif key.site == "output" and inputs.any():
@@ -128,7 +134,8 @@ class NonFinite(CheckRule):
             else:
                 what += f", as it did {_MOST_SKIPPED} times in a row"
         measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
-        return self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
+        found = self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
+        return found._replace(detail=detail)
 
     def _objectives(self, rows: Rows, is_bad: Flags) -> str:
         """Return words that name the objectives whose values are not finite; empty if all are, or none is."""
