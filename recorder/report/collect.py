@@ -21,7 +21,7 @@ import numpy as np
 from .. import __version__
 from ..analyze.check.check import check
 from ..analyze.diff.diff import diff
-from ..analyze.diff.reply import accusations, culprit_notes, unlike_models
+from ..analyze.diff.reply import accusation, culprit_notes, unlike_models
 from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
@@ -97,7 +97,9 @@ def collect(
         rows_text += f", {size(run.size_bytes)}"
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
         typed = typed_for(run.path, run.name)
-        found, notes = ([], []) if judged is None else (told_by_check(judged.findings, typed), judged.notes)
+        found, notes = (
+            ([], []) if judged is None else (told_by_check(judged.findings, typed, judged.num_unjudged), judged.notes)
+        )
         yield top_block(run, checks, found, collected, told, list(facts), notes=notes)
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
@@ -146,7 +148,10 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "facts": _unlike_facts(a, b),
             "culprits": [
                 {name: getattr(one, name) for name in _OF_CULPRIT}
-                | {"text": next(accusations([one], 1)), "is_bad": bool(one.nonfinite_a) != bool(one.nonfinite_b)}
+                | {
+                    "text": accusation(one, compared.culprits[0]),
+                    "is_bad": bool(one.nonfinite_a) != bool(one.nonfinite_b),
+                }
                 for one in compared.culprits[:_MAX_DIFFERING]
             ],
             "notes": list(culprit_notes(compared.culprits)),
@@ -237,15 +242,15 @@ def ranks_block(
         rows[-1][5:8] = told.state, max(balance.written, status.written), max(balance.num_dropped, status.num_dropped)
         rows[-1][11:13] = status.step if status.has_step else None, round(told.silent_s - newest_s, 1)
     why = ""
-    if layouts is not None:
-        why = "" if layouts or len(run.ranks) < 2 else "Nothing was recorded yet whose chunks are known."
-    elif run.is_merged:
+    if run.is_merged:
         why = "A merged run has whole tensors. The run that it was merged from knows who had which chunk."
+    elif len(run.ranks) < 2:
+        why = "There is one rank, and it has everything."
+    elif layouts is not None:
+        why = "" if layouts else "Not known yet: no parameter, gradient or output of several ranks was recorded."
     elif axes.num_rows > _MAX_ROWS or len(run.ranks) > _MAX_RANKS:
         amount = f"{counted(axes.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}"
         why = f"{amount} are too many to look at here: `recorder show --where` says who had what."
-    elif len(run.ranks) < 2:
-        why = "There is one rank, and it has everything."
     else:
         layouts = layouts_of(run, axes, list(axes.index), set())
     titles = ["rank", "host", "local rank", "node", "attempt", "state", "rows", "dropped", "far", "alone", "compared"]

@@ -210,10 +210,10 @@ def told_by_doctor(run: Run) -> list[DoctorLine]:
     return [DoctorLine(check.state, check.text, check.members) for check in checks_of(run)]
 
 
-def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
+def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "") -> list[Highlight]:
     """Return the findings as `recorder check` tells them, each with those that follow from it.
 
-    `typed` is the run in the commands that the page says.
+    `typed` is the run in the commands that the page says, and `num_unjudged` how many rules were not judged, in words.
     """
     told = list(told_of(findings))
     highlights = [
@@ -223,7 +223,10 @@ def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
     if len(told) > MAX_FINDINGS:
         more = f"and {len(told) - MAX_FINDINGS} more findings: `recorder check --json` says them"
         highlights.append(Highlight(more, {}, "note"))
-    return highlights or [Highlight("The rules of recorder check found nothing in these rows", {}, "right")]
+    command = shlex.join(["recorder", "check", typed])
+    rest = f"{num_unjudged} were not judged: {command} says why" if num_unjudged else f"{command} says what was judged"
+    nothing = f"The rules of recorder check found nothing in these rows; {rest}"
+    return highlights or [Highlight(nothing, {}, "right")]
 
 
 def _highlight(one: ToldFindings, typed: str) -> Highlight:

@@ -110,6 +110,8 @@ class Drawing:
         """The findings of the last look at the probe, which judges all rows with it, and replaces earlier findings."""
         self._num_judged = 0
         """The number of `_found` that were known at that look."""
+        self._num_unjudged = ""
+        """How many of the rules that look could not judge, in words."""
         self._probe_at_s = 0.0
         self._probe_seen: object = ()
         """The probe and the number of rows at the last look at the probe."""
@@ -264,7 +266,8 @@ class Drawing:
             numbers = {name: column[is_drawn] for name, column in one.numbers.items()}
             drawn = SeriesValues(one.series[is_drawn], one.steps[is_drawn], one.ranks[is_drawn], numbers)
             self.collected.add_probe([drawn])
-        self._judged, self._num_judged = check(run).findings, len(self._found)
+        checked = check(run)
+        self._judged, self._num_judged, self._num_unjudged = checked.findings, len(self._found), checked.num_unjudged
         self._probe_at_s = time.monotonic() + max(_PROBE_APART * (time.monotonic() - began_s), _SLOW_S)
 
     def _draw_open(self, first: int, end: int) -> None:
@@ -403,7 +406,7 @@ class Drawing:
         newer = (one for one in self._found[self._num_judged :] if one[:1] + one[3:8] not in judged_values)
         found = [*self._judged, *newer]
         found = with_causes(found, self._catalog) if self._catalog is not None else []
-        judged, is_growing = told_by_check(found, self._typed), self.state == "live"
+        judged, is_growing = told_by_check(found, self._typed, self._num_unjudged), self.state == "live"
         if not found and self._checked is None:
             judged = [judged[0]._replace(text=_FOUND_NOTHING)]
         self._keep(top_block(run, checks, judged, self.collected, numbers, facts, is_growing=is_growing))
@@ -481,7 +484,7 @@ def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:
     for rank in ranks[:_MAX_TOLD]:
         dropped = ", ".join(f"{count} dropped: {reason}" for reason, count in rank.status.dropped.items())
         is_bad = rank.state in _BAD_STATES or rank.status.num_dropped
-        step = f", step {rank.status.step}" if rank.status.has_step else ""
+        step = f", step {rank.status.step}" if rank.status.has_step and is_bad else ""
         text = f"rank {rank.rank}: {rank.state}{step}" + (f"; {dropped}" if dropped else "")
         yield DoctorLine("missing" if is_bad else "ok", text, {})
 

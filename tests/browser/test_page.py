@@ -692,6 +692,8 @@ def test_a_culprit_names_its_module_and_the_value_that_shows_it(open_page: Open,
         with recorder.attach(model, enabled=True, rules="site=input,output keep=tensor,stats", dir=tmp_path / name):
             model(torch.ones(2, 4))
     opened = open_page(write_page(tmp_path / "a", tmp_path / "r.html", tmp_path / "b"))
+    assert opened.text("#of-a").startswith("A alone: the rules of recorder check found nothing")
+    assert opened.page.locator("#panel-top .flag.right").count() == 0
     told = opened.page.locator("#panel-against .findings a").first
     assert told.inner_text() == "culprit: step 0, forward of '': input input of 'inner' is 1.5 times what it is in A"
     assert opened.page.locator("#choose-site").input_value() == "input train"  # where the runs part

@@ -92,6 +92,7 @@ def test_a_training_of_two_ranks_is_watched_to_its_end(look: Look, tmp_path: Pat
         first = int(page.evaluate("() => document.documentElement.dataset.step"))
         page.wait_for_function(f"() => Number(document.documentElement.dataset.step) > {first}", timeout=_WAIT_MS)
         assert "live" in opened.text("#live")
+        assert not {"step"}.intersection(page.locator("#panel-ranks th").all_inner_texts())  # the head has one
         page.wait_for_selector("html[data-state='over']", timeout=_WAIT_MS)
         assert opened.text("#live") == "over, step 7"
         page.wait_for_function(

@@ -435,6 +435,9 @@ def test_two_runs_are_drawn_beside_each_other(cli: Cli, tmp_path: Path) -> None:
     a, b = (values_of(blocks[f"{prefix}values/absmax"])[0][0, 0] for prefix in ("", "b."))
     assert a[1:4] == pytest.approx([2, 3, 4], rel=1e-3) and b[1:4] == pytest.approx([2, 4, 4], rel=1e-3)
     assert blocks["against"].data["verdict"] == "different"
+    (nothing,) = [text for text, _, mark, *_ in blocks["top"].data["findings"] if mark == "right"]
+    num = len(cli("check", one, "--json").json["not_judged"])
+    assert nothing.endswith(f"; {num} of 31 rules were not judged: recorder check {one} says why")
     assert [row[:3] for row in blocks["against"].data["differing"]] == [[2, "net.fc", "output"]]
 
 

@@ -58,6 +58,11 @@ class Checked(NamedTuple):
     def num_judged(self) -> int:
         return self.num_rules - len(self.unjudged)
 
+    @property
+    def num_unjudged(self) -> str:
+        """How many of the rules could not judge the run, in words."""
+        return f"{len(self.unjudged)} of {counted(self.num_rules, 'rule')}"
+
 
 def check(
     run: Run,
@@ -449,7 +454,7 @@ def _wants(checked: Checked) -> str:
     ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
     wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS])
     wants += ", ..." if len(ordered) > _MAX_WANTS else ""
-    return f"{len(checked.unjudged)} of {counted(checked.num_rules, 'rule')} not judged, for want of {wants}"
+    return f"{checked.num_unjudged} not judged, for want of {wants}"
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ class AgainstPanel {
       const values = { view: "lines", site, step, module, ...(series ? { mode: series.mode, pins: [keyOf(series)] } : {}) };
       return series ? el("a", { href: app.state.address(values) }, text) : el("span", {}, text);
     };
-    const culprits = data.culprits.map((one) => el("li", { class: "wrong" }, follow(one.seen_at ?? one.module_path ?? "", one.site, one.name, one.step, one.text), one.hint && el("div", { class: "dim" }, one.hint)));
+    const culprits = data.culprits.map((one, number) => el("li", { class: number ? "follows" : "wrong" }, follow(one.seen_at ?? one.module_path ?? "", one.site, one.name, one.step, one.text), one.hint && el("div", { class: "dim" }, one.hint)));
     const facts = data.facts.map(([title, a, b]) => el("tr", {}, el("th", { scope: "row" }, title), [a, b].map((text) => el("td", {}, text.split("\n").map((line) => el("div", {}, line || "-"))))));
     const differing = data.differing.map(([step, module, site, name, kind, abs, ofMax, statistic, rel]) => el("tr", {},
       el("td", { class: "number" }, String(step)), el("td", {}, follow(module, site, name, step, pathText(module))), el("td", {}, [site, name].filter(Boolean).join(" ")),

@@ -12,6 +12,12 @@ const RANK_COLORS = {
   rows: ["rows", (one) => one.rows],
 };
 
+/** Ranks of a live page: how far each is behind the foremost. Statuses are older than the rows, and the head has the step of these. */
+function behind({ titles, rows, odd }) {
+  const at = titles.indexOf("step"), foremost = rows.reduce((most, row) => Math.max(most, row[at] ?? 0), 0);
+  return { odd, titles: titles.with(at, "steps behind"), rows: rows.map((row) => row[at] === null ? row : row.with(at, foremost - row[at])) };
+}
+
 class RanksPanel {
   constructor(app, block) {
     this.app = app;
@@ -42,7 +48,7 @@ class RanksPanel {
     put(section, this.hasGrid && [this.options, this.legend, this.heat.element], this.listed, el("h3", {}, "Who had which chunk"),
       whyNone ? el("p", { class: "note" }, whyNone) :
         layouts.length ? this.pictures(layouts) :
-          el("p", { class: "note" }, "No value was recorded of which that could be said."));
+          el("p", { class: "note" }, "Not known: no parameter, gradient or output of several ranks was recorded."));
   }
   pictures(layouts) {
     const some = (part) => el("div", { class: "layouts" }, part.map((layout) => this.layout(layout)));
@@ -123,11 +129,11 @@ class RanksPanel {
     const { by, cells } = this.drawn, cell = cells.get(one);
     const value = cell.kind === NUMBER ? shortNumber(cell.value) : cell.kind === NONFINITE ? `${cell.nan} NaN, ${cell.inf} infinite` : "not known";
     return [`rank ${one.rank}${this.odd.has(one.rank) ? ", which stands out" : ""}`, [one.host, one.node !== null && `node ${one.node}`, one["local rank"] !== null && `GPU ${one["local rank"]}`].filter(Boolean).join(", "),
-      `${RANK_COLORS[by][0]}: ${value}`, [one.state, one.step !== null && `step ${one.step}`].filter(Boolean).join(", "), ...(one.farthest ? [`farthest from the median: ${visible(one.farthest)}`] : [])];
+      `${RANK_COLORS[by][0]}: ${value}`, [one.state, one.step !== null && !this.app.top.live && `step ${one.step}`].filter(Boolean).join(", "), ...(one.farthest ? [`farthest from the median: ${visible(one.farthest)}`] : [])];
   }
   async update() {
     if (this.hasGrid) await this.updateGrid();
-    const { titles, rows, odd } = this.data;
+    const { titles, rows, odd } = this.app.top.live ? behind(this.data) : this.data;
     const chosen = this.app.state.get("rank");
     const order = new Map(odd.map((rank, index) => [rank, index]));
     const isFirst = (row) => row[0] === chosen ? -1 : order.get(row[0]) ?? (row[9] > 0 || (this.hasGrid && this.odd.has(row[0])) ? odd.length : Infinity);
@@ -136,7 +142,7 @@ class RanksPanel {
     const shown = this.isWhole ? rows : sorted.slice(0, MAX_RANK_ROWS);
     const isKept = titles.map((_, index) => rows.some((row) => row[index] !== null && row[index] !== "" && !(row[index] === 0 && index > 6)));
     const explain = { rows: "rows that the rank wrote, with those of the probe", far: "values far from the median of all ranks", alone: "values not finite where most ranks' are", compared: "values that were compared", farthest: "the value that is farthest from the median of all ranks",
-      step: "of its last status", late: "seconds since its last status, after the newest of all ranks" };
+      step: "of its last status", "steps behind": "behind the foremost rank, by the last status of each", late: "seconds since its last status, after the newest of all ranks" };
     const head = titles.map((title, index) => isKept[index] && el("th", { scope: "col", title: explain[title] ?? null }, title));
     const body = shown.map((row) => el("tr", { class: (order.has(row[0]) ? "odd" : "") + (row[0] === chosen ? " chosen" : "") },
       row.map((value, index) => isKept[index] && el("td", { class: typeof value === "number" ? "number" : "" },

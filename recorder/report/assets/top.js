@@ -46,8 +46,10 @@ class TopPanel {
   /** A table of faults: where each was seen, since when, how large, and what to do; what followed from it is folded below. */
   tellFindings(findings) {
     const open = [...this.findings.querySelectorAll("details")].map((one) => one.open);
+    const { against } = this.app, nothing = against && findings.find(([, , mark]) => mark === "right"), ofA = nothing ? nothing[0].replace("The", "A alone: the") : "Of A alone";
     const isTable = findings.some(([, , , , about]) => about.module);
     const rows = findings.map((finding, number) => {
+      if (finding === nothing) return "";
       const [text, link, mark, more, about] = finding;
       const words = ([text, link]) => Object.keys(link).length ? el("a", { href: this.app.state.address(this.target(link)) }, text) : el("span", {}, text);
       const followers = more.length > 0 && el("details", {}, el("summary", {}, `with it ${plural(more.length, "more finding")}`),
@@ -58,8 +60,7 @@ class TopPanel {
           about.advice && el("div", { class: "dim" }, about.advice), about.type?.split("\n").map((line) => el("code", { class: "type" }, line)), followers),
         !isWhole && COLUMNS.map((name) => el("td", { class: name, "data-name": name }, (about[name] ?? "").replace(/^(since )?(steps?|ranks?) /, "$1"))));
     });
-    const { against } = this.app;
-    this.findings.replaceChildren(...(against ? [el("p", { class: "dim", id: "of-a" }, "Of A alone. For B: ", el("code", {}, `recorder check ${against.data.typed_b}`))] : []), el("div", { class: "scroll" }, el("table", { class: "grid findings" },
+    this.findings.replaceChildren(...(against ? [el("p", { class: "dim", id: "of-a" }, `${ofA}. For B: `, el("code", {}, `recorder check ${against.data.typed_b}`))] : []), el("div", { class: "scroll" }, el("table", { class: "grid findings" },
       isTable && el("thead", {}, el("tr", {}, ["", "what stands out", ...COLUMNS].map((title) => el("th", { scope: "col" }, title === "size" ? "how large" : title)))), el("tbody", {}, rows))),
       findings.length > MAX_FINDINGS && !this.isWhole ? el("button", { type: "button", class: "quiet", onclick: () => { this.isWhole = true; this.tellFindings(findings); } }, `all ${plural(findings.length, "finding")}`) : "");
     [...this.findings.querySelectorAll("details")].forEach((one, number) => { one.open = open[number] ?? false; });
