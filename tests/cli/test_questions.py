@@ -92,7 +92,7 @@ def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:
     answer = first(open_run(run))
     probed = ApartByProbe(("model", "up", "grad", "weight"), 1, 0, (1,), True, "rank 1 has 2 times what rank 0 has")
     parts = reply_of(open_run(run), answer._replace(replica_probed=probed)).parts()
-    titles = [getattr(part, "title", part) for part in parts]
+    titles = [part if isinstance(part, str) else str(getattr(part, "title", "")) for part in parts]
     assert titles[1:3] == [
         "run: first replica that differs: step 1, 'up' grad weight, rank 1 apart from the others, by the probe "
         "(equal at step 0); rank 1 has 2 times what rank 0 has",
