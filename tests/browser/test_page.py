@@ -1003,6 +1003,8 @@ def test_the_slider_shows_a_step_by_depth(open_page: Open, trained: Path) -> Non
 def test_zeros_and_modules_without_neighbours_are_drawn_by_depth(open_page: Open, tmp_path: Path) -> None:
     run, rows = make_run(tmp_path / "run"), list[dict[str, Any]]()
     sizes = {"a": (1.0, 100.0), "c": (0.0, 0.0), "e": (0.001, 0.002)}
+    for path in "abcde":
+        rows.append(make_row(len(rows), np.ones(1, np.float32), site="output", module_path=path, encoding=None))
     for step in range(2):
         for path, own in sizes.items():
             common: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "encoding": None}
@@ -1018,12 +1020,13 @@ def test_zeros_and_modules_without_neighbours_are_drawn_by_depth(open_page: Open
     left, top, width, height = over.evaluate(
         "one => [one.offsetLeft, one.offsetTop, one.clientWidth, one.clientHeight]"
     )
-    pixels = opened.pixels("#panel-depth canvas")[top : top + height, :, :3].astype(int)
+    pixels = opened.pixels("#panel-depth canvas")[top : top + height].astype(int)
     drawn = []
     for path in "ae":
-        beside = pixels[:, left + round(("abcde".index(path) + 0.5) / 5 * width) - 2]
-        drawn.append(int(((beside < 250).any(axis=1)).sum()))
-    assert drawn[0] > height / 5 and drawn[1] > 5, "bars from the smallest to the largest of all steps"
+        x = left + round(("abcde".index(path) + 0.5) / 5 * width)
+        bar, beside = ((pixels[:, at, 3] > 0).sum() for at in (x - 2, x - 12))
+        drawn.append(int(bar - beside))
+    assert drawn[0] > height / 5 and drawn[1] > 3, "bars from the smallest to the largest of all steps"
     middle = pixels[:, left + round(0.5 * width)]
     is_dot = middle[:, 2] - middle[:, 0] > 60
     assert is_dot[-4:].any() and not is_dot[:-8].any(), "zero is at the lower edge"

@@ -69,7 +69,7 @@ class DepthPanel {
     this.cells = this.points.map(({ series }) => series.reduce((most, one) => outstanding(most, this.picture.cell(one.number, choices.lane, column.c)), null));
     const values = this.cells.map((cell) => (cell?.kind === NUMBER ? Math.abs(cell.value) : null)), all = [...values, ...this.ends.flat()].filter((value) => value > 0);
     const isLog = all.length > 0 && Math.max(...all) > LOG_FROM * Math.min(...all), hasZero = isLog && [...values, ...this.ends.flat()].includes(0);
-    const edge = 10 ** (Math.ceil(Math.log10(Math.min(...all))) - 1), lifted = (value) => (hasZero && value === 0 ? edge : value); // a logarithmic axis has no zero
+    const edge = 10 ** Math.floor(Math.log10(Math.min(...all) / 2)), lifted = (value) => (hasZero && value === 0 ? edge : value); // a logarithmic axis has no zero
     const what = choices.title;
     const hasBad = this.cells.some((cell) => cell?.kind === NONFINITE);
     this.about.textContent = `step ${column.first}: ${what}; the band spans all steps${hasZero ? "; zeros lie at the lower edge" : ""}${hasBad ? "; a magenta bar is not finite" : ""}`;
