@@ -209,8 +209,9 @@ def full_name(path: str, name: str) -> str:
 OBJECTIVE = "objective."
 """The beginning of the names of the taps that `recorder.objective` makes, and of the scalars below."""
 OBJECTIVE_NORM, OBJECTIVE_COSINE = f"{OBJECTIVE}norm.", f"{OBJECTIVE}cosine."
-"""The scalars of objectives: the norm of the gradient of each, and ``objective.cosine.A:B`` of the gradients of two.
-The name ends in ``#2`` at the second tensor that objectives of a module share in a micro-step, and so on."""
+"""The scalars of objectives: the norm of the gradient of each, and ``objective.cosine.A:B`` of the gradients of two,
+whose names are sorted. The name ends in ``#2`` at the second tensor that objectives of a module share in a micro-step,
+and so on."""
 
 
 def objectives_in(name: str, start: str) -> tuple[str, str]:

@@ -143,15 +143,19 @@ class SharedTensor:
         self._arrived: dict[str, torch.Tensor] = {}
         """By objective, the gradient divided by its norm, until those of all objectives are there."""
 
-    def add(self, name: str) -> None:
-        if name not in self._names:
-            self._names.append(name)
-            if len(self._names) == 2:
-                self._number = self._owner.number(self._moment, self._origin)
+    def add(self, name: str) -> bool:
+        """Add an objective; return False if one of this name has the tensor already."""
+        if name in self._names:
+            return False
+        self._names.append(name)
+        if len(self._names) == 2:
+            self._number = self._owner.number(self._moment, self._origin)
+        return True
 
     def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
         """Record the norm of the gradient of an objective, and its cosine with each that came before."""
         try:
+            self._owner.came_back[name] |= gradient is not None
             if gradient is not None and len(self._names) > 1 and self._owner.is_open:
                 with torch.no_grad():
                     self._measure(name, gradient)
@@ -170,7 +174,7 @@ class SharedTensor:
         self._record(f"{OBJECTIVE_NORM}{name}", norm)
         for other in self._names:
             if other != name and (known := self._arrived.get(other)) is not None and known.shape == unit.shape:
-                pair = sorted((name, other), key=self._names.index)
+                pair = sorted((name, other))  # all steps, ranks and runs have one name for it
                 self._record(f"{OBJECTIVE_COSINE}{pair[0]}:{pair[1]}", torch.dot(known, unit))
         self._arrived[name] = unit
         if len(self._arrived) == len(self._names):
@@ -192,6 +196,8 @@ class SharedTensors:
         self._num_shared: dict[tuple[Origin, int | None], int] = {}
         """By module and micro-step, the tensors so far that several objectives share."""
         self._step = -1
+        self.came_back: dict[str, bool] = {}
+        """For each objective of a tensor, whether a gradient has come back from it."""
 
     @property
     def is_open(self) -> bool:
@@ -217,7 +223,16 @@ class SharedTensors:
             self._repeats.clear()
             self._num_shared.clear()
 
-    def shared(self, tap: Origin, moment: Moment, tensor: torch.Tensor, *, is_kept: bool) -> SharedTensor | None:
+    def say_if_unused(self) -> None:
+        """Name the objectives from which no gradient has come back, if one has from another."""
+        if any(self.came_back.values()):
+            for name in [name for name, has_come in self.came_back.items() if not has_come]:
+                text = f"no gradient came back from the objective {name[:50]!r}, so it has no norm and no cosine"
+                self.capture.events.add("objective", f"{text}: add its loss to one that has a backward", key=name)
+
+    def shared(
+        self, tap: Origin, moment: Moment, phase: str, tensor: torch.Tensor, *, is_kept: bool
+    ) -> SharedTensor | None:
         """Return what the objectives of this tensor have in common; None for other taps, and for a loss."""
         if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
             return None
@@ -235,7 +250,13 @@ class SharedTensors:
             origin = Origin(tap.root, tap.module_path, "scalar", "")
             known = SharedTensor(self, origin, Moment(moment.step, moment.micro_step, "train"), keep)
             self._shared[key] = known
-        known.add(tap.name.removeprefix(OBJECTIVE))
+        name = tap.name.removeprefix(OBJECTIVE)
+        self.came_back.setdefault(name, False)
+        if not known.add(name) and phase == "forward":
+            text = f"step {moment.step}: one tensor was given twice to objectives named {name[:50]!r}"
+            advice = "call recorder.objective once for each, and let all of its losses read what that returns"
+            what = "the norm is a mean of both, and a cosine is of one alone"
+            self.capture.events.add("objective", f"{text}: {what}; {advice}", key=f"{name}:twice")
         return known
 
 
@@ -262,7 +283,7 @@ class TapsByHand:
         keep = capture.keep_of(rule_set, call)
         origin = Origin(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
         if graph is not None and requires_gradient(tensor):
-            shared = self._objectives.shared(origin, slice_.moment, tensor, is_kept=bool(keep))
+            shared = self._objectives.shared(origin, slice_.moment, phase, tensor, is_kept=bool(keep))
             if shared is not None:
                 tensor.register_hook(functools.partial(shared.gradient, name.removeprefix(OBJECTIVE)))
         if not keep:

@@ -252,6 +252,7 @@ class Recording:
         for root in capture.roots:
             root.say_if_nothing_moved()
             root.inventory.look_for_foreign_hooks()
+        capture.objectives.say_if_unused()
         self._last_manifest = self._manifest()
         self.writer.set_manifest(self._last_manifest)
         self._show_status()

@@ -362,7 +362,7 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
     shared tensor.
 
     Raises:
-        TapError: as for `tap`.
+        TapError: the name is no text, is empty, has ``:`` or ``#``, or more than 246 letters.
     """
     if not isinstance(name, str):
         raise TapError(

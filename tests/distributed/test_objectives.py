@@ -44,7 +44,7 @@ def test_each_objective_has_the_gradient_of_a_backward_of_its_own(folder: Path, 
             for pulls in (found, expected)
         )
         assert cosine == wanted and 0 < abs(cosine) < 1
-        recorded = run.array("", site="scalar", name="objective.cosine.main:aux", step=0, rank=rank)
+        recorded = run.array("", site="scalar", name="objective.cosine.aux:main", step=0, rank=rank)
         assert abs(float(recorded) - wanted) < 1e-5
 
 

@@ -47,7 +47,7 @@ _STEP_SOURCES = {
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
 """For each kind of event that explains gaps, the reason of these gaps. Any other kind is a failure."""
-_INFORMING = {"before_first_call", "nodes_apart", "trigger_passed", "exception", "trouble"}
+_INFORMING = {"before_first_call", "nodes_apart", "trigger_passed", "exception", "trouble", "objective"}
 """Kinds of events that cause no missing values."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
 """Kinds of events about commands that were not carried out. Anybody may send an invalid command: nothing is lost."""

@@ -48,7 +48,9 @@ class SharedByTaps(Protocol):
 class ObjectivesOfTaps(Protocol):
     """The part of `SharedTensors` that taps in graphs need."""
 
-    def shared(self, tap: Origin, moment: Moment, tensor: torch.Tensor, *, is_kept: bool) -> SharedByTaps | None: ...
+    def shared(
+        self, tap: Origin, moment: Moment, phase: str, tensor: torch.Tensor, *, is_kept: bool
+    ) -> SharedByTaps | None: ...
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class TapRows:
             graph = None  # a recompute: the gradient belongs to the forward's call
         keep = capture.keep_of(tap.rule_set, call)
         if slice_.moment.mode != "no_grad" and graph is not None:
-            shared = capture.objectives.shared(tap.origin, slice_.moment, value, is_kept=bool(keep))
+            shared = capture.objectives.shared(tap.origin, slice_.moment, phase, value, is_kept=bool(keep))
             self._remember(key, tap, slice_.moment, *graph, shared)
         if keep:
             self._observe(tap.origin, slice_.moment, phase, call, 0, keep, value, None)
