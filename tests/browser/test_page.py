@@ -627,6 +627,10 @@ def test_objectives_have_the_flags_of_findings_and_cosines_from_minus_one_to_one
     assert flags.all_inner_texts() == ["1"] and "nonfinite" in (flags.first.get_attribute("title") or "")
     written = texts_of_charts(opened)
     assert "-1" in written and "0.01" not in written
+    for kind, names in (("norm", ("a_first", "another", "the_third")), ("cosine", ("and another", "and the_third"))):
+        track = opened.page.locator("#panel-objectives .track").filter(has_text=f"the mean of the ranks' {kind}s")
+        legend = track.locator(".line-name").all_inner_texts()
+        assert all(any(name in line for line in legend[:3]) for name in names) and legend[3] == "and 9 more"
 
 
 def test_a_chart_is_moved_in_and_zoomed_by_the_keyboard(open_page: Open, trained: Path) -> None:

@@ -78,8 +78,8 @@ class Chart {
     return `: from ${text(known[0])} to ${text(known[known.length - 1])}, smallest ${text(by[0])}, largest ${text(by[by.length - 1])}${line.bad.length ? `, not finite at ${plural(line.bad.length, "step")}` : ""}`;
   }
   /** `lines` are {label, values, bad, style}; `values` has null for a hole, `bad` says where a value is not finite. */
-  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true, level = null, unit = "", ends = null }) {
-    this.given = { title, steps, lines, isLog, about, flags, hasRuler, level, unit, ends };
+  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true, level = null, unit = "", ends = null, most = MAX_TRACK_LINES }) {
+    this.given = { title, steps, lines, isLog, about, flags, hasRuler, level, unit, ends, most };
     this.plotted?.destroy();
     const { axis } = this.app;
     this.head.replaceChildren(el("strong", {}, title), ...about.map((text) => el("span", { class: "dim" }, text)), this.at);
@@ -236,10 +236,10 @@ class Chart {
   makeLegend(lines) {
     this.readings = new Map();
     const hasBad = lines.some((line) => line.bad.length);
-    const { steps } = this.given;
+    const { steps, most } = this.given;
     const hasDumps = steps.length > 0 && this.app.dumps.of(steps[0], steps[steps.length - 1]).length > 0;
     this.dumpNote = el("span", { class: "dump-note" }, `${DUMP_MARK} dump`);
-    const numMore = this.isTrack && !this.isWhole && lines.length > MAX_TRACK_LINES ? lines.length - MAX_TRACK_LINES + 1 : 0;
+    const numMore = this.isTrack && !this.isWhole && lines.length > most ? lines.length - most + 1 : 0;
     const unfold = () => { this.isWhole = true; this.makeLegend(lines); };
     this.legend.classList.toggle("whole", Boolean(this.isWhole) || lines.some(({ label }) => label.length > MAX_TRACK_NAME));
     this.legend.replaceChildren(...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...lines.slice(0, lines.length - numMore).map((line) => {

@@ -84,11 +84,13 @@ class NumbersPanel {
       const groups = some.map(({ series, names: name }, number) => {
         const { steps, lines } = this.linesOf(series, ...pictures, isEach);
         const isOne = lines.length === 1;
-        return [steps, lines.map((line) => ({ ...line, label: isOne ? name : `${name}, ${line.label}`, style: { ...line.style, stroke: lineColor(number), dash: line.style.dash ?? DASHES[Math.floor(number / ON_WHITE.length) % DASHES.length] } }))];
+        return [steps, lines.map((line, at) => ({ ...line, at, label: isOne ? name : `${name}, ${line.label}`, style: { ...line.style, stroke: lineColor(number), dash: line.style.dash ?? DASHES[(Math.floor(number / ON_WHITE.length) + at) % DASHES.length] } }))];
       });
-      const [steps, lines] = joinSteps(groups);
+      const [steps, lines] = joinSteps(groups), { lanes, axes } = this.app.run;
+      lines.sort((a, b) => a.at - b.at); // the legend names each objective once before it names further ranks
       const which = known.some((one) => one.series.path === path && one.tensor > 1) ? `, tensor ${tensor}` : "";
-      return { title, steps, lines, ...(kind === "cosine" ? { level: 0, ends: [-1.05, 1.05] } : {}), about: [`of objectives in ${pathText(path)}${which}`] };
+      const about = new Set([`of objectives in ${pathText(path)}${which}`, isEach && lanes.length > 1 && lanes[0].kind === "global" ? `all ranks together: the mean of the ranks' ${kind}s` : "", ...some.map(({ series }) => axes.scalar_notes[series.number])]);
+      return { title, steps, lines, most: Math.max(MAX_TRACK_LINES, groups.length + 1), ...(kind === "cosine" ? { level: 0, ends: [-1.05, 1.05] } : {}), about: [...about].filter(Boolean) };
     }).filter((one) => one.lines.length));
   }
   /** The learning rates and the scale of the gradients in flat pictures; those that never change in one line of text. */
