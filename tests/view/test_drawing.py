@@ -256,6 +256,7 @@ def test_a_run_that_is_over_has_the_findings_of_check_in_the_probe(tmp_path: Pat
     refresh(drawn)
     findings = read(drawn.blocks())["top"].data["findings"]
     assert drawn.state == "over" and any("spike" in text for text, *_ in findings), findings
+    assert read(drawn.blocks())["ranks"].data["why_none"] == "There is one rank, and it has everything."
 
 
 @pytest.mark.usefixtures("no_wait")
