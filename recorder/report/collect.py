@@ -27,6 +27,7 @@ from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
 from ..globalview.tensor import TensorLayout
 from ..run.finding import typed_for
+from ..run.notes import damage
 from ..run.probe import probe_size
 from ..run.reply import span
 from ..run.run import Run
@@ -37,7 +38,7 @@ from .axes import Axes, DrawnSeries, SeriesValues, StepRows, modules_block, prob
 from .blocks import Cube, PageBlock
 from .distributions import ImageFinder
 from .statistics import StatisticsBlocks, check_statistics
-from .top import DoctorLine, facts_of, gaps_block, told_by_check, top_block
+from .top import DoctorLine, facts_of, found_since, gaps_block, told_by_check, top_block
 
 _MAX_DIFFERING = 200
 _OF_CULPRIT = ("step", "module_path", "site", "name", "seen_at", "hint")
@@ -89,6 +90,8 @@ def collect(
         if checks is None:
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
             checks = ()
+        else:
+            checks = [*checks, *found_since(run, checks)]
         probed, rows_text = probe_size(run.writers), f"{run.num_rows:,}"
         if probed is not None:
             rows_text += (
@@ -132,6 +135,7 @@ def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str
 
 
 def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBlock:
+    damaged = damage(b)
     names = ("step", "module_path", "site", "name", "kind", "max_abs", "of_max", "statistic", "statistic_rel")
     rows = compared.table.slice(0, _MAX_DIFFERING).select(list(names)).to_pylist()
     return PageBlock(
@@ -142,7 +146,10 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "typed_b": typed_for(b.path, b.name),
             "pairs": pairs,
             "verdict": compared.verdict,
-            "models": [*unlike_models(a, b)],
+            "models": [
+                *([f"B is damaged, and what cannot be read of it was left out: {damaged}"] if damaged else []),
+                *unlike_models(a, b),
+            ],
             "num_compared": compared.num_compared,
             "num_differing": compared.table.num_rows,
             "facts": _unlike_facts(a, b),

@@ -117,8 +117,11 @@ def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None,
             write(_GUTTER - 8, _TOP + each * (row + 0.5), name, "rm")
     for y, text in drawn.ticks:
         write(_GUTTER - 8, _TOP + y, text, "rm")
-    for step in _round_numbers(first, last, min(10, last - first + 1)) if last > first else [first]:
-        write(_GUTTER + (step - at[0]) / (at[-1] - at[0]) * _WIDTH, _TOP + height + 15, f"step {step:.0f}", "mm")
+    wide = draw.textlength(f"step {last}", font=font)
+    most = min(10, last - first + 1, 1 + int(_WIDTH / 1.5 / wide))
+    for step in _round_numbers(first, last, most) if last > first else [first]:
+        x = _GUTTER + (step - at[0]) / (at[-1] - at[0]) * _WIDTH
+        write(min(x, image.width - 2 - wide / 2), _TOP + height + 15, f"step {step:.0f}", "mm")
     if drawn.first is not None:
         left, y = np.clip(drawn.first[0] - _MARK / 2, 0, _WIDTH - _MARK) + _GUTTER, drawn.first[1] + _TOP
         draw.rectangle((left, y - _ROW / 2, left + _MARK, y + _ROW / 2 - 2), fill=_BAD)

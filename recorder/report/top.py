@@ -210,6 +210,12 @@ def told_by_doctor(run: Run) -> list[DoctorLine]:
     return [DoctorLine(check.state, check.text, check.members) for check in checks_of(run)]
 
 
+def found_since(run: Run, checks: Sequence[DoctorLine]) -> list[DoctorLine]:
+    """Return the damage of a run that was found after `recorder doctor` answered, such as that of a payload."""
+    told = {check.text for check in checks}
+    return [DoctorLine("missing", problem, {}) for problem in run.problems if problem not in told]
+
+
 def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "") -> list[Highlight]:
     """Return the findings as `recorder check` tells them, each with those that follow from it.
 

@@ -13,6 +13,8 @@ from typing import Any
 
 MAX_CELL = 200
 """The most characters of a text that `printable` returns."""
+_MAX_MEMBERS = 8
+"""The most numbers of a pattern that are all written."""
 _MAX_DEPTH = 50
 """The most levels of a JSON document. Deeper parts of untrusted input become ``...``."""
 
@@ -140,6 +142,8 @@ def _numbers(values: list[int]) -> str:
         return str(values[0])
     if values[-1] - values[0] + 1 == len(values):
         return f"{{{span(values)}}}"
+    if len(values) > _MAX_MEMBERS:
+        return f"{{{','.join(map(str, values[:3]))},...,{values[-1]} ({len(values)})}}"
     return f"{{{','.join(map(str, values))}}}"
 
 

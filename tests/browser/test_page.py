@@ -718,6 +718,31 @@ def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:
     assert not any(text == "false" for text in opened.page.locator("section").all_inner_texts())
 
 
+def test_lines_of_the_longer_of_two_runs_go_to_its_end(open_page: Open, tmp_path: Path) -> None:
+    one = run_of(tmp_path / "one", {(0, step): 2.0 for step in range(10)})
+    two = run_of(tmp_path / "two", {(0, step): 1.0 + step for step in range(5, 40)})
+    for a, b, side in ((one, two, "B"), (two, one, "A")):
+        opened = open_page(write_page(a, tmp_path / f"{side}.html", b))
+        rows = opened.page.evaluate("() => document.querySelector('#panel-lines .chart').table()")
+        values = {row[0]: row[1 + (side == "B")] for row in rows[1:]}
+        assert sorted(values) == list(range(40)) and rows[0][1 + (side == "B")] == f"{side}: rank 0"
+        assert [step for step, value in values.items() if value is not None] == list(range(5, 40))
+
+
+def test_a_dot_at_the_last_of_many_steps_is_whole(open_page: Open, tmp_path: Path) -> None:
+    values = {(0, step): 1.0 for step in (0, 10**6, 10**7)}
+    opened = open_page(write_page(run_of(tmp_path / "run", values), tmp_path / "r.html"))
+    is_drawn = opened.pixels("#panel-lines .plot canvas")[..., 3] > 200
+    height = is_drawn[: is_drawn.shape[0] // 2 + 40].sum(axis=0)
+    assert not is_drawn[:, -1].any() and height[-6:].any(), "the dot ends within the canvas"
+    widths = "() => [...document.querySelectorAll('.chart-body')].map((one) => one.clientWidth)"
+    before = opened.page.evaluate(widths)
+    opened.page.set_viewport_size({"width": 1201, "height": 900})
+    opened.page.set_viewport_size({"width": 1200, "height": 900})
+    opened.redrawn()
+    assert opened.page.evaluate(widths) == before
+
+
 def test_no_name_does_anything(open_page: Open, tmp_path: Path) -> None:
     opened = open_page(write_page(hostile_run(tmp_path / "run"), tmp_path / "r.html"))
     assert "owned" not in opened.page.title()

@@ -360,6 +360,7 @@ def test_it_fits_a_terminal_and_what_is_missing_stands_last(run: Path) -> None:
         (["", "head", "a.3.x", "a.4.x", "a.5.x"], ["''", "'head'", "'a.{3..5}.x'"]),
         (["a.00", "a.01", "a.02"], ["'a.00'", "'a.01'", "'a.02'"]),
         ([f"a.{i}.7" for i in range(3)], ["'a.{0..2}.7'"]),
+        ([f"{i}.0" for i in range(0, 130, 2)], ["'{0,2,4,...,128 (65)}.0'"]),
     ],
 )
 def test_modules_that_differ_in_numbers_alone_are_one_name(paths: list[str], shown: list[str]) -> None:

@@ -139,6 +139,7 @@ def test_what_cannot_be_drawn_leaves_no_file(cli: Cli, tmp_path: Path) -> None:
         (["report", GOLDEN, "--statistics", "l3"], "there are absmax, l2"),
         (["report", GOLDEN, "--statistics", "l2,"], "commas"),
         (["report", GOLDEN, "--against", tmp_path / "nowhere"], "nowhere"),
+        (["report", GOLDEN, "--against", empty], f"nothing to compare; why: recorder doctor {tmp_path}/empty"),
     ):
         found = cli(*arguments, "-o", out)
         assert found.exit_code == 2 and said in found.err, found.err
@@ -404,6 +405,44 @@ def test_a_damaged_run_is_drawn_as_far_as_it_can_be_read(cli: Cli, tmp_path: Pat
     assert not np.isnan(values_of(blocks["values/l2"])[0]).all()
 
 
+def test_damage_of_either_run_and_of_a_picture_is_exit_code_1(cli: Cli, tmp_path: Path) -> None:
+    sound, damaged = (run_of(tmp_path / name, {(0, step): 1.0 for step in range(4)}) for name in ("sound", "damaged"))
+    other = run_of(tmp_path / "other", {(0, step): 1.0 for step in range(4)})
+    shard = next(damaged.glob("rank=00000/*/*.arrow"))
+    shard.write_bytes(shard.read_bytes() + b"more")
+    assert cli("report", sound, "--against", other, "-o", tmp_path / "s.html").exit_code == 0
+    for arguments in ((sound, "--against", damaged), (damaged, "--against", sound), (damaged, "--png", "map")):
+        done = cli("report", *arguments, "-o", tmp_path / ("o.png" if "--png" in arguments else "o.html"), "--force")
+        assert done.exit_code == 1 and "note: damaged is damaged, and what cannot be read was left out: " in done.out
+    cli("report", sound, "--against", damaged, "-o", tmp_path / "o.html", "--force")
+    (told,) = read_page(tmp_path / "o.html")["against"].data["models"]
+    assert told.startswith("B is damaged, and what cannot be read of it was left out: ") and str(shard) in told
+
+
+def test_a_damaged_probe_is_damage_of_the_run(cli: Cli, tmp_path: Path) -> None:
+    run, l2 = run_of(tmp_path / "run", {(0, step): 1.0 for step in range(64)}), np.arange(64.0)
+    writer = HandmadeWriter(run, 1)
+    note = '{"dtype":"float32","numel":4}'
+    writer.add_shard(
+        [[make_row(0, l2, site="probe", name="output", rank=1, module_path="net.fc", note=note)]], kind="probe"
+    )
+    writer.finish()
+    path = next(run.glob("rank=00001/*/probe-*.arrow"))
+    data = bytearray(path.read_bytes())
+    at = data.index(l2[20:30].tobytes())
+    data[at : at + 14] = b"\xff" * 14
+    path.write_bytes(data)
+    checks = told_by_doctor(recorder.open_run(run))
+    assert not any(str(path) in check.text for check in checks), "recorder doctor reads no payload"
+    done = cli("report", run, "-o", tmp_path / "r.html", "--json")
+    top = read_page(tmp_path / "r.html")["top"].data
+    assert done.exit_code == 1 and done.json["missing"] == top["num_missing"] > 0
+    assert (
+        top["checks"][top["num_missing"] - 1][0] == "missing" and str(path) in top["checks"][top["num_missing"] - 1][1]
+    )
+    assert str(path) in cli("report", run, "--png", "map", "-o", tmp_path / "m.png").out
+
+
 def test_a_hole_has_its_reason(cli: Cli, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     writer = HandmadeWriter(run)
@@ -498,6 +537,23 @@ def test_commands_of_the_page_run_where_the_page_was_made(
 def test_a_page_is_written_to_a_file_and_not_to_standard_output(cli: Cli, tmp_path: Path) -> None:
     refused = cli("report", run_of_numbers(tmp_path / "run", {"loss": [1.0]}), "-o", "-")
     assert refused.exit_code == 2 and "-: name a file; no command writes one to standard output" in refused.err
+
+
+def test_a_name_that_ends_otherwise_than_what_is_written_is_refused(cli: Cli, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {(0, 0): 1.0})
+    for arguments, name, told in (
+        (["--png", "map"], "x.html", "ends in .png"),
+        ([], "x.PNG", "ends in .html, or add --png"),
+    ):
+        refused = cli("report", run, *arguments, "-o", tmp_path / name)
+        assert refused.exit_code == 2 and f"{tmp_path / name}: " in refused.err and told in refused.err
+        assert not (tmp_path / name).exists()
+
+
+def test_no_step_below_a_picture_is_cut(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {(0, 0): 1.0, (0, 10**7): 2.0})
+    write_picture(recorder.open_run(run), tmp_path / "m.png", "map")
+    assert (pixels_of(tmp_path / "m.png")[-25:, -2:] == 255).all()
 
 
 @pytest.fixture(scope="module")

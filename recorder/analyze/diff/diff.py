@@ -303,7 +303,8 @@ class _Comparison:
         tables[1] = options.renames.apply(tables[1])
         for run, table in zip((a, b), tables, strict=True):
             if not table.num_rows:
-                raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare")
+                typed = shlex.join(["recorder", "doctor", typed_for(run.path, run.name)])
+                raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare; why: {typed}")
             if not selection.narrow(table).num_rows and not self._counts[_IN_OTHER_MICRO_STEPS]:
                 raise selection.explain_nothing(table, f"{run.path}")
         lines = ", ".join(hint.line for hint in hints[:_MAX_LISTED])

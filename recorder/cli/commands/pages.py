@@ -19,8 +19,9 @@ from ...report.collect import num_looks
 from ...report.picture import PANELS, write_picture
 from ...report.report import write_report
 from ...report.tokens import tokens_block
-from ...report.top import told_by_doctor
+from ...report.top import found_since, told_by_doctor
 from ...run.finding import find_folder, find_run
+from ...run.notes import damage
 from ...run.reply import Reply
 from ...run.run import Run, open_run
 from ...system.processes import is_loopback, tls_context
@@ -66,7 +67,7 @@ def report_command(
     It holds numbers and small pictures for drawing, and no tensors. In a long run, a column of the map stands for
     several steps. With many ranks, the file shows the lowest, the median and the highest rank, and ranks that are odd.
 
-    Exit code 1: something of the run is damaged or missing, as recorder doctor says.
+    Exit code 1: something of the run is damaged or missing, as recorder doctor says, or the second run is damaged.
     """
     run = open_run(path)
     run.keep_columns()
@@ -79,6 +80,10 @@ def report_command(
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
     more = [] if align is None else [tokens_block(_aligned(run, align))]
     out = out or Path("report.html")
+    if out.suffix.lower() == _PNG:
+        raise LookupFailedError(
+            f"{out}: a page is HTML; name a file that ends in .html, or add --png {'|'.join(PANELS)}"
+        )
     names = [name.strip() for name in statistics.split(",")] if statistics is not None else []
     if "" in names:
         raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
@@ -88,21 +93,35 @@ def report_command(
         num_bytes = write_report(
             run, out, against=other, statistics=names, checks=checks, more=more, force=force, report=report
         )
-    num_missing = sum(check.state == "missing" for check in checks)
+    num_missing = sum(check.state == "missing" for check in [*checks, *found_since(run, checks)])
+    damaged = _damaged(run, other)
     return Reply(
         members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},
-        parts=lambda: [f"{out}: {size(num_bytes)}"],
-        exit_code=int(num_missing > 0),
+        parts=lambda: [f"{out}: {size(num_bytes)}", *damaged],
+        exit_code=int(num_missing > 0 or bool(damaged)),
     )
+
+
+_PNG = ".png"
+
+
+def _damaged(*runs: Run | None) -> list[str]:
+    """Return a line for each run that is damaged, once its rows and its probe were read."""
+    told = [(run.name, damage(run)) for run in runs if run is not None]
+    return [f"note: {name} is damaged, and what cannot be read was left out: {text}" for name, text in told if text]
 
 
 def _picture(run: Run, panel: str, model: str | None, out: Path, force: bool) -> Reply:
     if panel not in PANELS:
         names = ", ".join(PANELS)
         raise LookupFailedError(f"--png {panel}: expected {names}; the buttons of the page save its other panels")
+    if out.suffix.lower() not in ("", _PNG):
+        raise LookupFailedError(f"{out}: --png writes a PNG; name a file that ends in {_PNG}")
     num_bytes = write_picture(run, out, panel, model=model, force=force)
+    damaged = _damaged(run)
     members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
-    return Reply(members=lambda: members, parts=lambda: [f"{out}: {size(num_bytes)}"])
+    parts = [f"{out}: {size(num_bytes)}", *damaged]
+    return Reply(members=lambda: members, parts=lambda: parts, exit_code=int(bool(damaged)))
 
 
 def _aligned(run: Run, engine: str) -> Aligned:

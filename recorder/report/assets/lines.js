@@ -1,6 +1,6 @@
 // Lines over steps: the chosen values on every rank and on all together.
 
-const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, MAX_TRACK_NAME = 24, LABEL_PIXELS = 16, TICKS_PIXELS = 56, MARK_GAP = 22, LEAST_GAP = 13;
+const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, MAX_TRACK_NAME = 24, LABEL_PIXELS = 16, TICKS_PIXELS = 56, MARK_GAP = 22, LEAST_GAP = 13, DOT_ROOM = 4, DIGIT_PIXELS = 6.2;
 const DASHES = [undefined, [6, 3], [2, 2], [8, 2, 2, 2]];
 
 /** Round numbers from low to high, few at first and then more: of a logarithmic axis decades, and digits within them. */
@@ -93,7 +93,7 @@ class Chart {
     const lineStyle = { stroke: cssColor("--grid"), width: 1 };
     const ruled = { stroke: cssColor("--dim"), font: "11px system-ui, sans-serif", grid: lineStyle, ticks: { ...lineStyle, size: 4 } };
     const options = {
-      width, height: this.height, legend: { show: false }, class: "plot", padding: [flags.length ? 20 : 8, 0, hasRuler ? 0 : 8, roomBeside(unit, gutter)],
+      width: width + DOT_ROOM, height: this.height, legend: { show: false }, class: "plot", padding: [flags.length ? 20 : 8, DOT_ROOM, hasRuler ? 0 : 8, roomBeside(unit, gutter)],
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {
         x: { time: false, range: () => axis.domain },
@@ -102,7 +102,7 @@ class Chart {
       },
       axes: [
         { ...ruled, size: hasRuler ? 26 : 0, gap: 2, splits: () => axis.ticks(width - gutter),
-          values: (plot, splits) => splits.map((split, index) => (hasRuler && axis.pixelOf(split, width - gutter) < width - gutter - 12 ? (index ? String(split) : `step ${split}`) : "")) },
+          values: (plot, splits) => splits.map((split, index) => (hasRuler && axis.pixelOf(split, width - gutter) < width - gutter + DOT_ROOM - (String(split).length * DIGIT_PIXELS) / 2 ? (index ? String(split) : `step ${split}`) : "")) },
         numberAxis(ruled, isLog && numbers.length > 0, unit, gutter),
       ],
       series: [{}, ...shown.map((line) => ({
@@ -336,31 +336,28 @@ class LinesPanel {
       this.adder(),
       ...(isDocked ? [el("button", { type: "button", class: "quiet", id: "unpin", onclick: () => state.set({ pins: null, module: null, step: null }) }, "close")] : []));
     const picture = await run.picture(statistic), alike = run.series.filter((one) => pinned.some(({ site, mode }) => one.site === site && one.mode === mode));
-    const columns = picture.columnsWith(alike), lines = [];
+    const columns = picture.columnsWith(alike), lines = [], others = [], pairs = pinned.map((series) => app.against?.otherOf(series) ?? null);
+    const otherPicture = pairs.some(Boolean) ? await other.picture(statistic) : null, otherColumns = otherPicture ? otherPicture.columnsWith(pairs.filter(Boolean)) : [];
     for (const [number, series] of pinned.entries()) {
       const lanes = isEach ? run.drawnLanes : [choices.lane];
       const name = valueText(series.path, series.site, series.name);
       const colorOf = (lane) => lineColor(pinned.length > 1 ? number : Math.max(lane, 0));
       const named = (lane) => run.lineName(lane, pinned.length > 1 ? name : "");
       lines.push(...linesOf(run, picture, series, { columns, lanes, colorOf, named }));
-      const beside = app.against?.otherOf(series);
-      if (beside) {
-        const otherPicture = await other.picture(statistic);
-        if (otherPicture) {
-          const otherLanes = isEach ? other.drawnLanes : [other.mainLane];
-          lines.push(...linesOf(other, otherPicture, beside, {
-            columns, lanes: otherLanes, colorOf, isBeside: true,
-            named: (lane) => other.lineName(lane, pinned.length > 1 ? name : ""),
-          }));
-        }
+      if (otherPicture && pairs[number]) {
+        others.push(...linesOf(other, otherPicture, pairs[number], {
+          columns: otherColumns, lanes: isEach ? other.drawnLanes : [other.mainLane], colorOf, isBeside: true,
+          named: (lane) => other.lineName(lane, pinned.length > 1 ? name : ""),
+        }));
       }
     }
+    const [steps, all] = joinSteps([[columns.map((c) => run.steps[c]), lines], [otherColumns.map((c) => other.steps[c]), others]]);
     const title = pinned.length === 1 ?
       valueText(pinned[0].path, pinned[0].site, pinned[0].name) : plural(pinned.length, "value");
     this.chart.element.hidden = !pinned.length;
     if (pinned.length) {
       const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : "", isUpdate ? SAMPLE_TEXT : ""];
-      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines: lines.filter((line) => !isUpdate || line.values.some((value) => value !== null)), isLog, about, level: isUpdate ? USUAL_UPDATE : null, unit: unitOf(statistic) });
+      this.chart.draw({ title, steps, lines: all.filter((line) => !isUpdate || line.values.some(Number.isFinite)), isLog, about, level: isUpdate ? USUAL_UPDATE : null, unit: unitOf(statistic) });
     }
   }
   /** A field to add a value by the path of its module. */
