@@ -30,7 +30,7 @@ class TopPanel {
   }
   tell(top) {
     const facts = top.facts.filter(([name]) => name !== "rule"), rules = top.facts.filter(([name]) => name === "rule");
-    const verdict = top.verdict ? top.verdict : top.num_missing ? `not whole: ${plural(top.num_missing, "finding")} of recorder doctor` : "whole, as far as recorder doctor sees";
+    const verdict = top.verdict ? top.verdict : top.num_missing ? `not whole: ${plural(top.num_missing, "finding")} of what is damaged or missing` : "whole, as far as recorder doctor sees";
     const mood = top.num_missing ? "verdict wrong" : top.verdict && !top.checks.length ? "dim" : "verdict right";
     this.line.replaceChildren(...(this.app.other ? [el("span", { class: "fact" }, "A alone:")] : []), ...facts.filter(([name]) => IN_SHORT.includes(name)).map(([name, value]) => el("span", { class: "fact" }, el("span", { class: "dim" }, name), ` ${value}`)),
       el("span", { class: mood, id: "verdict" }, verdict));
