@@ -676,6 +676,15 @@ def test_a_zoom_by_key_goes_to_the_ends_at_most_and_keeps_the_step_under_the_cur
     assert "step 13" in opened.text(".tooltip")
 
 
+def test_a_chart_tells_a_screen_reader_the_numbers_under_its_cursor(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    chart = opened.page.locator("#panel-lines .chart").first
+    chart.locator(".chart-body").focus()
+    opened.page.keyboard.press("ArrowRight")
+    heard = chart.locator("[aria-live]").text_content() or ""
+    assert heard.startswith("step 0: ") and float(heard.split()[-1].replace(",", "")) > 0
+
+
 class Scaled(nn.Module):
     """Gives its inner module what it has multiplied."""
 

@@ -66,7 +66,8 @@ class Chart {
     this.body = el("div", { class: "chart-body", tabindex: "0", role: "application", onkeydown: (event) => this.key(event) });
     this.flags = el("div", { class: "flags" });
     this.legend = el("div", { class: "chart-legend" });
-    this.element = el("figure", { class: isTrack ? "chart track" : "chart" }, this.head, this.flags, this.body, this.legend);
+    this.heard = el("span", { class: "heard", role: "status", "aria-live": "polite" });
+    this.element = el("figure", { class: isTrack ? "chart track" : "chart" }, this.head, this.flags, this.body, this.legend, this.heard);
     this.element.table = () => [["step", ...this.given.lines.map((line) => line.label)], ...this.given.steps.map((step, at) => [step, ...this.given.lines.map((line) => line.values[at] ?? (line.bad.includes(at) ? "nan" : null))])];
     this.element.named = () => this.given.title;
   }
@@ -153,6 +154,7 @@ class Chart {
       const next = event.key === "ArrowLeft" ? inside.findLast((at) => at < (idx ?? Infinity)) : inside.find((at) => at > (idx ?? -1));
       if (next !== undefined) this.pointAt(steps[next]);
       axis.point(steps[next ?? idx], this);
+      this.heard.textContent = `${this.at.textContent}: ${[...this.readings].map(([label, { textContent }]) => label + textContent).join(", ")}`;
       event.preventDefault();
     } else if (event.key === "Escape") this.pointAt(null);
     else {
