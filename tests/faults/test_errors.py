@@ -98,7 +98,15 @@ def test_an_interrupt_inside_a_copy_passes_and_the_next_step_is_recorded(
     assert len(recording.rows(site="output", module_path="second")) == 2
 
 
-@pytest.mark.parametrize("where", ["model_search.find_live", "recorder.last_step", "recording.blocked_in_new_threads"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "model_search.live_instances",
+        "model_search.EarlyOptimizers.take",
+        "recorder.last_step",
+        "recording.blocked_in_new_threads",
+    ],
+)
 def test_after_an_interrupt_of_the_start_the_next_call_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -155,4 +155,4 @@ class TestSeveralJobsInOneRun:
         listed = jobs.succeeded(
             jobs.python(restarted.folder / "ls", "-m", "recorder", "ls", restarted.folder / "recordings" / RUN_ID)
         )
-        assert len(listed.lines("closed")) == 6
+        assert len(listed.lines("  closed")) == 6  # a rank that ended with "Connection closed by peer" has a line, too
