@@ -139,6 +139,10 @@ def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValue
     return SeriesValues(series[groups.firsts], steps[groups.firsts], ranks[groups.firsts], columns)
 
 
+def _optimizer_of(rate: str) -> str:
+    return rate.removeprefix("lr.").rpartition(".")[0]
+
+
 @dataclass(slots=True)
 class Axes:
     """The series, steps and shapes to draw. Scalars such as the loss have steps of their own."""
@@ -187,11 +191,16 @@ class Axes:
         losses = np.flatnonzero(is_scalar & holds(names, "loss".__eq__))
         if not len(losses):
             return table
+        optimizers = {_optimizer_of(one) for one in names.unique().to_pylist() if one and one.startswith("lr.")}
+        if len(optimizers | {*self.optimizer_of_loss.values()}) < 2:  # so in nearly all runs, of any size
+            if optimizers:
+                (self.optimizer_of_loss["loss"],) = optimizers
+            return table
         rates = np.flatnonzero(is_scalar & holds(names, lambda name: name.startswith("lr.")))
         ranks, steps = integers(table.column("rank")), integers(table.column("step"))
         stepped: dict[tuple[int, int], dict[str, int]] = {}
         for row in rates.tolist():
-            own = names[row].as_py().removeprefix("lr.").rpartition(".")[0]
+            own = _optimizer_of(names[row].as_py())
             optimizer = self._optimizer_of_root.setdefault(table.column("root")[row].as_py(), own)
             stepped.setdefault((int(ranks[row]), int(steps[row])), {})[optimizer] = row
         repeats = integers(table.column("repeat"))[losses].tolist()
