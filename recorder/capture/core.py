@@ -416,6 +416,16 @@ class Capture:
 
         self.channel.put(MeasuredTogether(num, make, block))
 
+    def probe_again(
+        self, origin: Origin, mode: str, tensor: torch.Tensor
+    ) -> Callable[[torch.Tensor, int], bool] | None:
+        """Return the short way to the probe for a value of the forward of which `observe` got this tensor.
+
+        It takes another tensor of the value and the step, and returns whether it has measured the tensor; `observe`
+        takes those that it has not.
+        """
+        return None if self.probe is None else self.probe.again(origin, mode, tensor)
+
     def _begin_probe(self) -> Probe:
         self.probe = Probe(
             self.observe,

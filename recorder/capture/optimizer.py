@@ -24,8 +24,9 @@ from ..system.processes import live_instances, loaded
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
+from .local_values import PLAIN
 from .marks import main_parameter
-from .probe import Probe, ProbedGroup, Updates, fits
+from .probe import Probe, ProbedGroup, Updates
 from .step_gradients import LastGradient, wrap_closure
 
 _MAX_PROBED = 64
@@ -452,15 +453,21 @@ class OptimizerHooks:
         groups, updates = self._probed_of(optimizer, probe)
         key = _GroupKey(whose, note, masks)
         pairs = zip(parameters, gradients, strict=True)
-        locals_ = [getattr(one, "_local_tensor", one) for pair in pairs for one in pair if one is not None]
+        locals_ = [
+            one if type(one) in PLAIN else getattr(one, "_local_tensor", one)
+            for pair in pairs
+            for one in pair
+            if one is not None
+        ]
         tensors = [one for one in locals_ if one.numel()]  # the probe passes over what lies on other ranks alone
         if key not in groups and (group := self._with_other_masks(key, groups)) is not None:
             groups[key] = group
         if key in groups:
             group = groups[key]
-            does_fit = group is not None and fits(group, tensors)
-            may_be = group is not None and (len(tensors) == len(locals_) or not any(group.keeps))
-            is_known = does_fit and may_be and group is not None and probe.saw_group(group, tensors, moment)
+            at = None if group is None else group.addresses(tensors)
+            is_known = False
+            if group is not None and at is not None and (len(tensors) == len(locals_) or not any(group.keeps)):
+                is_known = probe.saw_group(group, tensors, at, moment)
             if is_known and group is not None:
                 each = (
                     (_next_repeat(repeats, parameter), gradient)
@@ -469,8 +476,8 @@ class OptimizerHooks:
                 counts = [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
                 if any(group.keeps):
                     capture.observe_known(group, tensors, counts, moment)
-            if group is not None and does_fit:
-                updates.begin(group, tensors)
+            if group is not None and at is not None:
+                updates.begin(group, tensors, at)
             yield is_known
             return
         with probe.learning() as seen:
@@ -478,8 +485,9 @@ class OptimizerHooks:
         if len(groups) >= _MAX_PROBED:
             groups.clear()
         groups[key] = group = probe.group(seen, tensors, groups.values())
-        if group is not None and fits(group, tensors):
-            updates.begin(group, tensors)
+        at = None if group is None else group.addresses(tensors)
+        if group is not None and at is not None:
+            updates.begin(group, tensors, at)
 
     def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
         """Return the group of the same values at steps with other masks, with what is kept at this step.

@@ -128,12 +128,39 @@ class ProbedGroup(NamedTuple):
     tensors: ManyTensors | None
     """None if the values are on a device."""
 
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        """Return the addresses of tensors of the group's values, as `addresses` does."""
+        return addresses(self.values, tensors, are_on_host=self.tensors is not None)
+
 
 class _ArrivingStep(NamedTuple):
     """A step that is over, with those of its numbers that are still on their way."""
 
     numbers: StepNumbers
     on_way: list[NormsOnWay]
+
+
+class KnownValue:
+    """A value in the host's memory that the probe has measured, with all that its next tensor need not be asked."""
+
+    __slots__ = ("_column", "_dtype", "_numel", "_plan", "_probe")
+
+    def __init__(self, probe: Probe, column: int, tensor: torch.Tensor, plan: HostMeasure) -> None:
+        self._probe, self._column = probe, column
+        self._dtype, self._numel, self._plan = tensor.dtype, tensor.numel(), plan
+
+    def saw(self, tensor: torch.Tensor, step: int) -> bool:
+        """Measure a tensor; return False, and count nothing, if it is of another kind or has elements not finite."""
+        is_known = (
+            tensor.dtype is self._dtype
+            and tensor.numel() == self._numel
+            and tensor.is_cpu
+            and is_ordinary(tensor)
+            and tensor.is_contiguous()
+            and not tensor.storage_offset()  # the storage of one that has an offset may be freed
+        )
+        at = tensor.data_ptr() if is_known else 0
+        return bool(at) and self._probe.saw_again(self._column, at, self._numel, self._plan, step)
 
 
 class Probe:
@@ -238,6 +265,25 @@ class Probe:
         self._tell_trouble(origin, moment, is_nan=num_nan > 0)
         return keep | KEEP_STATS
 
+    def again(self, origin: Origin, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
+        """Return `KnownValue.saw` of a value of the forward that `saw` has measured; None of values on devices."""
+        column = self._by_key.get((origin, "forward", mode))
+        plan = self._plans.get((tensor.dtype, tensor.numel()))
+        return None if column is None or plan is None else KnownValue(self, column, tensor, plan).saw
+
+    def saw_again(self, column: int, at: int, numel: int, plan: HostMeasure, step: int) -> bool:
+        """Measure the contiguous elements at an address; return False, and count nothing, if one is not finite."""
+        if self._seen:
+            return False
+        total = self._squares_at(at, plan)
+        if not total < math.inf:
+            return False
+        self._sums[column] += total
+        self._numels[column] += numel
+        self._has_values = self._has_measured = True
+        self._step = step
+        return True
+
     def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
         """Remember that a value is not finite; return whether it has just turned so, or more so than before."""
         had_nan, share_before = self._were_bad.get(column, (False, 0.0))
@@ -294,8 +340,8 @@ class Probe:
             ProbedGroup(values, keeps, ManyTensors([plan.loops for plan in plans])) if len(plans) == len(seen) else None
         )
 
-    def saw_group(self, group: ProbedGroup, tensors: list[torch.Tensor], moment: Moment) -> bool:
-        """Measure the tensors of a group with one call, and return whether they were counted.
+    def saw_group(self, group: ProbedGroup, tensors: list[torch.Tensor], at: Sequence[int], moment: Moment) -> bool:
+        """Measure the tensors of a group with one call, and return whether they were counted; `at` are their addresses.
 
         They are not if a tensor on the host is not finite, or if no kernel measures one on a device. Then `saw` must
         see each of them. The tensors must fit the group.
@@ -307,7 +353,6 @@ class Probe:
             return self._launched(self._on_device.measure_many(seen, tensors), moment)
         if self._kernels is None:
             return False
-        at = [tensor.data_ptr() for tensor in tensors]
         sums = self._kernels.sums_of_squares(
             at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
         )
@@ -392,9 +437,10 @@ class Probe:
         if not local.is_contiguous():
             with torch.no_grad(), torch._C._DisableTorchDispatch():
                 local = local.detach().contiguous()
-        return plan.kernels.sum_of_squares(
-            local.data_ptr(), plan.loops, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
-        )
+        return self._squares_at(local.data_ptr(), plan)
+
+    def _squares_at(self, at: int, plan: HostMeasure) -> float:
+        return plan.kernels.sum_of_squares(at, plan.loops, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES)
 
     def _statistics(self, local: torch.Tensor) -> Measured:
         """Return the statistics of a value with elements that are not finite, or of any value without the loops."""
@@ -518,23 +564,26 @@ class Probe:
             self.flush()
 
 
-def fits(group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are of the kinds that they were when the group was made, and can be measured together."""
-    return len(tensors) == len(group.values) and _all_fit(group.values, tensors, are_on_host=group.tensors is not None)
+def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> list[int] | None:
+    """Return the addresses of tensors; None if one is not of the kind of its value, or cannot be measured together.
 
-
-def _all_fit(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> bool:
-    place = tensors[0].device
+    On a device all addresses are 0, because kernels take the tensors.
+    """
+    if len(tensors) != len(values):
+        return None
+    place, found = tensors[0].device, []
     for tensor, value in zip(tensors, values, strict=True):
         if type(tensor) not in PLAIN or tensor.dtype is not value.dtype or tensor.shape != value.shape:
-            return False
+            return None
+        at = 0
         if not are_on_host:
             is_fit = tensor.device == place and tensor.layout is torch.strided and tensor.untyped_storage().nbytes()
         else:
-            is_fit = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() and tensor.data_ptr()
+            is_fit = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() and (at := tensor.data_ptr())
         if not is_fit:
-            return False
-    return True
+            return None
+        found.append(at)
+    return found
 
 
 class Updates:
@@ -559,13 +608,11 @@ class Updates:
         self._at: list[int] = []
         """The addresses of the parameters when they were last examined; what lies elsewhere may be of another kind."""
 
-    def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the tensors of a group that an update will move; they must fit it."""
+    def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor], at: Sequence[int]) -> None:
+        """Take the tensors of a group that an update will move, which have these `addresses`."""
         if self._group is None or group.values is not self._group.values:
             self._know(group)
-        self._tensors = list(compress(tensors, self._is_param))
-        if self._many is not None:
-            self._at = [one.data_ptr() for one in self._tensors]
+        self._tensors, self._at = list(compress(tensors, self._is_param)), list(compress(at, self._is_param))
         if self._values and self._tensors and self._before is None:
             self._sample()
 
@@ -584,7 +631,7 @@ class Updates:
         """Measure the update that has begun, if one has."""
         if self._many is not None and self._at != (at := [one.data_ptr() for one in self._tensors]):
             self._at = at
-            if self._tensors and not _all_fit(self._values, self._tensors, are_on_host=True):
+            if self._tensors and addresses(self._values, self._tensors, are_on_host=True) is None:
                 self._before = None
         if self._tensors and self._values and self._before is not None:
             self._sample(moment)

@@ -53,6 +53,8 @@ _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 """The shortest and longest pause of an idle writer. If it blocked on the queue, each `put` would cost 8 us, not 0.1.
 After small records it pauses longer, as a thread switch costs as much as several of them.
 """
+_GATHER_S = 0.2
+"""The longest wait for more small records, which cost less together. Any other item and the end of training end it."""
 _LOOK_S = 0.1
 """The seconds between two looks at what is due by the clock; a look takes longer than all else an idle writer does."""
 _TELL_S = 1.0
@@ -402,11 +404,15 @@ class Writer:
     def _handle_small(self, first: Staged) -> None:
         """Take a small record into its batch, together with the small records that follow it in the queue."""
         records, item = [first], self._next_item()
-        if item is None and self._refusal is None:
-            time.sleep(_LONG_NAP_S)  # training puts more of them meanwhile, and they cost less together
-            item = self._next_item()
-        while _is_small(item) and len(records) < MOST_TOGETHER:
-            records.append(item)
+        waits_s = _LONG_NAP_S if self._ring is not None else _GATHER_S  # dumps of a ring begin between two batches
+        while len(records) < MOST_TOGETHER:
+            if _is_small(item):
+                records.append(item)
+            elif item is not None or self._refusal is not None or waits_s <= 0:
+                break
+            else:
+                time.sleep(_LONG_NAP_S)
+                waits_s -= _LONG_NAP_S
             item = self._next_item()
         self._put_back = item
         try:

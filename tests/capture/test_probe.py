@@ -87,6 +87,59 @@ def test_every_value_has_a_number_at_every_step_and_no_row(tmp_path: Path) -> No
     assert list(counted.l2) == list(range(1, _STEPS + 1))
 
 
+class GivesAnything(nn.Module):
+    """Its output is what it was given, however that lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_an_output_that_changes_its_kind_is_measured_as_it_is(tmp_path: Path) -> None:
+    usual = torch.arange(1.0, 13.0).reshape(3, 4)
+    base = torch.arange(40.0)
+    outputs = [
+        *[usual * step for step in range(4)],  # measured as the first was
+        usual.t(),
+        base[7:19].view(3, 4),  # with an offset
+        torch.arange(24.0).reshape(3, 8)[:, ::2],
+        usual.double(),
+        usual.to(torch.int64),
+        torch.view_as_complex(usual.reshape(6, 2).contiguous()).conj(),
+        usual[:1].expand(3, 4),
+        usual * torch.tensor(float("nan")),
+        torch.full((3, 4), float("inf")),
+        torch.full((3, 4), 3e38),  # its squares are no float32
+        torch.zeros(0, 4),
+        usual.repeat(2, 1),
+        usual,
+    ]
+    with flagged(tmp_path, "site=output keep=probe") as recording:
+        model = GivesAnything()
+        optimizer = torch.optim.SGD(model.parameters())
+        for given in outputs:
+            for mode in (True, False):
+                model.train(mode)
+                model(given)
+            model.weight.grad = torch.ones(1)
+            optimizer.step()
+    frame = _probe(recording)
+    for _, own in frame[frame.site == "output"].groupby("mode", observed=True):
+        found = own.set_index("step")
+        assert list(found.index) == [step for step, given in enumerate(outputs) if given.numel()]
+        for step in found.index:
+            values = outputs[step].resolve_conj().numpy().astype(np.complex128)
+            finite = values[np.isfinite(values)]
+            assert found.l2[step] == pytest.approx(float(np.linalg.norm(finite)), rel=1e-6), step
+            assert (
+                found.nan_count[step] == np.isnan(values).sum() and found.inf_count[step] == np.isinf(values).sum()
+            ), step
+            assert found.numel[step] == values.size
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_size_of_an_update_of_a_large_parameter_is_that_of_a_sample(tmp_path: Path, dtype: torch.dtype) -> None:
     wide, moved = nn.Linear(300, 400, dtype=dtype), list[float]()

@@ -18,7 +18,7 @@ from torch import nn
 from ...observe import tree
 from ...observe.clock import Slice
 from ...observe.selection import NOTHING, unit_dim_of
-from ...records import KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin
+from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
@@ -38,6 +38,7 @@ from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: slice, phase, call index, and the result of `Slice.new_graph` for the call's graph."""
+_UNKNOWN = None, NOTHING
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 
@@ -46,6 +47,7 @@ class HookedModule:
     """One module under hooks, with the rules that select its values and its calls that are under way."""
 
     __slots__ = (
+        "_again",
         "_call_key",
         "_cut",
         "_disarmed",
@@ -97,6 +99,8 @@ class HookedModule:
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
+        self._again: dict[str, tuple[Callable[[torch.Tensor, int], bool], int]] = {}
+        """By mode, `probe_again` of the output if it is one tensor, and the rules that select the output."""
         self._open_calls: dict[int, list[_Call]] = {}
         """The calls of each thread that have begun and not returned; a module may call itself."""
         self.has_entered = False
@@ -160,10 +164,14 @@ class HookedModule:
         if rule_sets is self.rule_sets:
             return
         self.rule_sets = rule_sets
-        self._leaves.clear()
+        self._forget_leaves()
         self._wants_local = self._asks_for_local(rule_sets)
         if not self.is_hidden and (module := self.module()) is not None:
             self._put_hooks(module)
+
+    def _forget_leaves(self) -> None:
+        self._leaves.clear()
+        self._again.clear()
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
         """Return the origin of a leaf tensor and the rules that select it; both are computed once a leaf."""
@@ -172,7 +180,7 @@ class HookedModule:
         if leaf is None:
             if len(self._leaves) >= _MAX_LEAVES:
                 # The cache is limited because names may change with the data: for example, keys of samples.
-                self._leaves.clear()
+                self._forget_leaves()
             rule_set = self.capture.selection.narrow(self.rule_sets[site], name)
             origin = Origin(self.root.name, self.node_path, site, name, self.unit_dim(rule_set, site, name))
             leaf = self._leaves[key] = origin, rule_set
@@ -270,14 +278,30 @@ class HookedModule:
             return
         graph = graph if gradient_mask else None
         if value_mask or graph is not None:
-            if type(output) is torch.Tensor:
-                self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
-            else:
+            if type(output) is not torch.Tensor:
                 for name, tensor in tree.tensor_leaves(output):
                     self._see("output", name, tensor, slice_.moment, phase, call, value_mask, graph)
+            elif value_mask != KEEP_PROBE or graph is not None or phase != "forward":
+                self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
+            elif not self._is_probed_again(output, slice_.moment, call):
+                self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
+                self._learn_output(output, slice_.moment.mode)
         if masks[self.rule_sets["input"]] & KEEP_TOKENS and phase == "forward":
             leaves = tree.tensor_leaves(output)
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
+
+    def _learn_output(self, output: torch.Tensor, mode: str) -> None:
+        """Have the probe measure further outputs without the questions that the answers to this one settle."""
+        origin, rule_set = self._leaf("output", "")
+        if self._cut is None and (again := self.capture.probe_again(origin, mode, output)) is not None:
+            self._again[mode] = again, rule_set
+
+    def _is_probed_again(self, output: torch.Tensor, moment: Moment, call: int) -> bool:
+        """Measure an output that only the probe asks for and that is of a known kind; return whether that was so."""
+        again, rule_set = self._again.get(moment.mode, _UNKNOWN)
+        if again is None or self.root.is_over_meshes or self.capture.keep_of(rule_set, call) != KEEP_PROBE:
+            return False
+        return again(output, moment.step)
 
     def _see(
         self,
@@ -450,7 +474,7 @@ class HookedModule:
         """Record nothing at these sites from now on."""
         self._disarmed = (*self._disarmed, *sites)
         self.rule_sets = {**self.rule_sets, **dict.fromkeys(sites, NOTHING)}  # other modules share the old mapping
-        self._leaves.clear()
+        self._forget_leaves()
 
     @property
     def is_silent(self) -> bool:
