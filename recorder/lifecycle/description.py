@@ -31,10 +31,12 @@ from ..capture.topology import JobRank
 from ..config import Loaded
 from ..native import in_force
 from ..numerics.units import sides_of
-from ..records import KEEP_HISTOGRAM, KEEP_PROBE, KEEP_TENSOR, KEEP_UNITS, Staged
+from ..records import KEEP_HISTOGRAM, KEEP_PROBE, KEEP_TENSOR, KEEP_TOKENS, KEEP_UNITS, Staged
 from ..rules import Rule, Schedule
+from ..sites import UPDATE
 from ..system.log import Events
 from ..system.text import counted, size
+from ..write.quota import probe_bytes
 from .commands import Commands
 
 
@@ -224,6 +226,8 @@ class Estimate:
         self._rules = [rule for rule in rules if rank in rule.rank]
         self._whose = f"rank {rank} (of {world_size}) writes " if world_size > 1 else ""
         self._max_bytes = max_bytes
+        kept = {bit for rule in self._rules for bit in (KEEP_PROBE, KEEP_TOKENS) if rule.keep & bit}
+        self._probe_bytes = probe_bytes(max_bytes, keeps_tokens=KEEP_TOKENS in kept) if kept else 0
         self._first: int | None = None
         self._num_rows: Counter[str] = Counter()
         self._num_bytes: Counter[tuple[str, int]] = Counter()
@@ -266,6 +270,8 @@ class Estimate:
         until = [f"{size(self.num_bytes(first, ahead + 1))} by step {first + ahead:,}" for ahead in _AHEAD]
         how = "at least" if is_least else "about"
         bound = f"{size(self._max_bytes)}{' a rank' if self._whose else ''} (max_bytes)"
+        if self._probe_bytes:
+            bound += f", of which {size(self._probe_bytes)} are for the numbers of every step"
         at_first = f"{size(self.num_bytes(first, 1))} at step {first:,}"
         return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
 
@@ -279,10 +285,16 @@ class Estimate:
         of_rows = sum(
             ROW_BYTES * num * times(self._schedules(site, ~KEEP_PROBE)) for site, num in self._num_rows.items()
         )
+        probed = self._num_rows + Counter({UPDATE: self._num_rows["param"]})
         of_probes = sum(
-            PROBE_BYTES * num * times(self._schedules(site, KEEP_PROBE)) for site, num in self._num_rows.items()
+            PROBE_BYTES * num * times(self._schedules("param" if site == UPDATE else site, KEEP_PROBE))
+            for site, num in probed.items()
         )
-        return of_rows + of_probes + sum(num * times(self._schedules(*kept)) for kept, num in self._num_bytes.items())
+        return (
+            of_rows
+            + min(of_probes, self._probe_bytes)
+            + sum(num * times(self._schedules(*kept)) for kept, num in self._num_bytes.items())
+        )
 
     def _schedules(self, site: str, keep: int) -> frozenset[Schedule]:
         return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)

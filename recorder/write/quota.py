@@ -32,6 +32,11 @@ _SHARDS_PER_WINDOW = 8
 """The least number of shards that hold the steps of `keep_newest`, so that few older steps are kept with them."""
 
 
+def probe_bytes(max_bytes: int, *, keeps_tokens: bool) -> int:
+    """Return how many of the bytes of a rank the probe has."""
+    return max_bytes // (_TOKENS_SHARE if keeps_tokens else _PROBE_SHARE)
+
+
 class HeldShard(NamedTuple):
     """A shard that counts in the quota and is no longer written."""
 
@@ -51,10 +56,8 @@ class Quota:
     """
 
     def __init__(self, max_bytes: int, keep_newest: int = 0, *, keeps_tokens: bool = False) -> None:
-        stats_bytes, probe_bytes = max_bytes // 4, max_bytes // (_TOKENS_SHARE if keeps_tokens else _PROBE_SHARE)
-        self._limits = {
-            "tensors": max_bytes - stats_bytes, "stats": stats_bytes - probe_bytes, PROBE: probe_bytes
-        }  # fmt: skip
+        of_stats, of_probe = max_bytes // 4, probe_bytes(max_bytes, keeps_tokens=keeps_tokens)
+        self._limits = {"tensors": max_bytes - of_stats, "stats": of_stats - of_probe, PROBE: of_probe}
         self._used = dict.fromkeys(rundir.SHARD_KINDS, 0)
         self._held: dict[str, list[HeldShard]] = {kind: [] for kind in rundir.SHARD_KINDS}
         self._keep_newest = keep_newest

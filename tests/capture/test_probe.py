@@ -17,6 +17,7 @@ from torch import nn
 
 import recorder
 from recorder.analyze.doctor.expected import compare
+from recorder.analyze.doctor.reply import checks_of
 from recorder.analyze.first.first import first
 from recorder.capture.probe import BLOCK_STEPS
 from recorder.capture.staging.pool import Pool
@@ -259,6 +260,8 @@ def test_after_trouble_statistics_of_three_steps_are_kept_thrice_a_run(
         for first, last in more
     ]
     assert [one for one in caplog.messages if "kept of steps" in one] == recording.events("trouble") == said
+    texts = {check.text for check in checks_of(recording.run)}
+    assert {text.replace("rank 0: ", "event trouble (rank 0): ", 1) for text in said} <= texts
     assert [(one["since"], one["until"]) for one in recording.manifest["commands"]] == more
     expectation = compare(recording.run)
     assert expectation.problems == [] and {gap.reason.key for gap in expectation.gaps} <= {"no_gradient"}

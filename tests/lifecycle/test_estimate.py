@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.lifecycle.description import HISTOGRAM_BYTES, ROW_BYTES, UNIT_BYTES, Estimate
+from recorder.lifecycle.description import HISTOGRAM_BYTES, PROBE_BYTES, ROW_BYTES, UNIT_BYTES, Estimate
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS, Staged
 from recorder.rules import parse_rules
 from tests.rigs import jobs
@@ -69,6 +69,20 @@ def test_histograms_and_units_are_counted_at_the_steps_of_their_rules() -> None:
     assert estimate.num_bytes(0, 1) == 3 * ROW_BYTES + 2 * HISTOGRAM_BYTES + 10 * UNIT_BYTES
     rows_at_10_steps = (2 * 6 + 10) * ROW_BYTES  # of outputs at 0, 2, 4, 5, 6, 8
     assert estimate.num_bytes(0, 10) == rows_at_10_steps + 5 * 2 * HISTOGRAM_BYTES + 2 * 10 * UNIT_BYTES
+
+
+def test_numbers_of_every_step_are_counted_with_those_of_updates_within_their_share() -> None:
+    estimate = of("site=param,output keep=stats steps=0; site=param,output keep=probe")
+    estimate.saw([record("param", 0, 5_000, KEEP_STATS), record("output", 0, 5_000, KEEP_STATS)])
+    assert estimate.num_bytes(0, 1000) == 2 * ROW_BYTES + 1000 * 3 * PROBE_BYTES
+    small = Estimate(parse_rules("site=param keep=probe"), rank=0, world_size=1, max_bytes=72_000)
+    small.saw([record("param", 0, 5_000, KEEP_STATS)])
+    assert small.num_bytes(0, 50) == 50 * 2 * PROBE_BYTES
+    assert small.num_bytes(0, 1000) == 1000
+    assert estimate.look(1) is None
+    said = estimate.look(1)
+    assert said is not None
+    assert said.endswith("at most 17.2 GB (max_bytes), of which 238.6 MB are for the numbers of every step")
 
 
 def test_what_begins_later_makes_it_a_lower_bound() -> None:
