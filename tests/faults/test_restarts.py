@@ -10,14 +10,18 @@ import pytest
 
 import recorder
 from recorder.merge.merge import merge_run
+from tests.campaigns.faults import training
 from tests.campaigns.faults.replay import Replay
 from tests.campaigns.faults.support import batches_of
 from tests.rigs import jobs
+from tests.rigs.command_line import Cli, cli
 from tests.rigs.jobs import Finished
+
+__all__ = ["cli"]
 
 RUN_ID = "5a1d9c1e-2f04-4e7b-9d0c-8f6f5e0a7b31"
 SAVE_AT, FAIL_AT, STEPS = 4, 7, 9
-MODULE = ["-m", "tests.campaigns.faults.training"]
+MODULE = ["-m", training.__name__]
 UP = "blocks.0.up"
 
 
@@ -38,7 +42,7 @@ def launch(folder: Path, *options: str, num_ranks: int, **more: str) -> jobs.Job
 
 def alone(folder: Path, *options: str) -> jobs.Job:
     """A process of one rank that was given the run's id."""
-    return jobs.python(folder, *MODULE, *options, **settings(folder.parent), TORCHELASTIC_RUN_ID=RUN_ID)
+    return jobs.program(folder, training.__file__, *options, **settings(folder.parent), TORCHELASTIC_RUN_ID=RUN_ID)
 
 
 def digests(folder: Path) -> dict[Path, str]:
@@ -151,8 +155,9 @@ class TestSeveralJobsInOneRun:
             (line,) = job.lines("rank=00000", "more of this attempt")
             assert "nothing is overwritten" in line
 
-    def test_the_list_of_writers_shows_them_all(self, restarted: Finished, shared: object) -> None:
-        listed = jobs.succeeded(
-            jobs.python(restarted.folder / "ls", "-m", "recorder", "ls", restarted.folder / "recordings" / RUN_ID)
-        )
-        assert len(listed.lines("  closed")) == 6  # a rank that ended with "Connection closed by peer" has a line, too
+    def test_the_list_of_writers_shows_them_all(self, restarted: Finished, shared: object, cli: Cli) -> None:
+        listed = cli("ls", restarted.folder / "recordings" / RUN_ID)
+        assert listed.exit_code == 0
+        assert (
+            len([line for line in listed.out.splitlines() if "  closed" in line]) == 6
+        )  # a rank that ended with "Connection closed by peer" has a line, too

@@ -47,42 +47,51 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return patched_package(tmp_path_factory.mktemp("package"))
 
 
+def run_with(package: Path, code: str, *arguments: str | Path) -> str:
+    """What Python prints with this package first on its path, in its folder."""
+    guard = f"import recorder; assert recorder.__file__ == {str(package / 'recorder/__init__.py')!r}\n"
+    path = f"{package}:{REPOSITORY}"
+    return jobs.succeeded(jobs.python(package, "-c", guard + code, *arguments, PYTHONPATH=path)).output
+
+
+@pytest.fixture(scope="module")
+def told(package: Path) -> dict[str, str]:
+    """What is said of each run, by one process."""
+    code = (
+        "import sys; from recorder.cli.app import run_command\n"
+        "for path in sys.argv[1:]:\n"
+        "    for command in ('verify', 'doctor'):\n"
+        "        try:\n"
+        "            run_command([command, path])\n"
+        "        except SystemExit as end:\n"
+        "            assert not end.code\n"
+        "    print('END', flush=True)\n"
+    )
+    return dict(zip([path.name for path in RUNS], run_with(package, code, *RUNS).split("END\n"), strict=False))
+
+
 class TestPackageThatKnowsThem:
     """Each is one entry in one registry; nothing else of the package is touched."""
-
-    def run(self, package: Path, code: str, *arguments: str | Path) -> str:
-        """What Python prints with this package first on its path, in its folder."""
-        guard = f"import recorder; assert recorder.__file__ == {str(package / 'recorder/__init__.py')!r}\n"
-        path = f"{package}:{REPOSITORY}"
-        return jobs.succeeded(jobs.python(package, "-c", guard + code, *arguments, PYTHONPATH=path)).output
 
     def test_reads_the_runs_of_every_version(self, package: Path) -> None:
         (package / "pytest.ini").write_text("[pytest]\n")
         options = ["-q", "-c", str(package / "pytest.ini"), "--import-mode=importlib", "-p", "no:cacheprovider"]
         # That it is sound is looked at by a process of its own, with a path of its own.
         options += [f"--rootdir={REPOSITORY}", "-k", "not sound", str(REPOSITORY / "tests/golden/test_golden.py")]
-        told = self.run(package, "import pytest, sys; raise SystemExit(pytest.main(sys.argv[1:]))", *options)
+        told = run_with(package, "import pytest, sys; raise SystemExit(pytest.main(sys.argv[1:]))", *options)
         assert " passed" in told
 
-    @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-    def test_takes_nothing_amiss_in_an_earlier_run(self, package: Path, path: Path) -> None:
-        code = (
-            "import sys; from recorder.cli.app import run_command\n"
-            "for command in ('verify', 'doctor'):\n"
-            "    try:\n"
-            "        run_command([command, sys.argv[1]])\n"
-            "    except SystemExit as end:\n"
-            "        assert not end.code\n"
-        )
-        told = self.run(package, code, path)
-        assert "no faults" in told and "unknown" not in told and SITE not in told
+    @pytest.mark.parametrize("name", [path.name for path in RUNS])
+    def test_takes_nothing_amiss_in_an_earlier_run(self, told: dict[str, str], name: str) -> None:
+        said = told[name]
+        assert "no faults" in said and "unknown" not in said and SITE not in said
 
     def test_gives_nulls_where_an_earlier_run_has_no_such_column(self, package: Path) -> None:
         code = (
             "import sys\n"
             f"for path in sys.argv[1:]: print(recorder.open_run(path).table(['{COLUMN}']).column(0).null_count)\n"
         )
-        found = self.run(package, code, *RUNS).split()
+        found = run_with(package, code, *RUNS).split()
         assert found == [str(len(VALUES) * WORLD_SIZE)] * len(RUNS)
 
     def test_reads_what_is_new(self, package: Path) -> None:
@@ -101,7 +110,7 @@ class TestPackageThatKnowsThem:
             "from recorder.cli.app import run_command\n"
             "print(len(numbers)); run_command(['doctor', '--strict', sys.argv[1]])\n"
         )
-        told = self.run(package, code, RUN)
+        told = run_with(package, code, RUN)
         assert told.split()[0] == str(NUM_ROWS)
         assert f"ok      {SITE}   12 expected  12 found   0 missing" in told
         assert "unknown" not in told

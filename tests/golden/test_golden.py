@@ -17,10 +17,12 @@ from recorder.columns import COLUMN_OF, STATISTICS
 from recorder.errors import LookupFailedError
 from recorder.globalview.view import GlobalRows
 from recorder.sites import FORMAT_VERSION
-from tests.rigs import jobs
+from tests.rigs.command_line import Cli, cli
 from tests.rigs.fingerprints import fingerprint
 
 from .values import WORLD_SIZE, Array, Value, values
+
+__all__ = ["cli"]
 
 RUNS = sorted(Path(__file__).parent.glob("v[0-9]*"))
 VALUES = list(values())
@@ -87,10 +89,10 @@ def test_its_version_is_that_of_its_folder(path: Path) -> None:
 
 
 @every_run
-def test_it_is_sound(path: Path, tmp_path: Path) -> None:
-    finished = jobs.succeeded(jobs.python(tmp_path, "-m", "recorder", "verify", path, "--json"))
+def test_it_is_sound(path: Path, cli: Cli) -> None:
+    verified = cli("verify", path, "--json")
     assert recorder.open_run(path).problems == []
-    assert json.loads(finished.output)
+    assert verified.exit_code == 0 and verified.json
 
 
 @every_run

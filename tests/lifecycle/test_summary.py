@@ -83,7 +83,7 @@ def without_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, (script, settings) in NO_MODEL.items():
         folder = tmp_path_factory.mktemp("no-model")
         (folder / "train.py").write_text(script)
-        start = jobs.program if name in ("other rank", "optimizer") else jobs.python
+        start = jobs.python if name == "program" else jobs.program
         started[name] = start(folder, "train.py", **{**jobs.recording(), **settings})
     started["command"] = jobs.python(tmp_path_factory.mktemp("no-model"), "-c", "import torch", **jobs.recording())
     return {name: job.wait().output for name, job in started.items()}
