@@ -245,6 +245,10 @@ CASES = {
 }
 
 
+RANKS = {"full": 1, "eio_fsync": 0, "stall": 1}
+"""Which rank has the bad disk in the jobs of two."""
+
+
 def train(rank: int, world_size: int, case: Case, folder: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -380,7 +384,7 @@ def main() -> int:
         is_recorded, case = not name.endswith("-off"), name.removesuffix("-off").removeprefix("pair-")
         ranks: list[dict[str, str]] = [{}]
         if name.startswith("pair-"):
-            shared = {"WORLD_SIZE": "2", "STORE": f"file://{out.resolve()}/store"}
+            shared = {"WORLD_SIZE": "2", "STORE": f"file://{out.resolve()}/store", "BAD_RANK": str(RANKS.get(case, 0))}
             ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
         pids += [(name, fork(case, out, is_recorded=is_recorded, ranks=rank)) for rank in ranks]
     codes = dict.fromkeys(options.cases, 0)

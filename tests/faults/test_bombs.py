@@ -43,8 +43,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A sound run to compare with; and what forked children should not have to import."""
     torch.set_num_threads(1)
     pa.set_cpu_count(1)
-    path = tmp_path_factory.mktemp("other") / "run"
+    path, out = tmp_path_factory.mktemp("other") / "run", tmp_path_factory.mktemp("out")
     bases.make_handmade(path)
+    assert _some(path, path, out, Bomb(bases.make_handmade)) == []
     yield path
 
 
@@ -229,7 +230,9 @@ def test_a_bomb_costs_what_its_bytes_are_worth(tmp_path: Path, other: Path, name
     disk_bytes = sum(os.path.getsize(path) for path in run.rglob("*"))
 
     def check(case: int) -> str:
-        return "\n".join(_some(run, other, out, bomb))
+        with reaching(out) as broken:
+            findings = _some(run, other, out, bomb)
+        return "\n".join(findings + broken)
 
     (verdict,) = contain(check, [0], limit_s=60)
     assert not verdict.finding, verdict.finding
@@ -249,10 +252,9 @@ def _some(run: Path, other: Path, out: Path, bomb: Bomb) -> list[str]:
         ["stats", at, "--by", "step", "--global"],
     ]
     words += [["merge", at, "-o", str(out / "merged"), "--jobs", "1"]]
-    with reaching(out) as broken:
-        findings = [text for one in words for text in battery.run_words(one, is_terminal=False)]
-        if bomb.has_arrays:
-            findings += battery.use_api(run, chooser)
-            findings += battery.run_words(["diff", at, str(other)], is_terminal=False)
-            findings += battery.run_words(["export", at, "-o", str(out / "a.npz"), "--global"], is_terminal=False)
-    return findings + broken
+    findings = [text for one in words for text in battery.run_words(one, is_terminal=False)]
+    if bomb.has_arrays:
+        findings += battery.use_api(run, chooser)
+        findings += battery.run_words(["diff", at, str(other)], is_terminal=False)
+        findings += battery.run_words(["export", at, "-o", str(out / "a.npz"), "--global"], is_terminal=False)
+    return findings

@@ -23,7 +23,7 @@ from recorder.upkeep.verify import verify
 from tests.campaigns.faults import seccomp
 from tests.rigs import jobs
 
-from .disk_job import CASES, NUM_STEPS
+from .disk_job import CASES, NUM_STEPS, RANKS
 
 ROOT = Path(__file__).parents[2]
 KEY = ["rank", "step", "module_path", "site", "name"]
@@ -86,9 +86,6 @@ WITHOUT_LINKS = ["eio_link", "eio_link_at_start", "no_links_at_start"]
 SYNCS_FAIL = ["eio_fsync", "eio_fsync_at_start", "hung_fsync", "hung_fsync_at_start"]
 RECOVERING = ["full", "full_at_start", "file_size", "file_size_tiny", "read_only", "read_only_at_start", "descriptors"]
 RECOVERING += ["no_memory_for_writer", "stall"]
-RANKS = {"full": 1, "eio_fsync": 0, "stall": 1}
-"""Which rank has the bad disk in the jobs of two; `eio_fsync` runs without a launcher, which costs seconds."""
-LAUNCHED = ("full", "stall")
 
 pytestmark = pytest.mark.skipif(
     not seccomp.is_possible() or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0,
@@ -148,17 +145,17 @@ def number(text: str) -> int:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Left]]:
     folder = tmp_path_factory.mktemp("disks")
     command = ["unshare", "-rm", sys.executable, "-m", "tests.faults.disk_job"]
-    single = ["none-off", *CASES, "pair-none-off", "pair-eio_fsync"]
-    started = {"": jobs.Job([*command, *single, f"--out={folder}"], folder / "all", {"PYTHONPATH": str(ROOT)})}
-    for name in LAUNCHED:
-        out = folder / f"pair-{name}"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *command[-1:]]
-        words = [*command[:3], *torchrun, name, f"--out={out}"]
-        started[f"pair-{name}"] = jobs.Job(words, out, {"PYTHONPATH": str(ROOT), "BAD_RANK": str(RANKS[name])})
+    forked = ["none-off", *CASES, "pair-none-off", "pair-eio_fsync", "pair-stall"]
+    started = {"": jobs.Job([*command, *forked, f"--out={folder}"], folder / "all", {"PYTHONPATH": str(ROOT)})}
+    launched, out = "full", folder / "pair-full"  # a launch costs seconds
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *command[-1:]]
+    words = [*command[:3], *torchrun, launched, f"--out={out}"]
+    settings = {"PYTHONPATH": str(ROOT), "BAD_RANK": str(RANKS[launched])}
+    started[f"pair-{launched}"] = jobs.Job(words, out, settings)
     finished = {name: job.wait(240) for name, job in started.items()}
     assert finished[""].returncode == 0, finished[""].output
     left = {name: Left(job.folder, job.returncode, job.output) for name, job in finished.items() if name}
-    for name in single:
+    for name in forked:
         out = folder / name
         left[name] = Left(out, int((out / "code").read_text()), (out / "output.txt").read_text())
     yield left

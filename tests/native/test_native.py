@@ -30,6 +30,7 @@ from recorder.format.fingerprint import flat_fingerprint
 from recorder.numerics.dtypes import ITEM_BYTES, item_bytes
 from recorder.numerics.units import MAX_UNITS
 from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
+from tests.rigs import jobs
 from tests.rigs.fakes import fake_staged
 
 ROOT = Path(__file__).parents[2]
@@ -397,9 +398,9 @@ def test_the_writer_says_which_loops_it_uses(tmp_path: Path) -> None:
         "    model(torch.ones(2, 3)).sum().backward()\n".format
     )
     for value, expected in (("1", '"native":"compiled ('), ("0", '"native":"python (native = no)"')):
-        folder = tmp_path / value
-        done = _python(code(str(folder)), ROOT, RECORDER_NATIVE=value)
-        assert done.returncode == 0, done.stderr
+        folder, script = tmp_path / value, tmp_path / f"{value}.py"
+        script.write_text(code(str(folder)))
+        jobs.succeeded(jobs.program(tmp_path / f"{value}-job", script, RECORDER_NATIVE=value))
         (manifest,) = folder.glob("*/rank=*/*/_writer.json")
         assert expected in manifest.read_text()
 

@@ -26,6 +26,8 @@ import torch
 import recorder
 
 SCRIPTS = Path(__file__).parents[1] / "distributed" / "scripts"
+COMMAND = Path(sys.executable).with_name("recorder")
+"""The command line, as a script to be forked."""
 EVERYTHING = "site=* keep=tensor,stats,fingerprint"
 PATIENT = {"RECORDER_CLOSE_DEADLINE_S": "60"}
 """A disk that others keep busy may take longer than the seconds for which a program waits at its end."""
@@ -226,9 +228,8 @@ def record_trainings(script: Path, folder: Path, names: Iterable[str]) -> None:
         RuntimeError: a training failed.
     """
     missing = [name for name in dict.fromkeys(names) if not (folder / name).exists()]
-    command = [sys.executable, "-W", "ignore", str(script), str(folder), *missing]
     if not missing:
         return
-    ended = subprocess.run(command, env=environment({}), capture_output=True, timeout=3600, text=True)
+    ended = program(folder, script, folder.absolute(), *missing).wait(3600)
     if ended.returncode:
-        raise RuntimeError(f"trainings failed:\n{ended.stderr[-4000:]}")
+        raise RuntimeError(f"trainings failed:\n{ended.output[-4000:]}")

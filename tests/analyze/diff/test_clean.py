@@ -12,6 +12,8 @@ from tests.campaigns.diff import clean, judging
 DRIFTING, PLAIN = "drifting-float32", "adamw-float32"
 SAMPLE = ((DRIFTING, "no_decay"), (DRIFTING, "scaled_loss"), (PLAIN, "scaled_gradient"))
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -23,6 +23,7 @@ from recorder.cli.output import print_reply
 from recorder.merge.merge import merge_run
 from tests.campaigns.diff import injected, judging
 
+pytestmark = pytest.mark.usefixtures("read_once")
 SAMPLE = ("skipped", "scale_on_one_rank", "momentum", "clipping_skipped")
 WITH_HINT = ("no_zero_grad", "old_gradient", "summed", "unclipped", "reduced_in_bf16", "doubled_loss")
 ERRORS = (

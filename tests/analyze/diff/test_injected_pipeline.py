@@ -12,9 +12,12 @@ from recorder.cli.output import print_reply
 from tests.campaigns.diff.injected import PIPELINE
 from tests.campaigns.diff.judging import judge
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="on gloo the pipelining of torch 2.9 aborts, without the recorder too"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.__version__ < "2.13", reason="on gloo the pipelining of torch 2.9 aborts, without the recorder too"
+    ),
+    pytest.mark.usefixtures("read_once"),
+]
 
 
 @pytest.fixture(scope="module")

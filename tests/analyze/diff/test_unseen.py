@@ -8,6 +8,8 @@ import pytest
 
 from tests.campaigns.diff import unseen
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,13 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.step_range import Diff
 from tests.rigs import jobs
 
 from . import judging
-from .judging import ALL, TWIN, Error, judge, one_of, opened
+from .judging import ALL, TWIN, Error, judge, one_of, open_run, opened
 
 PROGRAMS = Path(__file__).parent / "programs"
 REPOSITORY = Path(__file__).parents[3]
@@ -82,11 +81,11 @@ class Launched(NamedTuple):
 
     def compared(self, folder: Path, name: str, *, one: bool) -> Diff:
         """A training against the sound one of the same layout, or against one process that had the whole batch."""
-        run = recorder.open_run(folder / name)
+        run = open_run(folder / name)
         if not one:
             base = self.errors[name].base if name in self.errors else name
-            return diff(recorder.open_run(folder / base), run)
-        return diff(recorder.open_run(folder / "one"), run, noise=[recorder.open_run(folder / "twin")])
+            return diff(open_run(folder / base), run)
+        return diff(open_run(folder / "one"), run, noise=[open_run(folder / "twin")])
 
     def show(self, folder: Path) -> int:
         """Print a line for each error, and return how many are named wrongly or are false alarms."""

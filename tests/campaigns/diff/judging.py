@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.step_range import Diff
+from recorder.globalview.view import GlobalRows, GlobalView
+from recorder.run.run import Run
 
 ALL = None
 """All parameters alike."""
@@ -17,8 +22,26 @@ TWIN = "+jitter=1"
 """The end of the name of a training that `jitter` has moved."""
 
 
+@functools.cache
+def open_run(path: Path) -> recorder.Run:
+    return recorder.open_run(path)
+
+
 def opened(folder: Path, name: str) -> recorder.Run:
-    return recorder.open_run(folder / name / "recordings")
+    return open_run(folder / name / "recordings")
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """Many trainings are compared with few sound ones, whose rows and tensors are read once meanwhile."""
+    view = functools.cache(Run.view)
+    with (
+        mock.patch.object(Run, "view", lambda run, loss="mean", layouts=(): view(run, loss, tuple(layouts))),
+        mock.patch.object(GlobalView, "rows", functools.cache(GlobalView.rows)),
+        mock.patch.object(GlobalRows, "array", functools.cache(GlobalRows.array)),
+    ):
+        yield
+    open_run.cache_clear()
 
 
 def compared(folder: Path, a: str, b: str) -> Diff:

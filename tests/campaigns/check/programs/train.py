@@ -3,14 +3,15 @@
     python train.py FOLDER NAME...
 
 records each into ``FOLDER/NAME``. A name is one of `SOUND` or of `FAULTS`, or one of these with ``@SEED``: another
-training of its kind. With `FLAG_ALONE` in front it is recorded by the default rules. All of them are forked from one
-process.
+training of its kind. With `FLAG_ALONE` in front it is recorded by the default rules, and with ``%STEPS`` at its end it
+has so many steps. All of them are forked from one process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,7 +86,7 @@ def loss_of(case: Case, model: nn.Module, net: nn.Module, x: Tensor, labels: Ten
 
 
 def run(folder: Path, name: str, rank: int, size: int) -> None:
-    case, seed = case_of(name), int(name.partition("@")[2] or 0)
+    case, seed = case_of(name), int(name.partition("%")[0].partition("@")[2] or 0)
     torch.manual_seed(seed)
     net = case.model()
     with torch.no_grad():
@@ -138,7 +139,9 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
 
 
 def case_of(name: str) -> Case:
-    return (SOUND | FAULTS)[name.removeprefix(FLAG_ALONE).partition("@")[0]]
+    what, _, steps = name.removeprefix(FLAG_ALONE).partition("%")
+    case = (SOUND | FAULTS)[what.partition("@")[0]]
+    return replace(case, steps=int(steps)) if steps else case
 
 
 if __name__ == "__main__":
