@@ -135,15 +135,18 @@ class LoopsPlan:
         num_bins: int = 0,
         num_units: int = 0,
         unit_inner: int = 0,
+        has_statistics: bool = True,
     ) -> None:
         """Store the results that are to be computed. `dtype` is one of `KINDS`.
 
         `table` has the value of each bit pattern, for float16 and floats of 8 bits. `weights` are those of the
         fingerprint, or None without one. `num_bins` is the length of `numerics.histogram.NUM_BINS` if values are
         counted for the histogram, else 0. `unit_inner` is the number of adjacent elements of one unit; without units
-        `num_units` is 0.
+        `num_units` is 0. Without `has_statistics` only the fingerprint is computed, and `items` become its words.
         """
         self.items, self.kind, self.item_bytes = items, KINDS[dtype], item_bytes(dtype)
+        if not has_statistics and weights is not None:
+            self.items, self.kind, self.item_bytes = weights.num_words, _NO_STATISTICS, weights.word_bytes
         self.num_bins, self.num_units, self.unit_inner = num_bins, num_units, unit_inner
         self.num_bytes = _STATISTICS.size + 8 * num_bins + 32 * num_units
         self.table_address = 0 if table is None else table.ctypes.data
@@ -153,8 +156,10 @@ class LoopsPlan:
     def read(self, data: _Bytes) -> tuple[Measured, npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
         """Return the statistics at the origin, the bins, and the rows of sums of the units, from `num_bytes` bytes."""
         end = _STATISTICS.size + 8 * self.num_bins
+        numbers = _STATISTICS.unpack(data[: _STATISTICS.size].data)
+        is_alone = self.kind == _NO_STATISTICS
         return (
-            _measured(_STATISTICS.unpack(data[: _STATISTICS.size].data), self._kept[1]),
+            Measured(fingerprint=numbers[_FINGERPRINT]) if is_alone else _measured(numbers, self._kept[1]),
             data[_STATISTICS.size : end].view(np.uint64),
             data[end:].view(np.float64).reshape(4, -1),
         )

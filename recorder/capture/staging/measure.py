@@ -111,6 +111,7 @@ class HostMeasure:
             num_bins=NUM_BINS[dtype] if keep & KEEP_HISTOGRAM and dtype in NUM_BINS else 0,
             num_units=0 if sides is None else sides.num,
             unit_inner=0 if sides is None else sides.inner,
+            has_statistics=bool(keep & KEEP_STATS),
         )
         self.nbytes = self.loops.num_bytes
 
@@ -122,7 +123,7 @@ class HostMeasure:
         """Return the statistics from the results. Writer thread."""
         statistics, bins, sums = self.loops.read(data)
         if statistics.fingerprint is not None and chunk is not None and chunk.offsets is not None:
-            fingerprint_there = moved(statistics.fingerprint, self.loops.item_bytes, chunk.offsets)
+            fingerprint_there = moved(statistics.fingerprint, item_bytes(self._dtype), chunk.offsets)
             statistics = statistics._replace(fingerprint=fingerprint_there)
         if self.loops.num_bins:
             statistics = statistics._replace(histogram=of_bins(self._dtype, bins))
@@ -136,9 +137,10 @@ class HostMeasure:
 def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
     """Return a plan to measure a tensor that has elements with the compiled loops; None if Python must measure it.
 
-    Without `KEEP_STATS` in `keep` the result is None. A negative `unit_dim` counts from the last dim.
+    Without `KEEP_STATS` and `KEEP_FINGERPRINT` in `keep` the result is None. A negative `unit_dim` counts from the last
+    dim.
     """
-    if not keep & KEEP_STATS or dtype not in KINDS:
+    if not keep & (KEEP_STATS | KEEP_FINGERPRINT) or dtype not in KINDS:
         return None
     return HostMeasure(dtype, shape, keep, unit_dim, kernels)
 

@@ -33,7 +33,7 @@ def _values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-@pytest.mark.parametrize("keep", [KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT, _EVERYTHING])
+@pytest.mark.parametrize("keep", [KEEP_STATS, KEEP_FINGERPRINT, KEEP_STATS | KEEP_FINGERPRINT, _EVERYTHING])
 @pytest.mark.parametrize("chunk", [None, Chunk((900, 1100), (3, 100), "[]", "{}", "dtensor")])
 def test_a_tensor_is_measured_where_it_lies(dtype: torch.dtype, keep: int, chunk: Chunk | None) -> None:
     pool, tensor = _pool(1 << 22), _values(dtype, 700, 1000)
