@@ -85,7 +85,9 @@ def find_tensor(
     of_several_ranks: tuple[str, ...] = _OF_RANKS if counts is not None else ()
     if counts is not None and has_micro_batches:
         of_several_ranks = (*_OF_RANKS, "micro_step", "root")
-    single = {name: rows.keys(name, with_values) for name in QUALIFIERS if name not in of_several_ranks}
+    # Where one row is left there is nothing to choose, and encoding its texts takes most of a lookup.
+    compared = QUALIFIERS if counts is not None or len(with_values) > 1 else ()
+    single = {name: rows.keys(name, with_values) for name in compared if name not in of_several_ranks}
     choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
     if choices:
         raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}")
