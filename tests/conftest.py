@@ -17,6 +17,8 @@ def pytest_configure() -> None:
     """Before any test imports torch, and so before any child process inherits the flag."""
     for name in [name for name in os.environ if name.startswith(("RECORDER", "_RECORDER"))]:
         del os.environ[name]
+    # The inductor asks neither a compiler and a process for each vector width, nor starts processes that compile.
+    os.environ.update({"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
     os.environ.pop("COLUMNS", None)  # pytest-xdist gives it to its workers, and tables in a pipe would obey
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what is to run in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)

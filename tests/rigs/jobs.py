@@ -32,13 +32,14 @@ EVERYTHING = "site=* keep=tensor,stats,fingerprint"
 PATIENT = {"RECORDER_CLOSE_DEADLINE_S": "60"}
 """A disk that others keep busy may take longer than the seconds for which a program waits at its end."""
 DEADLINE_S = 90.0
+INDUCTOR = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_VEC_ISA_OK")  # of `tests/conftest.py`
 _OURS = ("RECORDER", "_RECORDER", "TORCH", "SLURM", "OMPI", "PMI", "MASTER_", "PYTHON", "COV")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what would steer a recorder or a launcher, with these variables on top."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) and k not in _RANKS}
+    kept = {k: v for k, v in os.environ.items() if (not k.startswith(_OURS) and k not in _RANKS) or k in INDUCTOR}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **PATIENT, **settings}
 
 
