@@ -28,8 +28,8 @@ OPTIONS = {
     "compile": ("--layout=compile",),
     "checkpoint": ("--layout=checkpoint",),
 }
-LAUNCHED = ("plain", "ddp")
-"""Layouts whose jobs are launched as a user launches them; the ranks of the others are forked, which costs a third."""
+LAUNCHED = (("plain", "everything", "--watch"), ("ddp", "everything", "--watch"))
+"""Jobs that are launched as a user launches them; the ranks of the others are forked, which costs a third."""
 Train = Callable[..., Finished]
 
 
@@ -61,11 +61,11 @@ def _finished(folder: Path, layout: str, recorded: str, options: tuple[str, ...]
     if said.exists():
         return Finished(folder=folder, returncode=0, output=said.read_text())
     words = (*OPTIONS[layout], *options, f"--out={folder / 'out'}")
-    if layout in LAUNCHED:
+    if (layout, recorded, *options) in LAUNCHED:
         job = (jobs.python if layout == "plain" else jobs.torchrun)(folder, TRAIN, *words, **SETTINGS[recorded])
     else:
-        num = 1 if layout in ("compile", "checkpoint") else 2
-        settings = {**SETTINGS[recorded], "TESTS_RECORDER": "1"}
+        num = {"plain": 0, "compile": 1, "checkpoint": 1}.get(layout, 2)
+        settings = {**SETTINGS[recorded], **({"TESTS_RECORDER": "1"} if num else {})}
         job = jobs.ranks(folder, TRAIN, *words, num=num, **settings)
     finished = jobs.succeeded(job)
     said.write_text(finished.output)

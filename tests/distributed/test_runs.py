@@ -51,7 +51,7 @@ def test_spawned_ranks_agree_on_one_run_through_the_store(tmp_path: Path) -> Non
 
 def test_agents_of_a_static_rendezvous_make_one_run_and_touch_no_other(tmp_path: Path) -> None:
     """Their run id says `none`."""
-    jobs.succeeded(jobs.python(tmp_path, LOOP, "--steps=3", RECORDER_NAME="one=1", **jobs.recording()))
+    jobs.succeeded(jobs.program(tmp_path, LOOP, "--steps=3", RECORDER_NAME="one=1", **jobs.recording()))
     (first,) = runs_in(tmp_path)
     assert first.name == "one=1"
     before = digests(first.path)

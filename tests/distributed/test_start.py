@@ -77,7 +77,7 @@ def train_in_child(folder: Path) -> jobs.Job:
         "pathlib.Path('recorder.toml').write_text('codec_level = 99')\n"
         f"sys.exit(subprocess.run([sys.executable, {str(write_script(folder))!r}]).returncode)\n"
     )
-    return jobs.python(folder, parent, RECORDER="1", RECORDER_CONFIG="recorder.toml")
+    return jobs.program(folder, parent, RECORDER="1", RECORDER_CONFIG="recorder.toml")
 
 
 def train_twice(folder: Path) -> jobs.Job:
@@ -176,8 +176,8 @@ def test_a_wrong_setting_stops_torchrun_before_any_rank_starts(tmp_path: Path) -
 def test_forked_processes_record_nothing_and_disturb_nothing(tmp_path: Path) -> None:
     """Values of theirs would fill the small pool, which nothing empties there, and wait for room."""
     waiting = {"pool_bytes": "1MiB", "wait_s_per_step": "20", "wait_s_stalled": "20"}
-    off = jobs.python(tmp_path / "off", WORKERS, tmp_path / "off.pt")
-    on = jobs.python(tmp_path / "on", WORKERS, tmp_path / "on.pt", **jobs.recording(**waiting))
+    off = jobs.program(tmp_path / "off", WORKERS, tmp_path / "off.pt")
+    on = jobs.program(tmp_path / "on", WORKERS, tmp_path / "on.pt", **jobs.recording(**waiting))
     recorded = jobs.succeeded(on)
     jobs.succeeded(off)
     (slowest_s,) = recorded.said.splitlines()

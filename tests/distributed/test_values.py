@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -37,7 +38,7 @@ RECORDED = {
 }
 
 
-def key_of(row: Any) -> tuple[Any, ...]:
+def key_of(row: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(None if pd.isna(value) else value for value in row)
 
 
@@ -97,7 +98,8 @@ def test_statistics_are_those_of_the_values(train: Train, what: str) -> None:
     finished = train(*RECORDED[what])
     frame = finished.run.to_pandas()
     for rank, saved in enumerate(finished.saved):
-        rows = {key_of(row[KEY]): row for _, row in frame[frame["rank"] == rank].iterrows()}
+        records = frame[frame["rank"] == rank].to_dict("records")
+        rows = {key_of(row[name] for name in KEY): row for row in records}
         for key, value in saved["values"].items():
             if is_early(what, key):
                 continue
@@ -121,8 +123,8 @@ def test_local_shards_say_where_they_lie(train: Train, what: str, site: str) -> 
     sizes = set()
     for rank, saved in enumerate(finished.saved):
         rows = frame[(frame["rank"] == rank) & (frame["site"] == site)]
-        for _, row in rows.iterrows():
-            key = key_of(row[KEY])
+        for row in rows.to_dict("records"):
+            key = key_of(row[name] for name in KEY)
             if key not in saved["layouts"]:
                 assert site == "optim" and key[2].endswith(".step")
                 assert pd.isna(row["global_shape"])
@@ -155,8 +157,8 @@ def test_slices_say_where_they_lie(train: Train, what: str, site: str) -> None:
     found: dict[tuple[Any, ...], list[tuple[int, torch.Tensor, int]]] = {}
     sizes = set()
     for rank, saved in enumerate(finished.saved):
-        for _, row in frame[frame["rank"] == rank].iterrows():
-            key = key_of(row[KEY])
+        for row in frame[frame["rank"] == rank].to_dict("records"):
+            key = key_of(row[name] for name in KEY)
             layout, value = saved["layouts"].get(key), saved["values"][key]
             if value.dim() == 0:
                 assert site == "optim" and key[2].endswith(".step") and pd.isna(row["global_shape"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from torch.package.package_exporter import PackageExporter
 
 import recorder
+from tests.rigs import jobs
 
 from .support import RULES, Seen, assert_same, batch, make, plain_hooks, recorded, train
 
@@ -48,28 +48,25 @@ def make_artefact(kind: str, path: Path, x: torch.Tensor) -> None:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
-def call(folder: Path, *, recorder_on: bool, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
-    if recorder_on:
-        env |= {"RECORDER": "1", "RECORDER_DIR": str(folder / "runs"), "RECORDER_RULES": RULES}
-    command = [sys.executable, str(_SCRIPT), str(folder), str(_ROOT)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=folder)
+def call(folder: Path) -> None:
+    """Record what is in a folder in a process that knows nothing of the model."""
+    jobs.succeeded(jobs.program(folder, _SCRIPT, folder, _ROOT, **jobs.recording(RULES, dir="runs")))
 
 
 @pytest.fixture(scope="module")
-def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[jobs.Job]:
     """The artefact that takes a C++ compiler's time is made in a process of its own, while the others are looked at."""
     folder = tmp_path_factory.mktemp("inductor")
     torch.save(batch(), folder / "batch.pt")
-    code = (
-        "import pathlib, sys; sys.path.insert(0, sys.argv[2])\n"
+    script = folder / "compile.py"
+    script.write_text(
+        "import pathlib, warnings; warnings.simplefilter('ignore')\n"
         "from tests.taps.support import batch; from tests.taps.test_artefacts import make_artefact\n"
-        "make_artefact('inductor', pathlib.Path(sys.argv[1], 'inductor.pt2'), batch())"
+        "make_artefact('inductor', pathlib.Path('inductor.pt2').absolute(), batch())"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(folder), str(_ROOT)]
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-        yield folder, process
-        process.kill()
+    job = jobs.program(folder, script)
+    yield job
+    job.kill()
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +76,16 @@ def artefacts(compiling: object, tmp_path_factory: pytest.TempPathFactory) -> Pa
     torch.save(x, folder / "batch.pt")
     for kind in KINDS:
         make_artefact(kind, folder / f"{kind}.pt2", x)
-    done = call(folder, recorder_on=True)
-    assert done.returncode == 0, done.stderr
+    call(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def compiled(compiling: tuple[Path, subprocess.Popen[bytes]]) -> Path:
-    folder, process = compiling
-    assert process.wait(300) == 0
-    done = call(folder, recorder_on=True)
-    assert done.returncode == 0, done.stderr
-    return folder
+def compiled(compiling: jobs.Job) -> Path:
+    finished = compiling.wait(300)
+    assert finished.returncode == 0, finished.output
+    call(finished.folder)
+    return finished.folder
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +104,24 @@ def test_an_artefact_records_in_another_process(kind: str, artefacts: Path, want
     assert_same(rows(artefacts, kind), wanted, exactly=True)
 
 
-def test_an_artefact_runs_as_it_is_where_nothing_records_it(artefacts: Path) -> None:
+@pytest.fixture(scope="module")
+def without(artefacts: Path) -> tuple[str, str, int]:
+    """What a process says that never imports the recorder, and its exit code: it loads a stripped artefact first."""
+    (artefacts / "stripped").mkdir()
+    program = recorder.strip(torch.export.export(recorder.instrument(make()), (batch(),)))
+    torch.export.save(program, artefacts / "stripped" / "model.pt2")
+    code = (
+        "import sys, warnings; warnings.simplefilter('ignore'); import torch\n"
+        "torch.export.load(sys.argv[1] + '/stripped/model.pt2').module()(torch.ones(3, 4))\n"
+        "assert 'recorder' not in sys.modules; print('fine', flush=True)\n"
+        "torch.export.load(sys.argv[1] + '/exported.pt2')"
+    )
+    process = _start(code, artefacts)
+    said, errors = process.communicate(timeout=120)
+    return said, errors, process.returncode
+
+
+def test_an_artefact_runs_as_it_is_where_nothing_records_it(artefacts: Path, without: tuple[str, str, int]) -> None:
     """The op is registered by ``import recorder``, before torch or after it, and by nothing else."""
     code = (
         "import {first}, {second}, sys, warnings; warnings.simplefilter('ignore'); import torch\n"
@@ -117,25 +129,17 @@ def test_an_artefact_runs_as_it_is_where_nothing_records_it(artefacts: Path) -> 
         "out = model(torch.load(sys.argv[1] + '/batch.pt'))\n"
         "assert torch.equal(out.detach(), torch.load(sys.argv[1] + '/exported.pt2.out')); print('same')"
     )
-    orders = ("recorder", "torch"), ("torch", "recorder"), ("torch", "os")
+    orders = ("recorder", "torch"), ("torch", "recorder")
     started = [_start(code.format(first=first, second=second), artefacts) for first, second in orders]
-    *whole, without = [(process.communicate(timeout=120), process.returncode) for process in started]
-    for (said, errors), _ in whole:
+    for said, errors in [process.communicate(timeout=120) for process in started]:
         assert said.strip() == "same", errors
-    (_, errors), code_without = without
+    _, errors, code_without = without
     assert code_without == 1
     assert "failed to resolve torch.ops.recorder.tap" in errors and "import the custom op" in errors
 
 
-def test_a_stripped_artefact_needs_no_recorder(tmp_path: Path) -> None:
-    program = recorder.strip(torch.export.export(recorder.instrument(make()), (batch(),)))
-    torch.export.save(program, tmp_path / "stripped.pt2")
-    code = (
-        "import sys, warnings; warnings.simplefilter('ignore'); import torch\n"
-        "torch.export.load(sys.argv[1] + '/stripped.pt2').module()(torch.ones(3, 4))\n"
-        "assert 'recorder' not in sys.modules; print('fine')"
-    )
-    said, errors = _start(code, tmp_path).communicate(timeout=120)
+def test_a_stripped_artefact_needs_no_recorder(without: tuple[str, str, int]) -> None:
+    said, errors, _ = without
     assert said.strip() == "fine", errors
 
 
