@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,20 @@ def test_each_directory_of_tests_is_named_like_a_room_of_the_package() -> None:
 def imported_by(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield each import in a folder beside the package: the path of the file, and the full name that it imports."""
     for path in sorted(folder.rglob("*.py")):
-        inside = path.relative_to(TESTS.parent)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                yield from ((inside.as_posix(), alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                package = ".".join(inside.parts[: len(inside.parts) - node.level]) if node.level else ""
-                module = ".".join(filter(None, (package, node.module)))
-                yield from ((inside.as_posix(), f"{module}.{alias.name}") for alias in node.names)
+        yield from ((path.relative_to(TESTS.parent).as_posix(), name) for name in names_imported_by(path))
+
+
+@cache
+def names_imported_by(path: Path) -> list[str]:
+    inside, names = path.relative_to(TESTS.parent), []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(inside.parts[: len(inside.parts) - node.level]) if node.level else ""
+            module = ".".join(filter(None, (package, node.module)))
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def crossings(folder: Path, forbidden: str, *allowed: str) -> dict[str, set[str]]:
