@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,8 +16,11 @@ import pytest
 import recorder
 from recorder.records import KEEP_STATS
 from recorder.write import writer_directory
+from tests.rigs.command_line import Cli, cli
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.writer import Rig
+
+__all__ = ["cli"]
 
 MEGABYTE = 1 << 20
 VALUES = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
@@ -53,12 +54,6 @@ def used_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*-*.*"))
 
 
-def verified(folder: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "recorder", "verify", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
-
-
 def steps_of(rig: Rig) -> list[int]:
     return sorted({row["step"] for row in rig.rows()})
 
@@ -86,7 +81,7 @@ def test_a_window_of_one_step_keeps_that_step(tmp_path: Path) -> None:
     assert len(steps_of(rig)) <= 5
 
 
-def test_kept_steps_outlive_the_window_and_the_quota(tmp_path: Path) -> None:
+def test_kept_steps_outlive_the_window_and_the_quota(tmp_path: Path, cli: Cli) -> None:
     window = begin(tmp_path / "window", keep_newest=4, keep_steps="::10")
     put(window, range(45))
     window.close()
@@ -98,7 +93,7 @@ def test_kept_steps_outlive_the_window_and_the_quota(tmp_path: Path) -> None:
     assert {7, 20, 21, 79} <= set(steps_of(quota))
     assert report.ledger["dropped"] == {}
     assert used_bytes(tmp_path / "quota") <= 3 * MEGABYTE
-    assert verified(tmp_path / "quota")[0] == 0
+    assert cli("verify", tmp_path / "quota").exit_code == 0
 
 
 def test_kept_steps_that_fill_the_quota_are_said_and_new_rows_are_counted(
@@ -124,7 +119,7 @@ def test_a_quota_below_a_usual_batch_still_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["closed", "killed"])
-def test_the_quota_of_a_rank_holds_over_restarts_and_every_reader_agrees(tmp_path: Path, end: str) -> None:
+def test_the_quota_of_a_rank_holds_over_restarts_and_every_reader_agrees(tmp_path: Path, end: str, cli: Cli) -> None:
     rigs = []
     for attempt in range(5):
         rig = begin(tmp_path, max_bytes=4 * MEGABYTE, attempt=attempt)
@@ -144,12 +139,11 @@ def test_the_quota_of_a_rank_holds_over_restarts_and_every_reader_agrees(tmp_pat
         assert writer.num_rows == balance.written - balance.retired_rows
     assert run.writers[0].num_rows > 0, "the first shard of the rank stays"
     assert sum(writer.balance.retired_rows for writer in run.writers) == 60 - run.num_rows > 20
-    code, text = verified(tmp_path)
-    assert code == 0, text
+    verified = cli("verify", tmp_path)
+    text = verified.out + verified.err
+    assert verified.exit_code == 0, text
     assert "expected by its accounts" not in text
-    doctor = [sys.executable, "-m", "recorder", "doctor", str(tmp_path)]
-    said = subprocess.run(doctor, capture_output=True, text=True, timeout=60).stdout
-    assert "removed by retention" in said
+    assert "removed by retention" in cli("doctor", tmp_path).out
 
 
 def test_what_goes_of_an_earlier_writer_is_noted_before_it_goes(tmp_path: Path) -> None:
@@ -173,7 +167,7 @@ def test_what_goes_of_an_earlier_writer_is_noted_before_it_goes(tmp_path: Path) 
     assert noted["rows"] == sum(shard["rows"] for shard in noted["shards"].values()) > 0
 
 
-def test_a_deletion_that_was_noted_and_never_done_is_no_loss(tmp_path: Path) -> None:
+def test_a_deletion_that_was_noted_and_never_done_is_no_loss(tmp_path: Path, cli: Cli) -> None:
     class Dies(FaultyDisk):
         def unlink(self, path: Path) -> None:
             if path.parent == earlier.directory:
@@ -188,16 +182,17 @@ def test_a_deletion_that_was_noted_and_never_done_is_no_loss(tmp_path: Path) -> 
     rig.close()
     assert rig.manifest()["retired_earlier"]
     assert recorder.open_run(tmp_path).writers[0].balance.retired_rows == 0
-    assert verified(tmp_path)[0] == 0
+    assert cli("verify", tmp_path).exit_code == 0
     third = begin(tmp_path, max_bytes=4 * MEGABYTE)
     put(third, range(30, 40))
     third.close()
-    code, text = verified(tmp_path)
-    assert code == 0, text
+    verified = cli("verify", tmp_path)
+    text = verified.out + verified.err
+    assert verified.exit_code == 0, text
 
 
 def test_nothing_of_an_earlier_writer_goes_while_its_loss_cannot_be_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     earlier = begin(tmp_path, max_bytes=4 * MEGABYTE)
     put(earlier, range(25))
@@ -210,7 +205,7 @@ def test_nothing_of_an_earlier_writer_goes_while_its_loss_cannot_be_noted(
     monkeypatch.undo()
     rig.close()
     assert earlier.files("*.arrow") == before
-    assert verified(tmp_path)[0] == 0
+    assert cli("verify", tmp_path).exit_code == 0
 
 
 def refuse(*_: object) -> None:
@@ -247,7 +242,7 @@ def test_what_may_still_be_alive_is_neither_counted_nor_touched(tmp_path: Path, 
     living.close()
 
 
-def test_steps_that_are_kept_are_kept_for_later_writers_too(tmp_path: Path) -> None:
+def test_steps_that_are_kept_are_kept_for_later_writers_too(tmp_path: Path, cli: Cli) -> None:
     earlier = begin(tmp_path, max_bytes=4 * MEGABYTE, keep_steps="5,17")
     put(earlier, range(25))
     earlier.close()
@@ -256,7 +251,7 @@ def test_steps_that_are_kept_are_kept_for_later_writers_too(tmp_path: Path) -> N
     rig.close()
     assert {5, 17} <= set(recorder.open_run(tmp_path).steps)
     assert rig.manifest()["retired_earlier"]
-    assert verified(tmp_path)[0] == 0
+    assert cli("verify", tmp_path).exit_code == 0
 
 
 @pytest.mark.parametrize(

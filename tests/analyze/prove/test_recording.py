@@ -107,8 +107,8 @@ def test_a_program_that_records_nothing_proves_nothing(
 
 
 def run_prove(folder: Path, *words: str, code: int) -> Any:
-    """What `recorder prove` answers in a process of its own, as JSON."""
-    done = jobs.python(folder, "-m", "recorder", "prove", "--json", *words, RECORDER_CLOSE_DEADLINE_S="60").wait(240)
+    """What `recorder prove` answers in a forked process, as JSON."""
+    done = jobs.program(folder, jobs.COMMAND, "prove", "--json", *words, RECORDER_CLOSE_DEADLINE_S="60").wait(240)
     assert done.returncode == code, done.output
     return json.loads(done.output[done.output.index("{") :])
 

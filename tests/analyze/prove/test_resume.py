@@ -180,7 +180,7 @@ def test_a_checkpoint_from_before_the_first_launch_is_named() -> None:
 
 def prove_alternating(folder: Path, fault: str, *options: str, code: int) -> Any:
     command = ["--", *jobs.forking_torchrun(), "--nproc-per-node=1", str(PROGRAM.with_name("alternating.py")), fault]
-    done = jobs.python(folder, "-m", "recorder", "prove", "--json", *options, *command).wait(300)
+    done = jobs.program(folder, jobs.COMMAND, "prove", "--json", *options, *command).wait(300)
     assert done.returncode == code, done.output
     return json.loads(done.output[done.output.index("{") :])
 
@@ -214,7 +214,7 @@ def prove_resume(folder: Path, *words: str, code: int, ranks: int = 2, is_launch
     torchrun = TORCHRUN if is_launched else jobs.forking_torchrun()
     command = ["--", *torchrun, "--standalone", f"--nproc-per-node={ranks}", str(PROGRAM), *words]
     options = ["prove", "--json", "--resume", "--steps", str(NUM_STEPS)]
-    done = jobs.python(folder, "-m", "recorder", *options, *command).wait(300)
+    done = jobs.program(folder, jobs.COMMAND, *options, *command).wait(300)
     assert done.returncode == code, done.output
     return json.loads(done.output[done.output.index("{") :])
 
@@ -249,7 +249,7 @@ def test_ranks_that_their_launcher_starts_anew_count_as_the_resumed_launch(tmp_p
     line = f"{TORCHRUN[0]} --standalone --nproc-per-node 2 {PROGRAM} {omission}"
     command = ["--", "sh", "-c", f"{line}; {line}"]  # torchrun's own --max-restarts at times hangs on gloo
     options = ["prove", "--json", "--resume", "--steps", str(NUM_STEPS)]
-    done = jobs.python(tmp_path, "-m", "recorder", *options, *command).wait(300)
+    done = jobs.program(tmp_path, jobs.COMMAND, *options, *command).wait(300)
     assert done.returncode == int(omission != "sound"), done.output
     found = json.loads(done.output[done.output.index("{") :])
     assert OMISSIONS.get(omission, "unchanged") in found["text"]

@@ -90,7 +90,7 @@ def test_launches_that_cannot_be_compared_show_nothing(other: Observed, text: st
 
 def prove_world(folder: Path, fault: str, *options: str, code: int) -> Any:
     command = ["--", *jobs.forking_torchrun(), "--standalone", "--nproc-per-node", "2", str(PROGRAM), fault]
-    done = jobs.python(folder, "-m", "recorder", "prove", "--json", "--world", "1", *options, *command).wait(300)
+    done = jobs.program(folder, jobs.COMMAND, "prove", "--json", "--world", "1", *options, *command).wait(300)
     assert done.returncode == code, done.output
     return json.loads(done.output[done.output.index("{") :])
 
