@@ -30,6 +30,7 @@ from recorder.system.processes import own_process
 from recorder.upkeep.repair import Outcome, repair_run
 from recorder.upkeep.verify import verify
 from tests.campaigns.faults.support import batches_of
+from tests.rigs import jobs
 from tests.rigs.jobs import environment, recording
 
 TENSORS, STATS = "tensors-000000.arrow", "stats-000000.arrow"
@@ -46,25 +47,25 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("killed")
     settings = recording(flush_interval_s="0.01", shard_bytes="4MiB", min_free_bytes="0", dir=str(folder))
-    settings |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     # Shards that are full after a few steps, and pauses in which the writer catches up: so the run has few rows.
-    train = "from tests.campaigns.faults import training; training.BATCH = 64; training.main()"
-    command = [sys.executable, "-c", train, "--pause=0.05"]
-    with subprocess.Popen(command, env=environment(settings), cwd=folder, stderr=subprocess.DEVNULL) as process:
-        until_s = time.monotonic() + 60
-        try:
-            while True:
-                process.send_signal(signal.SIGSTOP)  # what is looked at is what will be left
-                while process.poll() is None and not is_stopped(process.pid):
-                    time.sleep(0.001)
-                if is_ready(folder):
-                    break
-                process.send_signal(signal.SIGCONT)
-                assert process.poll() is None and time.monotonic() < until_s
-                time.sleep(0.05)
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL
+    train = folder / "train.py"
+    train.write_text("from tests.campaigns.faults import training; training.BATCH = 64; training.main()")
+    process = jobs.program(folder, train, "--pause=0.05", **settings).process
+    until_s = time.monotonic() + 60
+    try:
+        while True:
+            os.kill(process.pid, signal.SIGSTOP)  # what is looked at is what will be left
+            while process.poll() is None and not is_stopped(process.pid):
+                time.sleep(0.001)
+            if is_ready(folder):
+                break
+            os.kill(process.pid, signal.SIGCONT)
+            assert process.poll() is None and time.monotonic() < until_s
+            time.sleep(0.05)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
     (run,) = [path for path in folder.iterdir() if path.is_dir()]
     return run
 
