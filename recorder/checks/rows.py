@@ -107,11 +107,9 @@ class Catalog:
         return len(self.series_of)
 
     def key_of(self, lane: int) -> SeriesKey:
-        """Return the names of the series of a lane."""
         return self.series[int(self.series_of[lane])]
 
     def about_of(self, lane: int) -> About:
-        """Return the dtype and shape of the series of a lane."""
         return self.about[int(self.series_of[lane])]
 
     def class_of(self, key: SeriesKey) -> str:
@@ -159,8 +157,7 @@ class Catalog:
             self.rank_of = np.append(self.rank_of, ranks[rows])
             self.part_of = np.append(self.part_of, (ranks if parts is None else parts)[rows])
             self.peers_of = np.append(self.peers_of, (np.zeros_like(ranks) if peers is None else peers)[rows])
-        lanes: Integers = np.asarray(known, np.int64)[inverse.reshape(-1)]
-        return lanes
+        return np.asarray(np.array(known, np.int64)[inverse.reshape(-1)])
 
 
 class Rows:
@@ -216,7 +213,6 @@ class Rows:
         return self.where(f"at {sites}", lambda key: key.site in sites)
 
     def are_float(self) -> Flags:
-        """Return, for each row, whether its value consists of floating-point numbers."""
         return np.array(["float" in about.dtype for about in self.catalog.about], np.bool_)[self.series]
 
     def take(self, chosen: Flags | Integers | slice) -> Rows:
@@ -296,7 +292,6 @@ class Memory:
         self._values[lanes] = values
 
     def of(self, lane: int) -> float:
-        """Return the number of one lane."""
         return float(self._values[lane]) if lane < len(self._values) else self._initial
 
     def _grow(self, lanes: Integers) -> None:

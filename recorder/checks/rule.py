@@ -154,7 +154,6 @@ class CheckRule(ABC):
 
     @classmethod
     def default(cls, setting: str) -> float:
-        """Return the default of a setting."""
         return next(one.default for one in cls.settings if one.name == setting)
 
     def wants(self, key: SeriesKey) -> bool:
@@ -208,11 +207,9 @@ class StreakRule(CheckRule):
         """Return, for each row, whether the condition holds, and the measured number. The rows are sorted by lane."""
 
     def severity_of(self, lane: int) -> Severity:
-        """Return the severity of a finding on a lane."""
         return self.severity
 
     def what_of(self, lane: int) -> str:
-        """Return the words of a finding on a lane."""
         return self.what
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -281,7 +278,6 @@ class WaitingFindings:
             yield one
 
     def finish(self) -> Iterator[Finding]:
-        """Yield all findings that were held back."""
         for (number, lane), one in self._findings.items():
             if self._spells[number].has_ended(lane):
                 one = one._replace(severity=Severity.NOTE, what=one.what + self._ended)

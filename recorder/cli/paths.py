@@ -20,7 +20,6 @@ from ..run.selection import Selection
 from ..sites import SITES
 from ..system.text import grouped
 
-_MAX_LISTED = 20
 _SITES = ("output", *(site for site in SITES if site != "output"))
 """The sites in the order of printing: outputs first, because most questions are about outputs."""
 _VALUE = ("root", "name", "scope", "phase", "mode")

@@ -192,8 +192,6 @@ def sender() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """The answer of one rank to a command."""
-
     rank: int
     state: str
     """The state of the rank's answer; ``unheard`` if there is none."""

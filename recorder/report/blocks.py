@@ -154,8 +154,7 @@ class Cube:
 
     def columns_of(self, steps: Integers) -> Integers:
         """Return the column of each step; the cube must know all of these steps."""
-        columns: Integers = self._column[np.searchsorted(self.steps, steps)]
-        return columns
+        return np.asarray(self._column[np.searchsorted(self.steps, steps)])
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]

@@ -253,11 +253,8 @@ def _ranks(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Drawn | 
         title = "quartile ranges from the median of the ranks, up to one is usual"
     else:
         own = [index for index, lane in enumerate(lanes.described) if lane["kind"] == "rank"]
-        rows, steps, statistic = (
-            [lanes.described[index]["rank"] for index in own],
-            collected.cube.first_steps,
-            _statistic(collected),
-        )
+        rows = [lanes.described[index]["rank"] for index in own]
+        steps, statistic = collected.cube.first_steps, _statistic(collected)
         values, is_bad = (some[own] for some in _sizes(collected, statistic, chosen, over=0))
         title = f"largest {statistic} of {site} of each rank"
     row = None
@@ -317,11 +314,8 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
     names, bands, ticks = [], list[npt.NDArray[np.uint8]](), list[tuple[float, str]]()
     for _, name, own, values, is_bad in sorted(rows, key=lambda row: row[0])[:_MAX_BANDS]:
         is_known = ~np.isnan(values) | is_bad
-        xs, values, pixels = (
-            own[is_known].astype(np.float64),
-            values[is_known],
-            np.full((_BAND, _WIDTH, 3), 255, np.uint8),
-        )
+        xs, values = own[is_known].astype(np.float64), values[is_known]
+        pixels = np.full((_BAND, _WIDTH, 3), 255, np.uint8)
         low, high = (float(end(values)) if (~np.isnan(values)).any() else 0.0 for end in (np.nanmin, np.nanmax))
         if of_objectives and ".cosine." in name:
             low, high = -1.0, 1.0

@@ -237,14 +237,7 @@ def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "
 
 def _highlight(one: ToldFindings, typed: str) -> Highlight:
     worst = one.worst
-    link: dict[str, Any] = {
-        "view": "lines",
-        "root": worst.root,
-        "module": worst.module_path,
-        "site": worst.site,
-        "name": worst.name,
-    }
-    link |= {"step": one.first_step} if worst.step >= 0 else {}
+    link = _link(worst) | ({"step": one.first_step} if worst.step >= 0 else {})
     lines = [command_of(typed, one)]
     if worst.rule == "nonfinite":
         steps = f"{max(one.first_step - 1, 0)}:{one.first_step + 1}"
@@ -324,27 +317,19 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         key, step = collected.series[first.series], int(steps[first.column])
         times = f"{first.ratio:,.0f}" if first.ratio < _MANY else f"{first.ratio:.1e}"
         times = f"{times} times the largest of the records before it"
-        text, with_it = f"{_named(key)} jumps: its {name} at step {step} is {times}", ""
+        value = " ".join(filter(None, (repr(key.module_path), key.site, key.name)))
+        text, with_it = f"{value} jumps: its {name} at step {step} is {times}", ""
         if num_more := len({one.series for one in group}) - 1:
             with_it = f"{counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
             text += f"; {with_it}"
         its_steps = step, int(steps[last.column])
-        link: dict[str, Any] = {
-            "view": "lines",
-            "root": key.root,
-            "module": key.module_path,
-            "site": key.site,
-            "name": key.name,
-        }
-        link |= {"step": step}
         about = {
             "what": f"{name} jumps",
             "module": key.module_path or MODEL,
-            "value": _site(key),
-            "step": str(step),
+            "value": f"{key.site} {key.name}".rstrip(),
         }
-        about |= {"size": times, "advice": with_it}
-        yield Highlight(text, link | {"stat": name}, "note", its_steps, about=about)
+        about |= {"step": str(step), "size": times, "advice": with_it}
+        yield Highlight(text, _link(key) | {"step": step, "stat": name}, "note", its_steps, about=about)
 
 
 class _Jump(NamedTuple):
@@ -371,9 +356,5 @@ def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> 
         yield int(known[index + _NUM_BEFORE]), float(ratio[index])
 
 
-def _site(value: DrawnSeries) -> str:
-    return f"{value.site} {value.name}".rstrip()
-
-
-def _named(value: DrawnSeries) -> str:
-    return " ".join(filter(None, (repr(value.module_path), value.site, value.name)))
+def _link(value: Finding | DrawnSeries) -> dict[str, Any]:
+    return {"view": "lines", "root": value.root, "module": value.module_path, "site": value.site, "name": value.name}

@@ -19,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -150,12 +151,10 @@ class ViewServer:
 
     async def _front(self, request: Request) -> Response:
         if self._watching.run is not None:
-            return Response(status_code=307, headers={**_HEADERS, "Location": self._of_run(self._watching.run.name)})
-        block = await run_sync(listed_block, self._watching)
-        return _html(live_page("recorder view", [block], kind="runs"))
-
-    def _of_run(self, name: str) -> str:
-        return f"/{self.token}/run/{quote(name, safe='')}/"
+            location = f"/{self.token}/run/{quote(self._watching.run.name, safe='')}/"
+            return Response(status_code=307, headers={**_HEADERS, "Location": location})
+        data = {"folder": str(self._watching.folder), "runs": await run_sync(self._watching.listed)}
+        return _html(live_page("recorder view", [PageBlock(name="runs", data=data)], kind="runs"))
 
     async def _runs(self, request: Request) -> Response:
         return JSONResponse(await run_sync(self._watching.listed), headers=_HEADERS)
@@ -447,9 +446,7 @@ class Watching:
             ranks = watch.look()
         except (RunError, OSError):
             ranks = []
-        states: dict[str, int] = {}
-        for rank in ranks:
-            states[rank.state] = states.get(rank.state, 0) + 1
+        states = dict(Counter(rank.state for rank in ranks))
         steps = [rank.status.step for rank in ranks if rank.status.has_step]
         in_training = [f"{one.rule}: {one.text}" for rank in ranks for one in rank.status.findings]
         glance = self._glances.get(run.location.name, (None, {}))[1]
@@ -490,8 +487,3 @@ def _losses(run: Run) -> list[float | None]:
         losses += table.filter(is_loss).column("mean").to_pylist()
     chosen = losses[:: -(-len(losses) // _MAX_LOSSES) or 1]
     return [None if one is None or not math.isfinite(one) else float(f"{one:.4g}") for one in chosen]
-
-
-def listed_block(watching: Watching) -> PageBlock:
-    """Return the list of runs as a block of its page."""
-    return PageBlock(name="runs", data={"folder": str(watching.folder), "runs": watching.listed()})

@@ -53,7 +53,6 @@ class ValueApart(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value as people know it."""
         return " ".join(filter(None, (repr(self.module_path), self.site, self.name)))
 
 

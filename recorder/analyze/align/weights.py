@@ -45,7 +45,6 @@ class WeightState(NamedTuple):
 
     @property
     def module_path(self) -> str:
-        """The path of the module that has the parameter."""
         return self.name.rpartition(".")[0]
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,14 +72,8 @@ class RunRows:
         self._schema = self._recorded.schema
         self._steps = steps
         self._probe = probe_size(run.writers) if steps is None else None
-        self.catalog = catalog or Catalog(
-            {
-                key: ModuleFacts(
-                    info.class_name, info.sites, info.frozen, info.untrained, info.evaluated, info.uncleared
-                )
-                for key, info in run.modules.items()
-            }
-        )
+        facts_of = attrgetter(*ModuleFacts._fields)
+        self.catalog = catalog or Catalog({key: ModuleFacts(*facts_of(info)) for key, info in run.modules.items()})
         self.num_rows = 0
         self.steps: set[int] = set()
         """The steps of the rows yielded so far."""
@@ -110,7 +105,6 @@ class RunRows:
                     yield rows
 
     def _read(self, ranges: list[Steps]) -> Generator[Any]:
-        """Yield the table of each range."""
         with (
             closing(read_ranges(self._run, ranges, self._recorded, self._mapper)) as read,
             cut_rows(self._run, ranges, self._probes) as probes_of,
@@ -195,8 +189,6 @@ class RunRows:
 
 
 class _Recorded:
-    """Reads the recorded rows of ranges, as tables with the columns for rules."""
-
     def __init__(self, columns: Sequence[str]) -> None:
         self.details, self.numbers = _details(columns), _numbers(columns)
         self._wanted = (*_ORDER, *self.numbers, *_TEXTS)
@@ -245,7 +237,7 @@ def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | 
     dtype = dtype or ""  # a probe whose notes name no type
     if shape is None:  # a value of the probe, which has no shape
         return About(dtype, (), int(whole_numel or 0) if site in OF_MODULES else 0)
-    whole, own = _shape(global_shape), _shape(shape)  # an untrusted text that is no shape gives ``()``
+    whole, own = (_shape_or_none(text or "") or () for text in (global_shape, shape))
     is_chunk = site in OF_MODULES and global_shape is not None and whole != own
     return About(dtype, own, min(max(math.prod(whole), 0), MAX_COUNT) if is_chunk else 0)
 
@@ -253,10 +245,6 @@ def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | 
 def _is_only_one(keys: Sequence[Integers], flags: Flags) -> Flags:
     ids, _ = grouped(*keys)
     return ~flags | ~np.isin(ids, ids[~flags])
-
-
-def _shape(text: str | None) -> tuple[int, ...]:
-    return _shape_or_none(text or "") or ()
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
@@ -278,14 +266,6 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
     return pairs
 
 
-class _Ends(NamedTuple):
-    """Histograms of rows, with the exponents of the smallest normal and the largest number of each row's type."""
-
-    histograms: Histograms
-    lowest: Integers
-    highest: Integers
-
-
 def _dead_share(units: ManyUnits) -> Floats:
     zero_share = units.zero_count / np.maximum(units.num_values, 1)[:, None]
     share = np.mean(1 - zero_share < ACTIVE, axis=1)
@@ -303,18 +283,18 @@ def _largest(units: ManyUnits) -> Floats:
     return np.where(is_told, units.absmax.max(axis=1) / middle, np.nan)
 
 
-def _subnormal_share(one: _Ends) -> Floats:
-    counts = one.histograms.counts.sum(axis=1)
-    return _share((counts * (one.histograms.exponents < one.lowest[:, None])).sum(axis=1), one.histograms)
+def _subnormal_share(histograms: Histograms, ends: Integers) -> Floats:
+    counts = histograms.counts.sum(axis=1)
+    return _share((counts * (histograms.exponents < ends[:, :1])).sum(axis=1), histograms)
 
 
-def _top_share(one: _Ends) -> Floats:
+def _top_share(histograms: Histograms, ends: Integers) -> Floats:
     """Return the share of the nonzero values that lie in the type's highest power of two, or are infinite.
 
     At the upper end only positive values count, because large negative values may be a mask.
     """
-    counts = one.histograms.counts[:, 1] * (one.histograms.exponents >= one.highest[:, None])
-    return _share(counts.sum(axis=1) + one.histograms.infinite[:, 1], one.histograms)
+    counts = histograms.counts[:, 1] * (histograms.exponents >= ends[:, 1:])
+    return _share(counts.sum(axis=1) + histograms.infinite[:, 1], histograms)
 
 
 def _share(counts: Integers, histograms: Histograms) -> Floats:
@@ -343,12 +323,12 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
                     columns[name][units.rows] = _OF_UNITS[name](units)
         if of_histograms:
             ends_of = [*(NORMAL_EXPONENTS.get(dtype, _NO_ENDS) for dtype in dtypes), _NO_ENDS]
+            # By row, the exponents of the smallest normal and of the largest number of its type.
             ends = np.array(ends_of, np.int64)[dtype_of]
             rows = _there(table, "histogram", ends[:, 0] < ends[:, 1])
             for histograms in histograms_of(table.column("histogram"), rows):
-                one = _Ends(histograms, *ends[histograms.rows].T)
                 for name in of_histograms:
-                    columns[name][histograms.rows] = _OF_HISTOGRAMS[name](one)
+                    columns[name][histograms.rows] = _OF_HISTOGRAMS[name](histograms, ends[histograms.rows])
     return [pa.array(columns[name]) for name in names]
 
 

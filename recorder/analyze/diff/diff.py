@@ -217,7 +217,6 @@ def payload_bytes(run: Run) -> int:
 
 
 def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
-    """Raise an error for a noise run of another model, or a noise run that is one of the two compared runs."""
     for run in noise:
         if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
             raise LookupFailedError(f"{run.path}: is one of the two runs that are compared; noise is a third one")

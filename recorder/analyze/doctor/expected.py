@@ -136,8 +136,6 @@ class _Rank(NamedTuple):
 
 
 class _AskedSlots:
-    """The slots that the rules ask for, and the steps of each slot."""
-
     def __init__(self, run: Run, slots: Slots) -> None:
         self.is_merged = run.is_merged
         self.slots = slots

@@ -384,8 +384,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
     is_updated = view.updated[block.root][:, block.columns]
 
     def is_of(*names: str) -> Flags:
-        is_site: Flags = np.isin(site, [SLOT_SITES.index(name) for name in names])[:, None]
-        return is_site
+        return np.isin(site, [SLOT_SITES.index(name) for name in names])[:, None]
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
         """Return which parameters have a value at another site, and for which parameters that site was selected."""

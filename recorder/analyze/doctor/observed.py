@@ -335,8 +335,7 @@ def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
 
 
 def _is(codes: _Codes, text: str) -> Flags:
-    flags: Flags = _translate(codes, {text: 1}) == 1
-    return flags
+    return np.asarray(_translate(codes, {text: 1}) == 1)
 
 
 def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:

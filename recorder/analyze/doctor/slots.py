@@ -217,10 +217,8 @@ class Slots:
 
     def _slots_of(self, root: RecordedRoot, module: RecordedModule, name: str) -> list[int]:
         number, code = self.number_of[root.name, module.path], self._name_codes.get(name)
-        of_module, states = (
-            range(self.first[number], self.first[number + 1]),
-            range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS)),
-        )
+        of_module = range(self.first[number], self.first[number + 1])
+        states = range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS))
         return [slot for slot in of_module if self.name[slot] == code and self.site[slot] in states]
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +134,12 @@ def _steps(
     tensors: Tensors, partial: MissingRanks, pictures: Mapping[int, Mapping[str, Picture]]
 ) -> Iterator[tuple[int, float, Step]]:
     for chosen in tensors.chosen(_COLUMNS, partial):
-        table = chosen.table.sort_by("step")
-        values: dict[str, float | Histogram | Picture] = {}
-        last, time_ns = None, 0
-        for row in table.to_pylist():
-            if row["step"] != last and last is not None:
-                yield last, time_ns / 1e9, {**values, **pictures.get(last, {})}
-                values = {}
-            last, time_ns = row["step"], row["time_ns"]
-            _take(row, values)
-        if last is not None:
-            yield last, time_ns / 1e9, {**values, **pictures.get(last, {})}
+        for step, rows in groupby(chosen.table.sort_by("step").to_pylist(), lambda row: row["step"]):
+            values: dict[str, float | Histogram | Picture] = {}
+            for row in rows:
+                time_ns = row["time_ns"]
+                _take(row, values)
+            yield step, time_ns / 1e9, {**values, **pictures.get(step, {})}
 
 
 def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]) -> None:
@@ -239,7 +235,6 @@ def _tensorboard() -> Opener:
 
     @contextmanager
     def open_folder(folder: Path, name: str, run: Run) -> Iterator[Add]:
-        """Open a folder with one file of events, which TensorBoard shows as one run."""
         with closing(EventFileWriter(str(folder / name))) as writer:
 
             def add(step: int, time_s: float, values: Step) -> None:
@@ -270,7 +265,6 @@ def _wandb() -> Opener:
 
     @contextmanager
     def open_run(folder: Path, name: str, run: Run) -> Iterator[Add]:
-        """Open an offline run, in the folder ``wandb`` of the export."""
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
             x_disable_meta=True,

@@ -15,10 +15,10 @@ import struct
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.lib.format as npy
@@ -30,6 +30,7 @@ from ...run.finding import find_run_around
 from ...system.processes import sync_directory
 from .tensors import Entry, SpansOf
 
+T = TypeVar("T")
 Report = Callable[[int], None]
 _INDEX = "index.json"
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
@@ -145,24 +146,12 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
         raise WriteError(f"{path}: is a directory; name the file to write")
     if path.exists() and not path.is_file():  # a rename by root could replace a device such as /dev/null
         raise WriteError(f"{path}: is a device or a pipe, which is never replaced; name the file to write")
-    temporary = _temporary(path)
-    with _sigterm_raises():
-        try:
-            file = temporary.open("xb")
-        except OSError as error:
-            raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
-        try:
-            with file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            _name(temporary, path, instead, force=bool(force))
-            sync_directory(path.parent)
-        except OSError as error:
-            raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
-        finally:
-            with suppress(FileNotFoundError):
-                temporary.unlink()
+    with _unfinished(path, lambda temporary: temporary.open("xb")) as (temporary, file):
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _name(temporary, path, instead, force=bool(force))
 
 
 @contextmanager
@@ -174,21 +163,31 @@ def published_folder(path: Path) -> Iterator[Path]:
     _check_outside_runs(path)
     if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         raise WriteError(f"{path}: exists; choose another name")
-    temporary = _temporary(path)
+    with _unfinished(path, Path.mkdir) as (temporary, _):
+        yield temporary
+        sync_directory(temporary)
+        os.rename(temporary, path)  # replaces only an empty directory
+
+
+@contextmanager
+def _unfinished(path: Path, make: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
+    """Make a file or a folder under a temporary name, which is removed unless the block gives it the final one."""
+    temporary = path.with_name(f".recorder-{os.getpid()}.tmp")
     with _sigterm_raises():
         try:
-            temporary.mkdir()
+            made = make(temporary)
         except OSError as error:
             raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
         try:
-            yield temporary
-            sync_directory(temporary)
-            os.rename(temporary, path)  # replaces only an empty directory
+            yield temporary, made
             sync_directory(path.parent)
         except OSError as error:
             raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -213,10 +212,6 @@ def _sigterm_raises() -> Iterator[None]:
 def _check_outside_runs(path: Path) -> None:
     if (run := find_run_around(path.parent)) is not None:
         raise WriteError(f"{path}: lies inside the run {run}, which is never changed; choose another folder")
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".recorder-{os.getpid()}.tmp")
 
 
 def _name(temporary: Path, path: Path, instead: str, *, force: bool) -> None:

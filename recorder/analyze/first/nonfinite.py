@@ -180,8 +180,8 @@ class _Counts:
         self._skips = np.flatnonzero(is_skip)
         self._is_skipped = numbers(table.column("mean"))[self._skips] > 0
         when = timeline.codes["step"] * (timeline.codes["rank"].max(initial=0) + 2) + timeline.codes["rank"]
-        is_gradient = holds(table.column("site"), GRADIENTS.__contains__)
-        self._may_overflow = is_gradient & np.isin(when, when[self._skips[self._is_skipped]])
+        self.is_of_skipped_step = np.isin(when, when[self._skips[self._is_skipped]])
+        self._may_overflow = holds(table.column("site"), GRADIENTS.__contains__) & self.is_of_skipped_step
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
@@ -273,7 +273,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         value=timeline.value(row), nan_count=int(state.nan[row]), inf_count=int(state.inf[row]),
         is_counted_at_least=is_counted_at_least(timeline.table.column("note")[row].as_py()),
         numel=int(timeline.table.column("numel")[row].as_py()), num_before=int(timeline.num_before[row]),
-        before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=_is_skipped(timeline, row),
+        before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=bool(state.is_of_skipped_step[row]),
         probed=None,
         num_gradients=int(np.count_nonzero(is_gradient)) if is_gradient[row] else 0,
         beside=list(_beside(timeline, state, row)), objectives=_objectives(timeline, state, row),
@@ -373,10 +373,3 @@ def _objectives(timeline: Timeline, state: _Counts, row: int) -> list[str]:
 def _is_loss(table: Any) -> npt.NDArray[np.bool_]:
     is_so_called = holds(table.column("name"), lambda name: is_loss("scalar", name))
     return np.asarray(holds(table.column("site"), "scalar".__eq__) & is_so_called)
-
-
-def _is_skipped(timeline: Timeline, row: int) -> bool:
-    is_it = timeline.is_equal("site", "scalar") & timeline.is_equal("name", SKIPPED)
-    for name in ("step", "rank"):
-        is_it &= timeline.codes[name] == timeline.codes[name][row]
-    return any((mean or 0) > 0 for mean in timeline.table.column("mean").filter(pa.array(is_it)).to_pylist())

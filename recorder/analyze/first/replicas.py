@@ -127,7 +127,6 @@ class ReplicaFinder:
         return [site for site in FINDINGS if site not in self._recorded]
 
     def notes(self) -> list[str]:
-        """Return notes on what could not be compared."""
         texts = {
             "nothing": "have neither fingerprints nor statistics nor values to compare",
             "statistics": "have statistics alone: they are equal, which proves nothing"

@@ -139,7 +139,14 @@ class DeadUnits(StreakRule):
         return share > np.maximum(usual, self.thresholds["share"]), share
 
 
-class OutlierUnits(StreakRule):
+class _Above(StreakRule):
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """Judge by the first column of the rule, which must not exceed the limit."""
+        values = rows[self.columns[0]]
+        return np.nan_to_num(values) > self.thresholds[self.limit], values
+
+
+class OutlierUnits(_Above):
     name = "outlier_units"
     sentence = "A unit is many times larger than the units of its layer usually are."
     sites, columns, keep = ("output",), ("units.largest",), "units"
@@ -147,10 +154,6 @@ class OutlierUnits(StreakRule):
     what = "a unit is far larger than the others"
     measure, limit = "times the median unit", "ratio"
     advice = "keep this layer out of low precision, and look with run.units where the unit begins to grow"
-
-    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        ratio = rows["units.largest"]
-        return np.nan_to_num(ratio) > self.thresholds["ratio"], ratio
 
 
 _WORD = r"(.*[./_])?(self_?)?(attention|attn)"
@@ -234,24 +237,16 @@ class _Precision(CheckRule):
     measure: ClassVar[str] = "share of values"
 
 
-class _Low(_Precision, StreakRule):
+class _Low(_Precision, _Above):
     columns = ("histogram.subnormal_share",)
     what, limit = "most values are so small that the type loses their bits", "low"
     advice = "scale up what is cast: a GradScaler, or the scale of the float8 recipe"
 
-    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        share = rows["histogram.subnormal_share"]
-        return np.nan_to_num(share) > self.thresholds["low"], share
 
-
-class _High(_Precision, StreakRule):
+class _High(_Precision, _Above):
     columns = ("histogram.top_share",)
     what, limit = "many values are at the upper end of the type", "high"
     advice = "scale down what is cast, or keep it in bfloat16"
-
-    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        share = rows["histogram.top_share"]
-        return np.nan_to_num(share) > self.thresholds["high"], share
 
 
 class _Scale(_Precision, StreakRule):

@@ -251,7 +251,6 @@ class Unusual(BaselineRule):
                     yield from self._waiting.keep(lane, one, own.statistic)
 
     def finish(self) -> Iterator[Finding]:
-        """Report the findings that were held back. A statistic that came back to normal is only a note."""
         super().finish()
         yield from self._waiting.finish()
 

@@ -171,7 +171,6 @@ class Rings:
         """An array of shape (curves, size), unordered within a curve; NaN where a curve has had fewer values."""
 
     def grow(self, curves: Integers) -> None:
-        """Make room for these curves."""
         missing = int(curves.max()) + 1 - len(self.values)
         if missing > 0:
             self.values = np.append(self.values, np.full((max(missing, 64), self._size), np.nan), axis=0)

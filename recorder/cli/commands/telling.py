@@ -68,21 +68,16 @@ def set_command(
 
 
 def _made(words: Sequence[str], undo: int | None, first: int, steps: int | None) -> Command:
+    if undo is not None or list(words) == [RESUME]:
+        kind = RESUME if undo is None else UNDO
+        if steps is not None:
+            raise LookupFailedError(f"--steps is of rules and of pause; a {kind} lasts")
+        return Command(kind=kind, from_step=first, undoes=undo)
     last = None if steps is None else first + steps - 1
-    if undo is not None:
-        return _without_steps(Command(kind=UNDO, from_step=first, undoes=undo), steps)
-    if list(words) == [RESUME]:
-        return _without_steps(Command(kind=RESUME, from_step=first), steps)
     if list(words) == [PAUSE]:
         return Command(kind=PAUSE, from_step=first, to_step=last)
     rules = tuple(text.strip() for word in words for text in word.split(";") if text.strip())
     return Command(kind=SET, from_step=first, to_step=last, rules=rules)
-
-
-def _without_steps(command: Command, steps: int | None) -> Command:
-    if steps is not None:
-        raise LookupFailedError(f"--steps is of rules and of pause; a {command.kind} lasts")
-    return command
 
 
 def _check(target: Target, made: Command) -> None:
