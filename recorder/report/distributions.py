@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..analyze.check.reading import shape_or_none
 from ..columns import parse_shape
 from ..errors import CorruptError, RunError
 from ..numerics.histogram import Histogram
@@ -267,7 +268,7 @@ class ImageFinder:
         of_rank = pc.is_null(table.column("rank")) if self._rank is None else pc.equal(table.column("rank"), self._rank)
         is_kept = pc.and_(pc.is_valid(table.column("encoding")), pc.fill_null(of_rank, False))
         shapes, texts = encode(table.column("shape"))
-        dims = [_dims(text) for text in texts]
+        dims = [shape_or_none(text) or () for text in texts]
         may_be = np.array([1 < len(sizes) < 5 and min(sizes[-2:]) > 2 for sizes in dims] + [False], bool)
         chosen = np.flatnonzero(is_kept.to_numpy(zero_copy_only=False) & may_be[shapes])
         if not len(chosen):
@@ -326,13 +327,6 @@ class ImageFinder:
                 )  # fmt: skip
             num_series[candidates[0].kind] += bool(drawn)
         return PageBlock(name="images", data={"images": images}, arrays=arrays)
-
-
-def _dims(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(parse_shape(text))
-    except RunError:
-        return ()
 
 
 def _kind(site: str, sizes: tuple[int, ...]) -> str | None:

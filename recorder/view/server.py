@@ -481,9 +481,7 @@ def _losses(run: Run) -> list[float | None]:
     """Return the loss of the first rank at a few dozen steps; null where it is not finite, empty if there is none."""
     names, losses = ("site", "name", "mode", "mean"), list[float]()
     for batch in (batch for writer in run.writers[:1] for shard in writer.shards for batch in shard.columns(names)):
-        table = pa.Table.from_batches([batch])
-        is_loss = pc.and_(pc.equal(table.column("site"), "scalar"), pc.equal(table.column("mode"), "train"))
-        is_loss = pc.and_(is_loss, pc.equal(table.column("name"), "loss"))
-        losses += table.filter(is_loss).column("mean").to_pylist()
+        is_loss = (pc.field("site") == "scalar") & (pc.field("mode") == "train") & (pc.field("name") == "loss")
+        losses += pa.Table.from_batches([batch]).filter(is_loss).column("mean").to_pylist()
     chosen = losses[:: -(-len(losses) // _MAX_LOSSES) or 1]
     return [None if one is None or not math.isfinite(one) else float(f"{one:.4g}") for one in chosen]

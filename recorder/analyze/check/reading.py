@@ -237,7 +237,7 @@ def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | 
     dtype = dtype or ""  # a probe whose notes name no type
     if shape is None:  # a value of the probe, which has no shape
         return About(dtype, (), int(whole_numel or 0) if site in OF_MODULES else 0)
-    whole, own = (_shape_or_none(text or "") or () for text in (global_shape, shape))
+    whole, own = (shape_or_none(text or "") or () for text in (global_shape, shape))
     is_chunk = site in OF_MODULES and global_shape is not None and whole != own
     return About(dtype, own, min(max(math.prod(whole), 0), MAX_COUNT) if is_chunk else 0)
 
@@ -317,7 +317,7 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
         if of_units:
             is_float = np.array([*("float" in dtype for dtype in dtypes), False], np.bool_)[dtype_of]
             shape_of, texts = encode(table.column("shape"))
-            shapes = [*map(_shape_or_none, texts), None]
+            shapes = [*map(shape_or_none, texts), None]
             for units in units_of(table.column("units"), _there(table, "units", is_float), shapes, shape_of):
                 for name in of_units:
                     columns[name][units.rows] = _OF_UNITS[name](units)
@@ -336,7 +336,8 @@ def _there(table: Any, column: str, chosen: npt.NDArray[np.bool_]) -> Integers:
     return np.flatnonzero(chosen & table.column(column).is_valid().to_numpy(zero_copy_only=False))
 
 
-def _shape_or_none(text: str) -> tuple[int, ...] | None:
+def shape_or_none(text: str) -> tuple[int, ...] | None:
+    """Return the shape that an untrusted text says; None if it says none."""
     with suppress(RunError):
         return parse_shape(text)
     return None

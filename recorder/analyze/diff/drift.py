@@ -185,9 +185,8 @@ def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[t
 
 
 def _typical_size(step: int, root: str, pairs: Pairs) -> float:
+    wanted = (pc.field("step") == step) & (pc.field("root") == root) & (pc.field("site") == "param")
     rows = pairs.rows.a.table.select(["step", "root", "site", "l2", "numel"])
-    wanted = pc.and_(pc.equal(rows.column("step"), step), pc.equal(rows.column("root"), root))
-    rows = rows.filter(pc.and_(wanted, pc.equal(rows.column("site"), "param")))
-    rows = rows.filter(rows.column("l2").is_valid())
+    rows = rows.filter(wanted & pc.field("l2").is_valid())
     num = numbers(rows.column("numel")).sum()
     return float(np.sqrt(np.square(numbers(rows.column("l2"))).sum() / num)) if num else 0.0

@@ -218,8 +218,8 @@ def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
     """Count the nonzero pairs of gradients that an update used, and the elements of all such gradients."""
     columns = ["root", "site", "phase", "l2", "numel"]
     table = pairs.rows.a.table.select(columns).take(pa.array(pairs.rows.pairs.a[pairs.of_step(step)]))
-    wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
-    table = table.filter(pc.and_(wanted, pc.equal(table.column("root"), root)))
+    is_final = (pc.field("site") == "grad") & (pc.field("phase") == "optimizer")
+    table = table.filter(is_final & (pc.field("root") == root))
     is_any = pc.fill_null(pc.not_equal(table.column("l2"), 0.0), True)
     return int(pc.sum(is_any).as_py() or 0), int(pc.sum(table.column("numel")).as_py() or 0)
 
