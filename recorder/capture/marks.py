@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -305,36 +305,25 @@ def chunks_of_given(parameter: torch.Tensor, ranks: tuple[int, ...]) -> Seen:
     return Seen(None, _chunk(tuple(parameter.shape), None, summand, ranks, at))
 
 
+@dataclass(eq=False)
 class CutCalls:
-    """How a module cuts what it takes and gives over ranks."""
+    """How a module cuts what it takes and gives over ranks, as its attributes say."""
 
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        sizes: Mapping[tuple[str, int, int], tuple[int, ...]],
-        stride: int = 1,
-        sequence: str = "",
-        whole: Mapping[str, tuple[int, bool]] = MappingProxyType({}),
-        parts: Sequence[int] = (),
-        sequence_dim: int = 0,
-    ) -> None:
-        """Take what the module's attributes say.
-
-        Args:
-            ranks: the ranks over which the module cuts.
-            sizes: for a site, a number of dims (0: any) and a dim, the sizes that a rank's part of a tensor may have
-                along the dim.
-            stride: the number of blocks that are cut one by one along the dims in `sizes`.
-            sequence: the site at which the module's tensors are cut along the sequence, as sequence parallel does; or
-                empty.
-            whole: for a site at which all ranks have the same tensor, the size of its last dim, and whether they have
-                the same gradient, too.
-            parts: the ranks' sizes along the dims in `sizes`, where the ranks' parts may differ in size.
-            sequence_dim: the dim that is the sequence.
-        """
-        self._parts, self._sequence_dim = parts, sequence_dim
-        self._ranks, self._sizes, self._stride, self._sequence, self._whole = ranks, sizes, stride, sequence, whole
-        self._known: dict[tuple[str, torch.Size], Seen] = {}
+    ranks: tuple[int, ...]
+    """The ranks over which the module cuts."""
+    sizes: Mapping[tuple[str, int, int], tuple[int, ...]]
+    """For a site, a number of dims (0: any) and a dim, the sizes that a rank's part of a tensor may have along it."""
+    stride: int = 1
+    """The number of blocks that are cut one by one along the dims in `sizes`."""
+    sequence: str = ""
+    """The site at which the module's tensors are cut along the sequence, as sequence parallel does; or empty."""
+    whole: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
+    """For a site at which all ranks have the same tensor, the size of its last dim, and whether they have the same
+    gradient, too."""
+    parts: Sequence[int] = ()
+    """The ranks' sizes along the dims in `sizes`, where the ranks' parts may differ in size."""
+    sequence_dim: int = 0
+    _known: dict[tuple[str, torch.Size], Seen] = field(default_factory=dict)
 
     def chunks(self, site: str, tensor: torch.Tensor) -> Seen:
         """Return the chunks of a tensor that the module takes or gives, and of the gradient that arrives at it."""
@@ -348,20 +337,20 @@ class CutCalls:
         return self._known[key]
 
     def _find(self, site: str, shape: torch.Size) -> Seen:
-        for (where, num_dims, dim), sizes in self._sizes.items():
+        for (where, num_dims, dim), sizes in self.sizes.items():
             if where == site and shape and num_dims in (0, len(shape)) and shape[dim] in sizes:
-                chunk = _cut(shape, dim % len(shape), self._ranks, self._stride, self._parts)
+                chunk = _cut(shape, dim % len(shape), self.ranks, self.stride, self.parts)
                 return Seen(chunk, chunk)
         if len(shape) < 3:
             return _NOTHING
-        if site == self._sequence:
-            chunk = _cut(shape, self._sequence_dim, self._ranks)
+        if site == self.sequence:
+            chunk = _cut(shape, self.sequence_dim, self.ranks)
             return Seen(chunk, chunk)
-        size, has_whole_gradient = self._whole.get(site, (0, False))
-        at = _index(self._ranks)
+        size, has_whole_gradient = self.whole.get(site, (0, False))
+        at = _index(self.ranks)
         if shape[-1] != size or at is None:
             return _NOTHING
-        chunk = _chunk(tuple(shape), (0,) * len(shape), {"kind": "Replicate"}, self._ranks, at)
+        chunk = _chunk(tuple(shape), (0,) * len(shape), {"kind": "Replicate"}, self.ranks, at)
         return Seen(chunk, chunk if has_whole_gradient else None)
 
 

@@ -122,7 +122,7 @@ class TokenBlocks:
         tokens = _tokens_of(arguments, is_root=not origin.module_path)
         if tokens is None or tokens.dim() not in (1, 2) or not tokens.numel():
             return
-        context = _vllm_context()
+        context = getattr(sys.modules.get("vllm.forward_context"), "_forward_context", None)
         if context is not None and not context.attn_metadata:
             return  # vLLM warms its model up, on nobody's tokens
         with self._changing:
@@ -281,11 +281,6 @@ class TokenBlocks:
 def is_whole(chunk: Chunk) -> bool:
     """Whether a rank's chunk is the whole value."""
     return "Shard" not in chunk.placements and "Partial" not in chunk.placements
-
-
-def _vllm_context() -> Any:
-    """Return what vLLM gives its attention beside the arguments of the model; None where vLLM does not run."""
-    return getattr(sys.modules.get("vllm.forward_context"), "_forward_context", None)
 
 
 def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -289,7 +289,7 @@ def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
         logger.warning("%s; type: %s", _line(finding), command, extra={"finding": finding})
     url = run.shared.settings.webhook
     rules = {str(finding["rule"]) for finding in findings} if url or is_once else set()
-    first = {rule: mark for rule in rules if _is_first(run, mark := _mark_of(run, rule))}
+    first = {rule: mark for rule in rules if _is_first(run, mark := f"{run.key}/{_TOLD}/{_today()}-{_slug(rule)}.json")}
 
     def counted(result: str) -> None:
         run.shared.counters.add("webhooks", result)
@@ -321,10 +321,6 @@ def _today() -> str:
 
 def _slug(rule: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]", "-", rule)[:60]
-
-
-def _mark_of(run: RunShipper, rule: str) -> str:
-    return f"{run.key}/{_TOLD}/{_today()}-{_slug(rule)}.json"
 
 
 def _is_first(run: RunShipper, key: str) -> bool:

@@ -211,11 +211,6 @@ class RunShipper:
         return any(writer.needs_repair for writer in self.all_writers)
 
     @property
-    def has_quiet_writer(self) -> bool:
-        """True if it is unknown whether some writer has ended."""
-        return any(writer.state == "quiet" for writer in self.all_writers)
-
-    @property
     def is_put(self) -> bool:
         """True if the destination has all that this node had at the last look, even from recording writers."""
         are_put = self.has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
@@ -229,7 +224,8 @@ class RunShipper:
     @property
     def may_go(self) -> bool:
         """True if the run may be removed from this disk: it is shipped completely, and all its writers have ended."""
-        return self.is_settled and not self._was_removed and not self.has_quiet_writer and bool(self.writers)
+        have_ended = all(writer.state != "quiet" for writer in self.all_writers)
+        return self.is_settled and not self._was_removed and have_ended and bool(self.writers)
 
     def missing_there(self) -> str:
         """List the destination; return the name of a file of this node that is missing there, or an empty text."""

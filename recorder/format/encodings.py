@@ -56,11 +56,6 @@ class PayloadWriter:
             num_written += self.put_frames(scratch, out[num_written:])
         return num_written
 
-    def put_plain_planes(self, data: Bytes, item_bytes: int, first: int, out: Bytes) -> int:
-        """Write the planes from index `first` on without encoding them."""
-        split_planes(data, item_bytes, range(first, item_bytes), out, self.kernels)
-        return (item_bytes - first) * (len(data) // item_bytes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
@@ -184,7 +179,8 @@ def _write_planes_plain(
         return huffman.encode(data, item_bytes, 1, out)
     top_bytes = writer.put_plane(data, item_bytes, 0, out[8:])
     out[:8] = np.frombuffer(top_bytes.to_bytes(8, "little"), np.uint8)
-    return 8 + top_bytes + writer.put_plain_planes(data, item_bytes, 1, out[8 + top_bytes :])
+    split_planes(data, item_bytes, range(1, item_bytes), out[8 + top_bytes :], writer.kernels)
+    return 8 + top_bytes + (item_bytes - 1) * (len(data) // item_bytes)
 
 
 def _check_ref(source: memoryview, payload_bytes: int, item_bytes: int) -> None:

@@ -266,10 +266,8 @@ class MicroBatches:
         """The micro-batches; 0 outside of pipelines."""
         self.key: Ints = rows.numbers("micro_step")[chosen].copy()
         """The micro-step that separates values of a step; in a pipeline all micro-batches have the same."""
-        if stages:
-            self._fill(rows, chosen, stages)
-
-    def _fill(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
+        if not stages:
+            return
         writers, roots, sites = rows.writer_numbers(chosen), rows.keys("root", chosen), rows.keys("site", chosen)
         is_value = ~np.isin(sites.codes, [sites.code(site) for site in NUMBERS])
         for (writer, root), stage in stages.items():

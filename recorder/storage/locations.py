@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, local
@@ -221,9 +222,8 @@ class ObjectStore:
         """Open an object of the listing, without any request."""
         return RemoteFile(self, path, self.look_at(path))
 
-    def open_growing(self, path: ObjectPath) -> RemoteFile:
-        """Open an open shard of the listing; a longer object with the same beginning may have replaced it since."""
-        return self.open_sealed(path)
+    open_growing = open_sealed
+    """The same for an open shard; a longer object with the same beginning may have replaced it since."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
         """Call the function in threads. A nested call runs in the calling thread, to avoid a deadlock."""
@@ -281,12 +281,10 @@ class ObjectStore:
         if self._is_listed(folder):
             return self._folder(folder.key).files.get(RUN_MANIFEST)
         if folder.key not in self._manifests:
-            try:
+            seen = None
+            with suppress(FileNotFoundError):
                 seen, _ = self._get_manifest(folder / RUN_MANIFEST, MAX_MANIFEST_BYTES)
-            except FileNotFoundError:
-                self._manifests[folder.key] = None
-            else:
-                self._manifests[folder.key] = seen
+            self._manifests[folder.key] = seen
         return self._manifests[folder.key]
 
     def _is_listed(self, path: ObjectPath) -> bool:

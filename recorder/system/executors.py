@@ -106,7 +106,13 @@ def _open_dask(address: str) -> Iterator[tuple[Executor, int]]:
     with _quiet():
         client = _connect(address)
         try:
-            _wait_for_workers(client, address)
+            try:
+                client.wait_for_workers(1, timeout=_WORKERS_S)
+            except TimeoutError:
+                raise ClusterError(
+                    f"{address}: the scheduler has no workers after {_WORKERS_S:.0f} s; start some with "
+                    f"`dask worker {address} --nthreads 1`"
+                ) from None
             about = client.get_versions(packages=[*_PACKAGES, "distributed"])
             wanted = versions() | {"distributed": version("distributed")}
             processes = {f"the scheduler {address}": about["scheduler"]}
@@ -294,13 +300,3 @@ def _connect(address: str) -> Any:
         raise ClusterError(
             f"{address}: no Dask scheduler answers there within {_CONNECT_S:.0f} s; start one with `dask scheduler`"
         ) from error
-
-
-def _wait_for_workers(client: Any, address: str) -> None:
-    try:
-        client.wait_for_workers(1, timeout=_WORKERS_S)
-    except TimeoutError:
-        raise ClusterError(
-            f"{address}: the scheduler has no workers after {_WORKERS_S:.0f} s; start some with "
-            f"`dask worker {address} --nthreads 1`"
-        ) from None

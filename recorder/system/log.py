@@ -105,7 +105,13 @@ def tell(
     has begun to write the lines.
     """
     with contextlib.suppress(Exception):
-        is_configured = _is_configured(logger)
+        root = logging.getLogger()
+        is_configured = (
+            logger.hasHandlers()
+            or logger.level != logging.NOTSET
+            or root.level != logging.WARNING
+            or root.manager.disable >= logging.INFO
+        )
         if (is_configured and not logger.isEnabledFor(logging.INFO)) or not can_say(logger, deadline_s):
             return
         texts = lines()
@@ -116,16 +122,6 @@ def tell(
                 log(logger, logging.INFO, "%s", line)
         else:
             _write("".join(f"recorder: {line}\n" for line in texts))
-
-
-def _is_configured(logger: logging.Logger) -> bool:
-    root = logging.getLogger()
-    return (
-        logger.hasHandlers()
-        or logger.level != logging.NOTSET
-        or root.level != logging.WARNING
-        or root.manager.disable >= logging.INFO
-    )
 
 
 class LimitedLog:

@@ -115,7 +115,7 @@ class Trace:
 
     def __init__(self, model: nn.Module, rules: tuple[Rule, ...], depth: int | None, keep_graph: bool) -> None:
         nodes = tree.walk(model)
-        shown = [node for node in nodes if depth is None or _depth(node.path) <= depth]
+        shown = [node for node in nodes if depth is None or (node.path.count(".") + 1 if node.path else 0) <= depth]
         self.selection = RuleSelection(rules, 0)
         self.selection.at_step(0)
         why = _why_no_hooks(nodes)
@@ -168,10 +168,6 @@ class Trace:
         for probe in self._probes:
             probe.remove()
         self._probes = []
-
-
-def _depth(path: str) -> int:
-    return path.count(".") + 1 if path else 0
 
 
 def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:

@@ -45,21 +45,14 @@ def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsync
             name_newly(disk, temporary, path)
         except FileExistsError:
             return False
-        except OSError:
-            if not _create_in_place(disk, path, obj, unsynced):
+        except OSError:  # the file system has neither links nor exclusive renames: readers may see a part
+            try:
+                _write(disk, path, obj, unsynced)
+            except FileExistsError:
                 return False
         with _report_unsynced(unsynced):
             disk.persist_directory(path.parent)
         return True
-
-
-def _create_in_place(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> bool:
-    """Write a manifest in place, for a file system without links and exclusive renames; readers may see a part."""
-    try:
-        _write(disk, path, obj, unsynced)
-    except FileExistsError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

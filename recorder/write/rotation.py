@@ -203,9 +203,11 @@ class RotatingShards:
         self._add_bytes(shard.num_bytes - before)
         stored = StoredShard(final, shard.num_rows, shard.num_bytes)
         try:
-            index_bytes = self._write_index(index, final, shard.num_bytes)
-            self._add_bytes(index_bytes)
-            stored = stored._replace(num_bytes=shard.num_bytes + index_bytes)
+            if index is not None:
+                with self.notices.on_error(f"{final}: its index cannot be written; readers do without", is_aside=True):
+                    index_bytes = index.write(self.disk, final, shard.num_bytes, self.memory)
+                    self._add_bytes(index_bytes)
+                    stored = stored._replace(num_bytes=shard.num_bytes + index_bytes)
         finally:
             self.quota.keep(self.kind, HeldShard(stored, self._last_step, self._is_kept))
         with self.notices.on_error(f"{self.directory} cannot be synced"):
@@ -354,13 +356,6 @@ class RotatingShards:
     def _count_synced(self) -> None:
         self.ledger.add_synced(self._num_unsynced_rows)
         self._num_unsynced_rows = 0
-
-    def _write_index(self, index: Index | None, shard: Path, shard_bytes: int) -> int:
-        num_bytes = 0
-        if index is not None:
-            with self.notices.on_error(f"{shard}: its index cannot be written; readers do without", is_aside=True):
-                num_bytes = index.write(self.disk, shard, shard_bytes, self.memory)
-        return num_bytes
 
     def _add_bytes(self, num_bytes: int) -> None:
         self.quota.add(self.kind, num_bytes)

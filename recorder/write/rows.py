@@ -189,7 +189,8 @@ class RowBatch:
         if (first is None or name not in _VARIED) and values.count(first) == len(values):
             return _constant(type_name, first, len(values))
         if name == "fingerprint":
-            array = _hex_array(values)
+            numbers = np.array([value for value in values if value is not None], ">u8")
+            array = _texts(numbers.tobytes().hex().encode(), (0 if value is None else 16 for value in values), values)
         elif type_name == _BYTES:
             array = _texts(b"".join(filter(None, values)), (len(value or b"") for value in values), values, _BYTES)
         else:
@@ -272,11 +273,6 @@ def _text_array(values: Sequence[str | None]) -> pa.Array:
         return _texts(whole.encode(), map(len, texts), values)
     encoded = list(map(_utf8, texts))
     return _texts(b"".join(encoded), map(len, encoded), values)
-
-
-def _hex_array(values: Sequence[int | None]) -> pa.Array:
-    numbers = np.array([value for value in values if value is not None], ">u8")
-    return _texts(numbers.tobytes().hex().encode(), (0 if value is None else 16 for value in values), values)
 
 
 def _texts(data: bytes, lengths: Iterable[int], values: Sequence[Any], type_name: str = _TEXT) -> pa.Array:

@@ -127,7 +127,8 @@ class IpcFormat:
     def ending(self, blocks: Sequence[FooterBlock], crc: int) -> bytes:
         """Return everything after the last batch, with the checksum of the complete file; `crc` is of all before."""
         footer = bytearray(self._footer)
-        field = _footer_batches_field(footer)
+        (table,) = struct.unpack_from("<I", footer, 0)
+        field = _field(footer, int(table), _FOOTER_BATCHES)
         footer += bytes((4 - len(footer)) % 8)  # the length takes 4 bytes, and blocks are aligned to 8
         struct.pack_into("<I", footer, field, len(footer) - field)
         footer += struct.pack("<I", len(blocks)) + b"".join(struct.pack("<qi4xq", *block) for block in blocks)
@@ -188,12 +189,6 @@ def _with_checksum(footer: bytes) -> bytes:
     head += struct.pack("<4H", 8, 12, 4, 8)  # at offset 52 the pair's vtable
     head += struct.pack("<iII", 8, 72 - 64, value - 68)  # at offset 60 the pair; its texts are at offset 72
     return (head + strings).ljust(head_bytes, b"\0") + footer
-
-
-def _footer_batches_field(footer: bytearray) -> int:
-    """Return the position of the offset of the list of batches in a footer (flatbuffers)."""
-    (table,) = struct.unpack_from("<I", footer, 0)
-    return _field(footer, int(table), _FOOTER_BATCHES)
 
 
 _INDEX_BATCH_ROWS = 8192

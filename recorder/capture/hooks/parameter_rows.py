@@ -386,7 +386,8 @@ def find_zero_parameters(parameters: _Parameters) -> Iterator[FlatParameter]:
         if place is None:
             continue
         flat, start, begin, numel, shape, group = place
-        chunk = _chunk(shape, begin, [*ranks_of(group)])
+        placements, mesh = _over({"kind": "FlatShard", "offset": begin}, [*ranks_of(group)])
+        chunk = Chunk(shape, None, placements, mesh, "zero", begin)
         part = OriginalSlice(hooked, name, shape, (), start - begin, begin, begin + numel, chunk, None)
         if flat is None:
             elsewhere.append(part)
@@ -420,11 +421,6 @@ def _of_stage_3(parameter: Any) -> _Place | None:
     begin = min(ranks_of(group).index(torch.distributed.get_rank()) * size, parameter.ds_numel)
     flat = optimizer.fp32_partitioned_groups_flat[position[0]]
     return flat, position[1], begin, min(size, parameter.ds_numel - begin), tuple(parameter.ds_shape), group
-
-
-def _chunk(shape: tuple[int, ...], begin: int, ranks: Sequence[int]) -> Chunk:
-    placements, mesh = _over({"kind": "FlatShard", "offset": begin}, ranks)
-    return Chunk(shape, None, placements, mesh, "zero", begin)
 
 
 def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:

@@ -215,7 +215,12 @@ class _DeviceCopies:
         fits = is_dense or tensor.numel() * tensor.itemsize <= self._room.capacity_bytes
         if not (self._is_pinned and fits):
             raise LostError(NO_DEVICE_ROOM)
-        return self._stage_directly(tensor, block, plan, is_dense=is_dense)
+        current = self.device.current_stream()
+        made = [tensor] if is_dense else self._make(current, lambda: _dense(tensor))
+        if plan is not None:
+            values, measured = made, plan
+            made = self._make(current, lambda: measured.launch(values[0], {}))
+        return self._bring(current, made, block, None, self._event())
 
     def _stage_through_room(
         self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure | None, room: PoolBlock
@@ -238,16 +243,6 @@ class _DeviceCopies:
             if block.unfinished_copy is None:
                 self._keep_until_done(room, stream, event)
             raise
-
-    def _stage_directly(
-        self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure | None, *, is_dense: bool
-    ) -> _Arrival:
-        current = self.device.current_stream()
-        made = [tensor] if is_dense else self._make(current, lambda: _dense(tensor))
-        if plan is not None:
-            values, measured = made, plan
-            made = self._make(current, lambda: measured.launch(values[0], {}))
-        return self._bring(current, made, block, None, self._event())
 
     def _make(self, stream: Any, work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         """Launch the work that makes a tensor; return a list that contains the tensor once the work is launched."""
