@@ -387,15 +387,11 @@ def _tap_by_hand(name: Any, tensor: Any) -> Any:
         return tensor
     if graphs.is_for_graph(tensor):
         return graphs.tap_by_hand(tensor, name)
-    _by_hand(name, tensor)
-    return tensor
-
-
-def _by_hand(name: str, tensor: Any) -> None:
     package = sys.modules[__name__.partition(".")[0]]
     recorder = package._active or package._armed
     if recorder is not None:
         recorder.program.tap(name, tensor)
+    return tensor
 
 
 Tensor, Tuple, List, Dict, Optional = torch.Tensor, tuple, list, dict, typing.Optional

@@ -156,20 +156,19 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("recorder", "FRAGMENT")
     if hasattr(torch.ops.recorder, "tap"):  # another copy of this package has registered the ops already
         return library
-    for op, kernel, function in (("tap", _tap, _Tap), ("tap_grad", _tap_grad, _TapGrad)):
-        library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(op, kernel, "CompositeExplicitAutograd")
-        library.impl(op, _differentiable(function, getattr(torch.ops.recorder, op)), "Autograd")
-        torch.library.register_fake(f"recorder::{op}", _like, lib=library)
-        torch.library.register_vmap(f"recorder::{op}", _batched(getattr(torch.ops.recorder, op)), lib=library)
-        has_side_effect(getattr(torch.ops.recorder, op).default)  # else an op with an unused result is dead code
-    for op, kernel in (("watch", _watch), ("watch_grad", _watch_grad)):
-        library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(op, kernel, "CompositeExplicitAutograd")
-        library.impl(op, _watching(getattr(torch.ops.recorder, op)), "Autograd")
-        torch.library.register_fake(f"recorder::{op}", _empty, lib=library)
-        torch.library.register_vmap(f"recorder::{op}", _shown(getattr(torch.ops.recorder, op)), lib=library)
-        has_side_effect(getattr(torch.ops.recorder, op).default)
+    for name, kernel, autograd, fake, dim in (
+        ("tap", _tap, partial(_differentiable, _Tap), _like, 0),
+        ("tap_grad", _tap_grad, partial(_differentiable, _TapGrad), _like, 0),
+        ("watch", _watch, _watching, _empty, None),
+        ("watch_grad", _watch_grad, _watching, _empty, None),
+    ):
+        library.define(f"{name}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        op = getattr(torch.ops.recorder, name)
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        library.impl(name, autograd(op), "Autograd")
+        torch.library.register_fake(f"recorder::{name}", fake, lib=library)
+        torch.library.register_vmap(f"recorder::{name}", _batched(op, dim), lib=library)
+        has_side_effect(op.default)  # else an op with an unused result is dead code
     library.define('see(Tensor(a) x, str name, str where="") -> Tensor(a)', tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("see", _see, "CompositeImplicitAutograd")
     return library
@@ -206,13 +205,6 @@ def _becomes_graph(x: torch.Tensor) -> bool:
     )
 
 
-def _shown(op: Any) -> Any:
-    def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, None]:
-        return op(x.movedim(in_dims[0], 0), *key), None
-
-    return batched
-
-
 def _differentiable(function: Any, op: Any) -> Any:
     # Written by hand because `torch.func` refuses the formula that `torch.library.register_autograd` makes.
     functorch = torch._C._functorch
@@ -233,10 +225,11 @@ def _differentiable(function: Any, op: Any) -> Any:
     return apply
 
 
-def _batched(op: Any) -> Any:
-    def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int]:
-        """Record the batch as one value, with its batch dim first."""
-        return op(x.movedim(in_dims[0], 0), *key), 0
+def _batched(op: Any, dim: int | None) -> Any:
+    """Return the rule of ``op`` for batches: record the batch as one value, with its batch dim first."""
+
+    def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int | None]:
+        return op(x.movedim(in_dims[0], 0), *key), dim
 
     return batched
 
