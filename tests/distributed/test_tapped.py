@@ -15,7 +15,7 @@ from tests.rigs.jobs import SCRIPTS
 
 from .scripts.tapped import CASES
 
-# Two jobs serve them all; the others are run by naming them, or with -m slow.
+# Three jobs serve them all; the others are run by naming them, or with -m slow.
 QUICK = ("ddp outside", "ddp flag", "ddp blocks", "fsdp2 outside", "fsdp2 blocks", "fsdp2 checkpointed")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 KEY = ("site", "module_path", "name", "step", "micro_step", "call", "repeat", "mode", "phase")
@@ -24,8 +24,8 @@ KEY = ("site", "module_path", "name", "step", "micro_step", "call", "repeat", "m
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tapped")
-    for names in (QUICK[:3], QUICK[3:]):  # each has a deadline of its own
-        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "tapped.py", "out", *names))
+    for i in range(0, len(QUICK), 2):  # each job has a deadline of its own
+        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "tapped.py", "out", *QUICK[i : i + 2]))
     return folder / "out"
 
 

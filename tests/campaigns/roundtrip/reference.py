@@ -31,9 +31,8 @@ import torch
 from torch import Tensor, nn
 
 import recorder
+from tests.campaigns.roundtrip.programs import train
 from tests.campaigns.roundtrip.programs.train import Energy, Net, Running
-
-from .programs import train
 
 Key = tuple[str, str, str, int, int | None, int, int, str, str]
 KEY = ("site", "module_path", "name", "step", "micro_step", "call", "repeat", "mode", "phase")

@@ -34,7 +34,7 @@ from .programs import train
 from .reference import KEY, Key
 
 SCRIPT = Path(__file__).parent / "programs" / "train.py"
-REPOSITORY = Path(__file__).parents[3]
+REFERENCE = Path(__file__).with_name("reference.py")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "ddp": ("--layout=ddp",),
     "fsdp1": ("--layout=fsdp1",),
@@ -82,11 +82,10 @@ class Case:
 
     def start(self, folder: Path) -> Started:
         asked: list[str | Path] = [folder / "reference.pt", "--world-size", str(self.world_size), "--", *self.arguments]
-        settings = {"PYTHONPATH": str(REPOSITORY)}
         recording = {**jobs.recording(SPARSE if self.way in BLANK_WAYS else jobs.EVERYTHING), "TESTS_RECORDER": "1"}
         return Started(
             job=jobs.ranks(folder, SCRIPT, *self.arguments, num=self.world_size, **recording),
-            reference=jobs.python(folder / "one", "-m", "tests.campaigns.roundtrip.reference", *asked, **settings),
+            reference=jobs.program(folder / "one", REFERENCE, *asked),
             case=self,
         )
 
