@@ -157,7 +157,6 @@ class TestSeveralJobsInOneRun:
 
     def test_the_list_of_writers_shows_them_all(self, restarted: Finished, shared: object, cli: Cli) -> None:
         listed = cli("ls", restarted.folder / "recordings" / RUN_ID)
+        closed = [line for line in listed.out.splitlines() if "  closed" in line]
         assert listed.exit_code == 0
-        assert (
-            len([line for line in listed.out.splitlines() if "  closed" in line]) == 6
-        )  # a rank that ended with "Connection closed by peer" has a line, too
+        assert len(closed) == 6  # a rank that ended with "Connection closed by peer" has a line, too
