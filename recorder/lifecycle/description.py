@@ -36,7 +36,6 @@ from ..rules import Rule, Schedule
 from ..sites import UPDATE
 from ..system.log import Events
 from ..system.text import counted, size
-from ..write.quota import probe_bytes
 from .commands import Commands
 
 
@@ -223,6 +222,8 @@ class Estimate:
     """Estimates the bytes that a rank will write. The writer thread calls all methods."""
 
     def __init__(self, rules: Sequence[Rule], *, rank: int, world_size: int, max_bytes: int) -> None:
+        from ..write.quota import probe_bytes  # it loads pyarrow, and `import torch` need not wait
+
         self._rules = [rule for rule in rules if rank in rule.rank]
         self._whose = f"rank {rank} (of {world_size}) writes " if world_size > 1 else ""
         self._max_bytes = max_bytes
