@@ -528,9 +528,9 @@ def test_a_backlog_beyond_the_deadline_is_counted_and_the_rest_is_sealed(tmp_pat
     rig = Rig(tmp_path, measure=slow_measure).start()
     for _ in range(100):
         rig.put(np.zeros(SMALL_BYTES + 1, np.uint8))
-    report = rig.close(deadline_s=0.8)
+    report = rig.close(deadline_s=3.2)  # a quarter of it is for the seal, also on a machine that is busy
     assert not report.is_complete
-    assert 1 <= report.ledger["written"] <= 16
+    assert 1 <= report.ledger["written"] <= 3.2 / 0.05
     assert report.ledger["dropped"] == {"abandoned_at_close": 100 - report.ledger["written"]}
     rig.assert_blocks_are_released()
     (shard,) = rig.files("*.arrow")
