@@ -159,7 +159,7 @@ class Capture:
         self.rule_commands = RuleCommands(
             settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows
         )
-        self.rule_commands.heeded = lambda text: events.add("trouble", f"rank {rank}: {text}", key=text)
+        self.rule_commands.heeded = lambda text: events.add("trouble", text, key=text, whose=f"rank {rank}: ")
         self.step_changed()
 
     @property

@@ -33,7 +33,6 @@ from ..native import in_force
 from ..numerics.units import sides_of
 from ..records import KEEP_HISTOGRAM, KEEP_PROBE, KEEP_TENSOR, KEEP_TOKENS, KEEP_UNITS, Staged
 from ..rules import Rule, Schedule
-from ..sites import UPDATE
 from ..system.log import Events
 from ..system.text import counted, size
 from .commands import Commands
@@ -227,8 +226,9 @@ class Estimate:
         self._rules = [rule for rule in rules if rank in rule.rank]
         self._whose = f"rank {rank} (of {world_size}) writes " if world_size > 1 else ""
         self._max_bytes = max_bytes
-        kept = {bit for rule in self._rules for bit in (KEEP_PROBE, KEEP_TOKENS) if rule.keep & bit}
-        self._probe_bytes = probe_bytes(max_bytes, keeps_tokens=KEEP_TOKENS in kept) if kept else 0
+        keeps_tokens = any(rule.keep & KEEP_TOKENS for rule in rules)
+        has_probe = any(rule.keep & (KEEP_PROBE | KEEP_TOKENS) for rule in self._rules)
+        self._probe_bytes = probe_bytes(max_bytes, keeps_tokens=keeps_tokens) if has_probe else 0
         self._first: int | None = None
         self._num_rows: Counter[str] = Counter()
         self._num_bytes: Counter[tuple[str, int]] = Counter()
@@ -286,16 +286,12 @@ class Estimate:
         of_rows = sum(
             ROW_BYTES * num * times(self._schedules(site, ~KEEP_PROBE)) for site, num in self._num_rows.items()
         )
-        probed = self._num_rows + Counter({UPDATE: self._num_rows["param"]})
-        of_probes = sum(
-            PROBE_BYTES * num * times(self._schedules("param" if site == UPDATE else site, KEEP_PROBE))
-            for site, num in probed.items()
+        of_probes = sum(  # a parameter has a second number, of its update
+            PROBE_BYTES * (2 if site == "param" else 1) * num * times(self._schedules(site, KEEP_PROBE))
+            for site, num in self._num_rows.items()
         )
-        return (
-            of_rows
-            + min(of_probes, self._probe_bytes)
-            + sum(num * times(self._schedules(*kept)) for kept, num in self._num_bytes.items())
-        )
+        of_kept = sum(num * times(self._schedules(*kept)) for kept, num in self._num_bytes.items())
+        return of_rows + min(of_probes, self._probe_bytes) + of_kept
 
     def _schedules(self, site: str, keep: int) -> frozenset[Schedule]:
         return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)

@@ -254,8 +254,9 @@ class Events:
         key: str = "",
         level: int = logging.WARNING,
         exception: BaseException | None = None,
+        whose: str = "",
     ) -> None:
-        """Add an event; the first event of its kind and key will be logged. Any thread, never blocks."""
+        """Add an event; the first event of its kind and key will be logged, after `whose`. Any thread, never blocks."""
         known = self._kept.get((kind, key)) or self._kept.get((kind, _REST))
         if known is not None:
             known["count"] += 1
@@ -266,7 +267,7 @@ class Events:
             key, message = _REST, "more of this kind, which are only counted"
         self._kept[kind, key] = {"kind": kind, "message": message, "time_ns": time.time_ns(), "count": 1}
         if not is_last:
-            self._unsaid.append((kind, level, message, exception))
+            self._unsaid.append((kind, level, whose + message, exception))
         self.has_changed = True
 
     def say(self, *, is_last: bool = False) -> None:

@@ -335,7 +335,7 @@ def _events(run: Run) -> Iterator[Check]:
             ranks_of.setdefault((event.kind, event.message), []).append("" if writer.rank is None else str(writer.rank))
     for (kind, message), ranks in ranks_of.items():
         listed = _listed(sorted(set(ranks) - {""}, key=int))
-        text = f"event {kind}{f' (rank {listed})' if listed else ''}: {message.removeprefix(f'rank {listed}: ')}"
+        text = f"event {kind}{f' (rank {listed})' if listed else ''}: {message}"
         explains = _EXPLAINING.get(kind)
         is_loss = explains is None and kind not in _INFORMING | _OF_COMMANDS
         is_strict = kind in _OF_COMMANDS or (explains is not None and not explains.is_harmless)

@@ -281,27 +281,25 @@ class HookedModule:
             if type(output) is not torch.Tensor:
                 for name, tensor in tree.tensor_leaves(output):
                     self._see("output", name, tensor, slice_.moment, phase, call, value_mask, graph)
-            elif value_mask != KEEP_PROBE or graph is not None or phase != "forward":
+            elif value_mask == KEEP_PROBE and graph is None and phase == "forward":
+                self._see_by_probe(output, slice_.moment, call)
+            else:
                 self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
-            elif not self._is_probed_again(output, slice_.moment, call):
-                self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
-                self._learn_output(output, slice_.moment.mode)
         if masks[self.rule_sets["input"]] & KEEP_TOKENS and phase == "forward":
             leaves = tree.tensor_leaves(output)
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
-    def _learn_output(self, output: torch.Tensor, mode: str) -> None:
-        """Have the probe measure further outputs without the questions that the answers to this one settle."""
-        origin, rule_set = self._leaf("output", "")
-        if self._cut is None and (again := self.capture.probe_again(origin, mode, output)) is not None:
-            self._again[mode] = again, rule_set
-
-    def _is_probed_again(self, output: torch.Tensor, moment: Moment, call: int) -> bool:
-        """Measure an output that only the probe asks for and that is of a known kind; return whether that was so."""
+    def _see_by_probe(self, output: torch.Tensor, moment: Moment, call: int) -> None:
+        """Show an output of a forward to the probe, which alone may ask for it: by the short way if that is known."""
         again, rule_set = self._again.get(moment.mode, _UNKNOWN)
-        if again is None or self.root.is_over_meshes or self.capture.keep_of(rule_set, call) != KEEP_PROBE:
-            return False
-        return again(output, moment.step)
+        if again is not None and self.capture.keep_of(rule_set, call) == 0:
+            return
+        if again is not None and not self.root.is_over_meshes and again(output, moment.step):
+            return
+        self._see("output", "", output, moment, "forward", call, KEEP_PROBE, None)
+        origin, rule_set = self._leaf("output", "")
+        if self._cut is None and (again := self.capture.probe_again(origin, moment.mode, output)) is not None:
+            self._again[moment.mode] = again, rule_set
 
     def _see(
         self,
