@@ -89,9 +89,10 @@ def test_every_test_that_the_oldest_torch_is_spared_is_one() -> None:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
 
 
-def test_every_path_of_the_first_tier_is_there() -> None:
+@pytest.mark.parametrize("tier", ["quick", "long"])
+def test_every_path_of_a_tier_is_there(tier: str) -> None:
     script = (ROOT / "scripts" / "test").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"^quick=\((.*?)\)$", script, flags=re.MULTILINE | re.DOTALL)
+    (listed,) = re.findall(rf"^{tier}=\((.*?)\)$", script, flags=re.MULTILINE | re.DOTALL)
     for path in listed.split():
         assert (ROOT / path.removeprefix("--ignore=")).exists(), path
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -172,6 +172,43 @@ def buffer_crcs(
         raise ValueError("offsets are cut short")
     used_bytes = int.from_bytes(offsets[start : start + kind.offset_bytes], "little", signed=True)
     return [*crcs, _crc(offsets, start + kind.offset_bytes), _crc(buffers[2], used_bytes)]
+
+
+def joined_crc(crc: int, next_crc: int, next_bytes: int) -> int:
+    """Return the CRC32C of some bytes and the `next_bytes` bytes after them, from the checksums of the two.
+
+    The method is that of zlib's `crc32_combine`: zeros in place of the later bytes multiply the checksum of the earlier
+    ones by a power of x, modulo the polynomial. It takes 20 to 200 us, where the bytes of 1 MiB take 120.
+    """
+    return _product(_power_of_x(8 * next_bytes), crc) ^ next_crc
+
+
+def _power_of_x(exponent: int) -> int:
+    power = 1 << 31  # the highest bit is the coefficient of 1
+    for bit in range(exponent.bit_length()):
+        if exponent >> bit & 1:
+            power = _product(_squared_x(bit), power)
+    return power
+
+
+@cache
+def _squared_x(times: int) -> int:
+    """Return x, squared that many times."""
+    return 1 << 30 if times == 0 else _product(_squared_x(times - 1), _squared_x(times - 1))
+
+
+def _product(one: int, other: int) -> int:
+    """Return the product of two polynomials over GF(2), modulo that of CRC32C."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
+
+
+_POLYNOMIAL = 0x82F63B78
+"""The polynomial of CRC32C without its highest power; the lowest bit is the coefficient of x to the 31st."""
 
 
 def _crc(buffer: memoryview | None, num_bytes: int) -> int:

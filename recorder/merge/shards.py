@@ -143,6 +143,7 @@ class _KindWriter:
                 self._payload.reserve(num_bytes)
             for buffer in buffers:
                 self._payload.data[start : start + len(buffer)] = buffer
+                self._payload_crc = crc32c(buffer.data, self._payload_crc)
                 start += len(buffer)
             payload = part.flat_offset, part.encoding, part.payload_bytes
             self._waiting.append(_WaitingRow(seq, row, number, *payload, why))
@@ -165,6 +166,7 @@ class _KindWriter:
         self._waiting: list[_WaitingRow] = []
         self._ends = [0]
         """The end of each waiting row's payload in bytes, after a leading 0."""
+        self._payload_crc = 0
         self._unit_bytes = 0
 
     def _flush(self) -> None:
@@ -178,11 +180,11 @@ class _KindWriter:
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
         payload = None
         if self._kind == "tensors":
-            payload = Payload(self._payload.data[: self._ends[-1]], np.array(self._ends, np.int64))
+            payload = Payload(self._payload.data[: self._ends[-1]], np.array(self._ends, np.int64), self._payload_crc)
         batch = self._batch(payload)
         crcs = batch_crcs(batch)
         if payload is not None:
-            crcs["data"][1:] = [crc32c(payload.ends.data), crc32c(payload.values.data)]
+            crcs["data"][1:] = [crc32c(payload.ends.data), payload.crc]
         self._file.append(batch, directory.ledger(about_to_write=batch.num_rows), crcs=crcs, payload=payload)
         directory.num_written_rows += batch.num_rows
         if self._has_index:

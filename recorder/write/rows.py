@@ -159,7 +159,7 @@ class RowBatch:
         return BuiltBatch(
             pa.RecordBatch.from_arrays([column.array for column in made], schema=SCHEMA),
             {name: column.crcs for (name, _), column in zip(_FIELDS, made, strict=True)},
-            Payload(self._values, ends) if self._is_payload_apart else None,
+            Payload(self._values, ends, self._payload_crc) if self._is_payload_apart else None,
             columns["step"],
         )
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from ..columns import SCHEMA
-from ..format.integrity import FILE_CRC_KEY, NO_DIGITS, Crcs, batch_crcs, batch_metadata, seal_metadata
+from ..format.integrity import FILE_CRC_KEY, NO_DIGITS, Crcs, batch_crcs, batch_metadata, joined_crc, seal_metadata
 from ..format.rundir import index_name, open_name
 from .file import AppendFile, Disk, PageMemory
 
@@ -36,6 +36,9 @@ _BUFFER = struct.Struct("<qq")
 """The layout of a buffer: its offset in the body, and its length."""
 _SLACK_BYTES = 64 << 10
 """The most bytes that a message adds to its batch: custom metadata, and zstd's frames around 100 buffers."""
+
+_LARGE_BYTES = 1 << 20
+"""The size from which on it is cheaper to compute with a payload's checksum than to read the payload again."""
 
 
 class FooterBlock(NamedTuple):
@@ -53,6 +56,8 @@ class Payload(NamedTuple):
     """The bytes, as many as the last of `ends`; they start at a multiple of `file.GRAIN_BYTES` in memory and file."""
     ends: npt.NDArray[np.int64]
     """The column's offsets: a 0, then the end of each row's value."""
+    crc: int
+    """The CRC32C of the values."""
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +282,7 @@ class BatchFile:
             return
         crcs = batch_crcs(batch)
         memory.reserve(int(ends[-1]))
-        payload = Payload(memory.data[: ends[-1]], ends)
+        payload = Payload(memory.data[: ends[-1]], ends, crcs["data"][-1] or 0)
         payload.values[:] = np.frombuffer(values, np.uint8)[: ends[-1]]
         buffers = [validity, pa.py_buffer(np.zeros_like(ends)), pa.py_buffer(b"")]
         empty = pa.Array.from_buffers(batch.schema[data_field].type, batch.num_rows, buffers)
@@ -323,7 +328,12 @@ class BatchFile:
             self._file.append(block.metadata_bytes + block.body_bytes)
         else:
             lead, trail, block = self._layout.write_around(batch, metadata, payload, self._file.gap)
-            crc = crc32c(trail, crc32c(payload.values.data, crc32c(lead, self._crc)))
+            crc = crc32c(lead, self._crc)
+            if payload.nbytes < _LARGE_BYTES:
+                crc = crc32c(payload.values.data, crc)
+            else:
+                crc = joined_crc(crc, payload.crc, payload.nbytes)
+            crc = crc32c(trail, crc)
             self._file.append_around(lead, payload.values, trail)
         self._crc = crc
         self._blocks.append(block._replace(offset=offset))

@@ -7,7 +7,7 @@ Fresh processes differ by how they begin and by where their memory lies, which i
 others share. Here nothing differs but what the rules select at a step. A ratio is of the median steps of two
 neighbouring blocks; the first step of a block, at which hooks are put on or taken off, is not counted. The recorder is
 there in both: what that costs, `python -m scripts.benchmarks overhead` says. Where nothing is selected at all the
-ratio is noise.
+ratio is noise. Hooks that copy and drop, the least that recording tensors can cost, are in the same table.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from scripts.benchmarks import parser_of
 
 from .processes import clean_env, progress, run_fresh
 from .stopwatch import THREADS, Stopwatch
-from .ways import SETTINGS, WAYS
+from .ways import POOL, SETTINGS, WAYS
 
 WARMUP = 8
 IDLE = "recorder, nothing at these steps"
-OURS = [name for name, way in WAYS.items() if way.group == "ours"]
+MEASURED = [POOL, *(name for name, way in WAYS.items() if way.group == "ours")]
 
 
 def is_recorded(block: int) -> bool:
@@ -44,11 +44,18 @@ def schedule(num_rounds: int, size: int) -> str:
     return ",".join([f"0:{WARMUP}", *(f"{begin}:{begin + size}" for begin in begins)])
 
 
-def child(workload: str, num_rounds: int, size: int) -> None:
-    """The one process: prints for each round its two blocks, the recorded one first."""
-    from . import workloads
+def child(workload: str, num_rounds: int, size: int, copies: bool) -> None:
+    """The one process: prints for each round its two blocks, the recorded one first.
+
+    Where `copies` is True, hooks copy and drop at the steps that a recorder would record.
+    """
+    from . import recorders, workloads
 
     work = workloads.make(workload)
+    pool = recorders.Pool()
+    is_on = True
+    if copies:
+        recorders.attach(work.model, work.optimizer, lambda name, tensor: pool.see(name, tensor) if is_on else None)
 
     def train(num_steps: int) -> list[float]:
         seconds = []
@@ -56,12 +63,14 @@ def child(workload: str, num_rounds: int, size: int) -> None:
             inputs, targets = next(work.batches)
             began_s = time.perf_counter()
             work.train_step(work.model, work.optimizer, inputs, targets)
+            pool.end_step(0)
             seconds.append(time.perf_counter() - began_s)
         return seconds
 
     train(WARMUP)
     blocks: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for block in range(2 * num_rounds):
+        is_on = is_recorded(block)
         train(1)
         watch = Stopwatch()
         step_s = statistics.median(train(size - 1))
@@ -73,16 +82,16 @@ def child(workload: str, num_rounds: int, size: int) -> None:
 def measure(name: str, setting: str, args: argparse.Namespace) -> list[list[dict[str, Any]]]:
     """The rounds of one way of recording, which must have dropped nothing."""
     env = dict(WAYS[name].env)
-    if name != IDLE:
+    if name not in (IDLE, POOL):
         steps = schedule(args.rounds, args.steps)
         env["RECORDER_RULES"] = "; ".join(f"{rule.strip()} steps={steps}" for rule in env["RECORDER_RULES"].split(";"))
     workload, num_threads, *_ = SETTINGS[setting]
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-blocks-", ignore_cleanup_errors=True) as folder:
         env |= {"RECORDER_DIR": folder, "RECORDER_MAX_BYTES": "1TB", "OMP_NUM_THREADS": str(num_threads)}
-        sizes = [workload, str(args.rounds), str(args.steps)]
+        sizes = [workload, str(args.rounds), str(args.steps), str(int(name == POOL))]
         (result,) = run_fresh("scripts.benchmarks.blocks", sizes, clean_env(**env), timeout_s=3600.0).results
         ledgers = [json.loads(path.read_text())["ledger"] for path in Path(folder).rglob("_writer.json")]
-    if name != IDLE and not sum(ledger["written"] + ledger.get("passed", 0) for ledger in ledgers):
+    if name not in (IDLE, POOL) and not sum(ledger["written"] + ledger.get("passed", 0) for ledger in ledgers):
         sys.exit(f"{name}: nothing was recorded")
     if any(ledger["dropped"] for ledger in ledgers):
         sys.exit(f"{name}: dropped {[ledger['dropped'] for ledger in ledgers]}; drops do not count as speed")
@@ -106,7 +115,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--steps", type=int, default=5, help="of a block, of which the first does not count (default 5)"
     )
-    parser.add_argument("--only", action="append", choices=OURS, metavar="NAME", help=f"of {', '.join(OURS)}")
+    parser.add_argument("--only", action="append", choices=MEASURED, metavar="NAME", help=f"of {', '.join(MEASURED)}")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where to record")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure")
     args = parser.parse_args(arguments)
@@ -116,7 +125,7 @@ def main(arguments: list[str]) -> int:
     print("| | step time, ratio | quartiles | CPU ms a step, beyond: training | writer | others |")
     print("|---|---|---|---|---|---|")
     found = {}
-    for name in args.only or OURS:
+    for name in args.only or MEASURED:
         progress(f"blocks, {args.settings}: {name}")
         found[name] = measure(name, args.settings, args)
         print(line(name, found[name]), flush=True)
@@ -126,4 +135,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1")

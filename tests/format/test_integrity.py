@@ -21,6 +21,7 @@ from recorder.format.integrity import (
     METADATA_KEY,
     batch_metadata,
     check_batch,
+    joined_crc,
     seal_metadata,
 )
 from recorder.read.messages import parse_message
@@ -61,6 +62,12 @@ _ROWS = st.lists(
     ),
     max_size=20,
 )
+
+
+@given(st.binary(max_size=40), st.integers(0, 1 << 21), st.integers(0, 255))
+def test_checksums_of_two_parts_join(first: bytes, num_bytes: int, start: int) -> None:
+    second = np.arange(start, start + num_bytes).astype(np.uint8).tobytes()
+    assert joined_crc(crc32c(first), crc32c(second), num_bytes) == crc32c(first + second)
 
 
 @given(_ROWS, st.sampled_from([None, "zstd"]), st.sets(st.integers(0, 3), min_size=1))
