@@ -1,1 +1,1 @@
-"""The one copy that training pays for: the pool of host memory, the copies into it, and the measuring of copies."""
+"""Copies each recorded tensor once into a pool of host memory, at training's cost, and computes its statistics."""

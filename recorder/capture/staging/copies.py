@@ -1,4 +1,4 @@
-"""Stagers bring the bytes of a tensor into a block of the pool; there is a class for each kind of device.
+"""Stagers copy a tensor's bytes into a block of the pool of host memory; each kind of device has a stager class.
 
 A stager runs on the training thread and may not wait for a device while it takes values. If a copy is not over when the
 stager returns, the record carries a `Ready` that the writer waits on. Some devices finish a copy at once, others only
@@ -34,31 +34,31 @@ if TYPE_CHECKING:
 
 _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
-"""The size below which memmove (0.3 us a call) beats torch's copy (6 us); above it, torch uses all its threads."""
+"""The size in bytes below which memmove copies (0.3 us a call); above it torch (6 us) does, with all its threads."""
 _HELD_BYTES = 1 << 22
-"""The size up to which a tensor is measured with the interpreter's lock held, mostly for under a millisecond: it costs
-up to five milliseconds to take the lock back from a busy writer.
+"""The tensor size in bytes up to which measuring keeps the GIL, mostly for under a millisecond: taking the GIL back
+from a busy writer thread costs up to five milliseconds.
 """
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
-"""A memmove that keeps the interpreter's lock, because `ctypes.memmove` would give the lock to the writer."""
+"""A memmove that keeps the GIL; `ctypes.memmove` would release the GIL to the writer thread."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
 
 
 class MeasurePlan(Protocol):
-    """A plan by which a device measures a tensor whose payload is not kept; the writer reads the results by it."""
+    """Says how a tensor whose payload is not kept is measured where it lies, and how the writer reads the results."""
 
     nbytes: int
-    """The bytes that the results take in the block."""
+    """The number of bytes that the results take in the pool block."""
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Return the statistics from the results in the block's `data`. Writer thread."""
+        """Read the statistics from `data`, which has the results of this plan. Writer thread."""
 
 
 class Stager(Protocol):
-    """Copies tensors of one device type into the pool."""
+    """Copies tensors of one device type into the pool of host memory."""
 
     copied_bytes: int = -1
-    """The size in bytes up to which a tensor is copied and needs no `plan`, even where its payload is not kept."""
+    """Tensors of up to this many bytes are copied even if their payload is not kept; no `plan` is made for them."""
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy a dense tensor's elements in C order into ``block``.
@@ -69,39 +69,39 @@ class Stager(Protocol):
         """
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> MeasurePlan | None:
-        """Return a plan to measure a dense tensor, whose payload is not kept, without a copy; None to copy it."""
+        """Return a plan to measure a dense tensor in place, as its payload is not kept; None if it must be copied."""
         return None
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
-        """Copy the results of a plan, as `copy` copies a tensor. Called only on stagers that make plans."""
+        """Measure a tensor by a plan of this stager; copy the results into the block, as `copy` copies a tensor."""
         raise LostError(COPY_FAILED)
 
     def norms(self, tensor: torch.Tensor) -> DeviceNorms | None:
-        """Return the norms of the step under way on the tensor's device; None if nothing can be measured there.
+        """Return the object that computes this step's norms on the tensor's device; None if none can be computed there.
 
-        `copy` brings them to the host. Raises `LostError` if a graph is being captured.
+        `copy` copies these norms to the host. Raises `LostError` if a graph is being captured.
         """
         return None
 
     def look(self) -> None:
-        """Hand values that have arrived to the writer; called as a call of a root begins. Never waits."""
+        """Hand the copies that have reached the host to the writer. Called as a call of a root begins; never waits."""
         return
 
     def fetch(self) -> None:
-        """Hand every value taken so far to the writer, for `flush`. May wait, whatever the cost."""
+        """Hand all values taken so far to the writer, for `flush`; may wait until they have reached the host."""
         return
 
     def close(self) -> None:
-        """Fetch or drop the values that wait, and release threads and streams."""
+        """Fetch or drop the values that have not reached the host, and release the stager's memory and streams."""
         return
 
 
 class HostStager(Stager):
     """Copies host memory to host memory; the copy is complete on return, and the writer thread encodes it.
 
-    If no payload is kept, the compiled loops measure the tensor in its own memory, on training's threads, which
-    idle while a hook runs: each byte is read once, and none is written. Small tensors are copied instead, because the
-    writer measures many of them with one call.
+    If no payload is kept, compiled C loops compute the statistics from the tensor's own memory. They run on training's
+    OpenMP threads, which idle while a hook runs, read each byte once, and make no copy. Small tensors are copied
+    instead, because the writer measures many of them with one call.
     """
 
     copied_bytes = SMALL_BYTES
@@ -149,8 +149,8 @@ class XlaStager(Stager):
 
     A copy to the host in the hook would cut the graph in two. The copy on the device becomes one more output of the
     graph that the program runs at its next step boundary (`torch_xla.sync`), so no further graph is compiled or run. If
-    the program reads other values and ends no step, the copies of a root's call stay unread. The recorder fetches them
-    with a graph of their own when the next call begins, because they would pile up in the program's next graph.
+    the program runs other graphs and ends no step, the copies of a root's call are not computed with them. The recorder
+    then runs a graph for these copies when the next call begins; else they would pile up in the program's next graph.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -206,7 +206,7 @@ class XlaStager(Stager):
             pass  # the writer may be reading a tensor
 
     def _bring(self, values: list[_LazyCopy]) -> None:
-        """Copy values to the host, with one graph for all that are not computed yet. The writer counts failures."""
+        """Copy values to the host, with one graph for all uncomputed values. The writer counts failures."""
         lazy = [(value, tensor) for value in values if (tensor := value.tensor) is not None]
         if not lazy:
             return
@@ -227,7 +227,7 @@ class XlaStager(Stager):
 
 
 class _LazyCopy:
-    """A lazy value that is not on the host yet. Only its record refers to it: a dropped value is never computed."""
+    """A lazy copy on its way to the host. Only its record refers to it: a dropped record's copy is never computed."""
 
     __slots__ = (
         "__weakref__",
@@ -249,7 +249,7 @@ class _LazyCopy:
         self.num_boundaries = num_boundaries
         self.num_graphs = num_graphs
         self.is_free = False
-        """True once the writer may read the tensor; until then it belongs to the thread that builds graphs."""
+        """True once the writer may read the tensor; until then the tensor belongs to the thread that builds graphs."""
         self.lost_for: str | None = None
         self.error: Exception | None = None
         self._block = block
@@ -290,12 +290,12 @@ STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = 
     "xla": lambda pool, settings, say: XlaStager(pool),
     "cuda": CudaStager,
 }
-"""For each device type, the function that makes a stager from the pool, the settings and a function that logs a line.
-It is called once, when the first tensor of the device type is recorded.
+"""For each device type, the function that makes its stager, called when the first tensor of that type is recorded. Its
+arguments are the pool, the settings and a function that logs a line.
 """
 
 WHY_LOST = {
     CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
     NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
 }
-"""The explanation, as a sentence, of each reason that a `LostError` from `Stager.copy` can have."""
+"""For each reason of a `LostError` that `Stager.copy` raises, a sentence that explains the reason."""

@@ -1,8 +1,8 @@
 """Computes statistics and fingerprint of one tensor with torch's kernels on its device, as `measure` does on the host.
 
-A few numbers for each box of the tensor cross the bus, and the writer thread merges them. Sums are in float64 as on the
-host, but in another order, so they may differ; counts, extremes and fingerprints are equal. Nothing here may read a
-value on the device.
+Only a few numbers for each box (a contiguous part of the tensor) are copied to the host, where the writer thread merges
+them. Sums are in float64 as on the host, but in another order, so their last bits may differ; counts, extremes and
+fingerprints are equal. Nothing here may read a device value on the host, because training would wait for it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22
-"""The most elements of a box: its three float64 copies at a time take 100 MB of the device's memory."""
+"""The largest number of elements of a box; the up to three float64 copies of a box take 100 MB of device memory."""
 _MAX_WEIGHTS = 1 << 16
-"""The most weights that are kept for one factor of the fingerprint."""
+"""The largest number of fingerprint weights that are computed for several dims together, and that are cached."""
 _MAX_KEPT = 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _DTYPES = (
@@ -34,16 +34,16 @@ _DTYPES = (
 """The dtypes that torch's kernels turn into float64; tensors of other dtypes are measured on the host."""
 
 Weights = dict[tuple[tuple[int, int], ...], torch.Tensor]
-"""The factors of the fingerprint's weights, by groups of (dim, length). Only one stream may use them."""
+"""Caches fingerprint weights: for a group of (dim, length) pairs, the weight of each index. For one stream only."""
 
 
 class DeviceMeasure:
-    """Measures one tensor on its device: launches kernels, and later reads their results."""
+    """Measures one tensor on its device: launches kernels, and later reads the results of these kernels."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], keep: int, unit_dim: int = -1) -> None:
-        """Plan the measuring of tensors with elements, of a dtype that `can_measure` knows.
+        """Plan to measure one tensor, which has at least one element and a dtype that `can_measure` accepts.
 
-        `keep` are bits of KEEP_STATS, KEEP_UNITS and KEEP_FINGERPRINT. A negative `unit_dim` counts from the last dim.
+        `keep` has bits of KEEP_STATS, KEEP_UNITS and KEEP_FINGERPRINT. A negative `unit_dim` counts from the last dim.
         """
         self._item_bytes = dtype.itemsize
         self._keep = keep
@@ -53,10 +53,10 @@ class DeviceMeasure:
         self.nbytes = (len(self._boxes) * _NUM_COLUMNS + _SUMS_OF_UNIT * num_units) * 8
 
     def launch(self, tensor: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Launch the kernels on the current stream, for a contiguous tensor as planned, which is not changed.
+        """Launch the kernels that measure a contiguous tensor, on the current stream; the tensor is not changed.
 
-        `weights` are those of earlier calls on the same stream; this call adds new weights. Returned are the results on
-        the device, as a flat int64 tensor: the results of each box, then the sums of the units.
+        `weights` caches weights of earlier calls on the same stream; this call adds to the cache. The results are
+        returned as a flat int64 tensor on the device: the results of each box, then the sums of the units.
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -72,7 +72,7 @@ class DeviceMeasure:
         return torch.cat((statistics, self._sum_units(flat, self._sides).view(torch.int64).reshape(-1)))
 
     def _sum_units(self, flat: torch.Tensor, sides: Sides) -> torch.Tensor:
-        """Return the sums of x and x^2, the largest magnitude and the number of zeros of each unit, as float64."""
+        """Return, for each unit, the sums of x and x^2, the largest magnitude and the number of zeros, as float64."""
         sums = torch.zeros((_SUMS_OF_UNIT, sides.num), dtype=torch.float64, device=flat.device)
         for start, offsets, shape in self._boxes:
             values = flat[start : start + math.prod(shape)].reshape(shape).movedim(sides.dim, 0)
@@ -86,7 +86,7 @@ class DeviceMeasure:
         return sums
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Return the statistics from the results. Writer thread."""
+        """Read the statistics from `data`, which has the results of `launch`. Writer thread."""
         words = data.view(np.int64)
         num_words = len(self._boxes) * _NUM_COLUMNS
         rows = words[:num_words].reshape(-1, _NUM_COLUMNS)
@@ -109,13 +109,13 @@ class DeviceMeasure:
 
 
 def can_measure(tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> bool:
-    """Whether the device can measure a tensor; any other tensor is copied, and measured on the host."""
+    """Return True if the device can measure the tensor; any other tensor is copied, and measured on the host."""
     is_run = bool(keep & (KEEP_FINGERPRINT | KEEP_UNITS)) and chunk is not None and chunk.flat_start is not None
     return tensor.dtype in _DTYPES and not is_run and not keep & KEEP_HISTOGRAM
 
 
 class _BoxResult(NamedTuple):
-    """The results of one box. The field `low` and the fields after it cover only the finite values of the box."""
+    """The statistics of one box of a tensor. The field `low` and the fields after it cover only the finite values."""
 
     num_nonzero: float
     num_nan: float
@@ -129,12 +129,12 @@ class _BoxResult(NamedTuple):
 
 
 _NUM_COLUMNS = len(_BoxResult._fields) + 1
-"""The number of columns of the results: the fields of a box, and its fingerprint."""
+"""The number of int64 results of one box: the fields of `_BoxResult`, and the box's fingerprint."""
 _SUMS_OF_UNIT = 4
 
 
 def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield the first element, offsets and shape of each box in order. A box is contiguous in memory."""
+    """Cut a shape into contiguous boxes; yield the flat start, offsets and shape of each box, in order."""
     split = len(shape)
     while split and math.prod(shape[split - 1 :]) <= max_items:
         split -= 1
@@ -152,7 +152,7 @@ def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tu
 
 
 def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the fields of `_BoxResult` as float64 numbers whose bits are taken as int64."""
+    """Compute the fields of `_BoxResult` from the values; each is a float64 whose bits are viewed as int64."""
     wide = values.to(torch.float64)
     num_nonzero = (wide != 0).sum(dtype=torch.float64)
     finite = torch.isfinite(wide)
@@ -171,7 +171,7 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _merged(results: list[_BoxResult], numel: int) -> Measured:
-    """Merge the results of boxes into statistics of the complete tensor, as `measure` does for chunks."""
+    """Merge the statistics of all boxes into the statistics of the tensor."""
     moments = Moments()
     with np.errstate(all="ignore"):
         for result in results:
@@ -192,7 +192,7 @@ def _merged(results: list[_BoxResult], numel: int) -> Measured:
 
 
 def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights) -> torch.Tensor:
-    """Return the fingerprint of a box placed at the origin, modulo 2^64 as int64 wraps ("Fingerprint" in FORMAT.md)."""
+    """Return a box's fingerprint (see FORMAT.md) as if its offsets were 0; int64 wraps, so it is modulo 2^64."""
     if values.itemsize == 8:
         shape = (*shape, 2)
     words = values.view(_WORDS[values.itemsize])
@@ -207,7 +207,7 @@ def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights)
 
 
 def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weights) -> torch.Tensor:
-    """Return the weights of all indices along a group of dims, which lists the tensor's last dim first."""
+    """Return the fingerprint's weight of each index of a group of dims. Dim 0 is the tensor's last dim."""
     factor = kept.get(group)
     if factor is not None:
         return factor
@@ -222,7 +222,7 @@ def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weig
 
 
 def _powers(base: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return 1, base, base^2, ... as int64, computed on the device, as a copy of an array could make the host wait."""
+    """Compute 1, base, base^2, ... as int64 on the device; a copy from the host could make the host wait."""
     powers = torch.ones(length, dtype=torch.int64, device=device)
     done = 1
     while done < length:

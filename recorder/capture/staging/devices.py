@@ -1,4 +1,4 @@
-"""The operations of a device that works in streams, implemented for CUDA, and the norms of values on a device.
+"""Defines what a device with streams must do, does it for CUDA, and computes the norms of values on a device.
 
 Only this module calls CUDA. Every call is made in a hook of training or on the writer thread. No call waits for the
 device except `Device.fetch`, which the writer alone may call. Norms are computed in the hook and copied to the host
@@ -15,19 +15,19 @@ from typing import Any, Protocol
 import torch
 
 _PORTABLE = 1
-"""CU_MEMHOSTREGISTER_PORTABLE: page-locked for every device of the process."""
+"""The flag CU_MEMHOSTREGISTER_PORTABLE, with which memory is page-locked for every device of the process."""
 _RELAXED = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+"""The capture mode CU_STREAM_CAPTURE_MODE_RELAXED of the CUDA driver."""
 
 
 class Device(Protocol):
-    """One device. Each implementation chooses the classes of its streams and events."""
+    """A device that works in streams. Each implementation chooses the classes of its streams and events."""
 
     def is_capturing(self) -> bool:
-        """Whether the work that this thread launches now is captured into a graph instead of being run."""
+        """Return True if the work that this thread launches now is captured into a graph instead of being run."""
 
     def current_stream(self) -> Any:
-        """Return the stream that takes the work of training on this thread."""
+        """Return the stream on which this thread launches the work of training."""
 
     def new_stream(self) -> Any:
         """Make a stream that never waits implicitly for other streams."""
@@ -38,19 +38,19 @@ class Device(Protocol):
         """Record an event that happens once the stream has done all the work that was launched on it so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Make later work on the stream wait for the latest recorded event."""
+        """Make work that is launched on the stream from now on wait for the event, as it was last recorded."""
 
     def is_done(self, event: Any) -> bool:
-        """Whether the event has happened. Any thread; raises an earlier error of the device."""
+        """Return True if the event has happened. Any thread; raises an error that the device had earlier."""
 
     def run(self, stream: Any, work: Callable[[], None]) -> None:
         """Launch the work on the stream; the work may not have begun when this method returns."""
 
     def fetch(self, stream: Any, host: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to memory that is not page-locked, and wait until the bytes have arrived. Writer thread."""
+        """Copy a tensor to host memory that is not page-locked; wait until the bytes have arrived. Writer thread."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Allocate bytes of the device's memory."""
+        """Allocate memory on the device as a flat tensor of bytes."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
         """Page-lock memory of the host, so that copies into it need not wait; return False if the device refuses."""
@@ -59,7 +59,7 @@ class Device(Protocol):
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU, used through torch; through the driver where torch's call would have a side effect."""
+    """One NVIDIA GPU, called through torch, or through the CUDA driver where torch's call has a side effect."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -69,7 +69,7 @@ class CudaDevice(Device):
         driver.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), index)
-        # Never released: torch keeps the same context for the life of the process.
+        # The context is never released: torch keeps the same context for the life of the process.
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def is_capturing(self) -> bool:
@@ -108,14 +108,14 @@ class CudaDevice(Device):
             host.copy_(source)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        # Inference mode is switched off because the first value may be seen in it, and an inference tensor takes no
-        # copies later.
+        # The first value may be seen in inference mode; a tensor allocated in that mode could not be written outside
+        # it.
         with torch.inference_mode(False), undisturbed():
             return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        # `torch.cuda.cudart()` is not used: if it refuses, its error stays set, and torch reports it for the next
-        # kernel of training. The driver keeps no error.
+        # If `torch.cuda.cudart()` were used and refused, its error would stay set, and torch would report it for the
+        # next kernel of training. The driver keeps no error.
         with self._beside_captures():
             return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
 
@@ -151,7 +151,7 @@ class CudaDevice(Device):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run torch without the user's modes: no autograd graph, no autocast, no dispatch or function mode."""
+    """Run torch in the ``with`` block without autograd graph, autocast, or the user's dispatch and function modes."""
     with (
         torch.no_grad(),
         torch._C._DisableTorchDispatch(),
@@ -162,32 +162,32 @@ def undisturbed() -> Iterator[None]:
 
 
 _MAX_NORMS = 1 << 14
-"""The most norms of a step; further values of the step are not measured."""
+"""The largest number of norms that one step has; further values of the step have no norm."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _WIDE = (torch.float64, torch.complex64, torch.complex128)
 
 
 class DeviceNorms:
-    """The norms of one step's values on one device, in the order in which they were measured. Training threads."""
+    """Computes the norms of one step's values on one device, in the order of the calls. Used by training threads."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._room = device.allocate(4 * _MAX_NORMS).view(torch.float32)
         self._slots: list[torch.Tensor] = []
-        """The elements of the room that were ever used, as tensors of no dims."""
+        """Views of elements of `_room` as 0-dim tensors, made once an element is needed."""
         self._stream: Any = None
-        """The stream on which the values of the step under way, or else of the last step, were measured."""
+        """The stream that last computed or returned norms; None before the first norm."""
         self._num = 0
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured, so that the device must not be asked anything."""
+        """Return True if a graph is being captured; meanwhile the device must not be asked anything."""
         return self._device.is_capturing()
 
     def measure(self, tensor: torch.Tensor) -> bool:
         """Launch the kernel that computes the Euclidean norm of a tensor; return whether that was possible.
 
-        It is not possible for integers, while a graph is captured, and for a value on another stream than that of the
-        step's first value.
+        It is not possible for dtypes such as integers, while a graph is captured, on another stream than the stream of
+        the step's first norm, and after `_MAX_NORMS` norms.
         """
         if tensor.dtype not in _NARROW and tensor.dtype not in _WIDE:
             return False
@@ -223,10 +223,10 @@ class DeviceNorms:
         return True
 
     def take(self) -> torch.Tensor | None:
-        """Return the norms of the step, float32 of shape (number,) on the device, and begin another step.
+        """Return the step's norms on the device, float32 of shape (number of norms,), and begin a new step.
 
-        They must be copied on the current stream before the next value is measured. None if there are no norms, or if a
-        graph is captured now.
+        The norms must be copied on the current stream before the next norm is computed. None if there are no norms, or
+        if a graph is captured now.
         """
         num, self._num = self._num, 0
         if not num or self._device.is_capturing():
@@ -235,7 +235,7 @@ class DeviceNorms:
         return self._room[:num]
 
     def _begin(self, num: int) -> int | None:
-        """Return the place of the next `num` norms; None if they cannot be measured now."""
+        """Return the index in `_room` of the next `num` norms; None if they cannot be computed now."""
         if self._device.is_capturing() or self._num + num > _MAX_NORMS:
             return None
         stream = self._device.current_stream()
@@ -246,7 +246,7 @@ class DeviceNorms:
         return self._num
 
     def _follow(self, stream: Any) -> None:
-        """Make a stream wait for the stream that used the room before."""
+        """Make a stream wait for the stream that used `_room` before, and remember it as the last user."""
         if self._stream is not None and self._stream != stream:
             event = self._device.new_event()
             self._device.record(event, self._stream)

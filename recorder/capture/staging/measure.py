@@ -1,8 +1,8 @@
 """Computes statistics and fingerprint of one tensor, for the writer thread; never calls torch.
 
-The compiled loops of `recorder.native` compute all results in one pass, 4 to 9 times as fast as the functions here,
-which compute the same bits where there are no compiled loops. numpy's reductions use only the calling thread whatever
-the size, know no global modes, and cannot touch the threads or generators that training uses.
+The compiled C loops of `recorder.native` compute all results in one pass, 4 to 9 times as fast as the functions here.
+If the compiled loops are missing, these functions compute the same bits. They use numpy, whose reductions run on the
+calling thread alone whatever the size, know no global modes, and cannot touch training's threads or generators.
 
 `recorder/numerics/histogram.py` says what each count of a histogram means, and `recorder/numerics/units.py` what the
 sums of units mean.
@@ -28,7 +28,7 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured, Staged
 
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements per pass; the elements and their float64 copy fit in the second-level cache."""
+"""The number of elements that numpy reduces at a time; they and their float64 copy fit in the second-level cache."""
 
 _NOTHING = Measured()
 _NO_UNITS_OF_RUN = "no_units:a run of a flattened tensor"
@@ -45,11 +45,11 @@ def measure(
     *,
     kernels: Kernels | None = None,
 ) -> Measured:
-    """Compute the results whose bits are in `keep`: statistics, histogram, sums of each unit, fingerprint.
+    """Compute the results that the bits of `keep` ask for: statistics, histogram, sums of each unit, fingerprint.
 
-    `data` are the tensor's bytes, and `chunk` its position in a global tensor. A negative `unit_dim` counts from the
-    last dim. `kernels` are the compiled loops, where they are to be used. UnsupportedError is raised if the dtype is
-    unknown.
+    `data` has the tensor's bytes, and `chunk` the tensor's position in a global tensor. A negative `unit_dim` counts
+    from the last dim. `kernels` are the compiled loops; None to measure in Python. UnsupportedError is raised if the
+    dtype is unknown.
     """
     is_run = chunk is not None and chunk.flat_start is not None
     by_loops = keep & ~(KEEP_FINGERPRINT | KEEP_UNITS) if is_run else keep
@@ -93,7 +93,7 @@ def _statistics_of(
 
 
 class HostMeasure:
-    """A plan by which the compiled loops measure a host tensor in its own memory. It also reads the results."""
+    """Says how the compiled loops measure a host tensor in its own memory, and reads the results."""
 
     __slots__ = ("_dtype", "_sides", "kernels", "loops", "nbytes")
 
@@ -116,11 +116,11 @@ class HostMeasure:
         self.nbytes = self.loops.num_bytes
 
     def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> None:
-        """Measure the contiguous elements at an address, and write the results to an address; see `measure_at`."""
+        """Measure the contiguous elements at address `at`; write the results to address `out`; see `measure_at`."""
         self.kernels.measure_at(at, self.loops, out, num_threads=num_threads, held_bytes=held_bytes)
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Return the statistics from the results. Writer thread."""
+        """Read the statistics from `data`, which has the results of `launch`. Writer thread."""
         statistics, bins, sums = self.loops.read(data)
         if statistics.fingerprint is not None and chunk is not None and chunk.offsets is not None:
             fingerprint_there = moved(statistics.fingerprint, item_bytes(self._dtype), chunk.offsets)
@@ -135,10 +135,10 @@ class HostMeasure:
 
 @lru_cache(maxsize=512)  # each cached plan may hold the weights of a fingerprint, mostly 32 KiB
 def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
-    """Return a plan to measure a tensor that has elements with the compiled loops; None if Python must measure it.
+    """Return a plan by which the compiled loops measure a nonempty tensor; None if Python must measure it.
 
-    Without `KEEP_STATS` and `KEEP_FINGERPRINT` in `keep` the result is None. A negative `unit_dim` counts from the last
-    dim.
+    The result is also None if `keep` has neither `KEEP_STATS` nor `KEEP_FINGERPRINT`. A negative `unit_dim` counts from
+    the last dim.
     """
     if not keep & (KEEP_STATS | KEEP_FINGERPRINT) or dtype not in KINDS:
         return None
@@ -146,9 +146,9 @@ def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, k
 
 
 def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) -> list[Measured]:
-    """Measure records of few bytes as `measure` does, most of these records with one call of the compiled loops.
+    """Measure small records as `measure` does, most of them with one call of the compiled loops.
 
-    Statistics of the records are kept, and perhaps their fingerprints.
+    Each record keeps its statistics, and some records their fingerprints.
     """
     may_join = [
         kernels is not None and s.chunk is None and s.dtype in TOGETHER_KINDS and s.block.num_bytes > 0 for s in records
@@ -198,7 +198,7 @@ def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
     if dtype.startswith("complex"):
         return _count_complex(data, dtype)
     moments = _Chunks(min(len(data), _CHUNK_ITEMS))
-    # Values near the largest double overflow to inf, and the row then contains inf.
+    # The powers of values near the largest double overflow to inf, and the row then contains inf.
     with np.errstate(all="ignore"):
         for values in _chunks(data, dtype):
             moments.add(values)
@@ -206,7 +206,7 @@ def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 
 class _Chunks(Moments):
-    """The moments of a tensor, whose values are added chunk by chunk."""
+    """Computes the moments of a tensor, whose elements are added piece by piece."""
 
     def __init__(self, max_items: int) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Chunks(Moments):
         self._mask = np.empty(max_items, np.bool_)
 
     def add(self, values: _Values) -> None:
-        """Add a chunk that has at least one value."""
+        """Add the next piece of the tensor, which has at least one value."""
         mask = self._mask[: len(values)]
         self.zero_count += len(values) - int(np.count_nonzero(np.not_equal(values, 0, out=mask)))
         low, high = float(values.min()), float(values.max())
@@ -243,7 +243,7 @@ class _Chunks(Moments):
 
 
 def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
-    """Yield the elements in chunks of numbers that numpy reduces fast. Each chunk is overwritten by the next."""
+    """Yield the elements in pieces of a dtype that numpy reduces fast. A piece may overwrite the previous piece."""
     if not dtype.startswith(("bfloat16", "float16", "float8")):
         values = data.view(np.uint8 if dtype == "bool" else numpy_dtype(dtype))
         for start in range(0, len(values), _CHUNK_ITEMS):
@@ -265,7 +265,7 @@ def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
 
 @lru_cache(maxsize=8)
 def _decoded(dtype: str) -> npt.NDArray[np.float32]:
-    """Return a table of the values of all bit patterns of an 8 or 16 bit float, for float16 twice as fast as numpy."""
+    """Return the value of each bit pattern of an 8 or 16 bit float; for float16 twice as fast as numpy's conversion."""
     num_bytes = item_bytes(dtype)
     codes = np.arange(1 << 8 * num_bytes, dtype=np.dtype(f"<u{num_bytes}"))
     with np.errstate(all="ignore"):
@@ -273,13 +273,13 @@ def _decoded(dtype: str) -> npt.NDArray[np.float32]:
 
 
 def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
-    """Return only counts: an element is NaN if one of its parts is NaN, else infinite if one part is infinite."""
+    """Count elements with a NaN part as NaN, other elements with an infinite part as infinite, and zeros."""
     parts = data.view(np.dtype(f"<f{item_bytes(dtype) // 2}"))
     nan_count = inf_count = zero_count = 0
     for start in range(0, len(parts), 2 * _CHUNK_ITEMS):
         chunk = parts[start : start + 2 * _CHUNK_ITEMS]
         is_nan, is_inf, is_zero = (
-            # The two flags of a complex element are read as one 16-bit number.
+            # The flags of the real and the imaginary part of an element are read as one 16-bit number.
             flags.view(np.uint16)
             for flags in (np.isnan(chunk), np.isinf(chunk), np.equal(chunk, 0))
         )
@@ -291,14 +291,14 @@ def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 Bins = npt.NDArray[np.uint64]
 _FLOATS = {"bfloat16": (2, 7), "float32": (4, 23), "float64": (8, 52)}
-"""The size in bytes of an element, and the number of bits below the exponent, by element type."""
+"""For each float dtype, the size of an element in bytes, and the number of bits below the exponent."""
 _ITEMS = 1 << 15
 
 
 def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray[Any]]) -> Bins:
     """Count the values of a tensor by sign and power of two, for its histogram. The dtype is one of `NUM_BINS`.
 
-    `decoded` are the tensor's values chunk by chunk, float16 as float32; only float16 and integers are read from it.
+    `decoded` yields the values piece by piece, float16 as float32; it is read only for float16 and integers.
     """
     bins = np.zeros(NUM_BINS[dtype], np.uint64)
     if dtype in BY_PATTERN:
@@ -340,12 +340,12 @@ _LANES = 8
 
 
 class UnitSums:
-    """The sums over the finite values of each unit, and its number of zeros."""
+    """The sums over the finite values of each unit (such as a channel), and the number of zeros of each unit."""
 
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
         self.sums = np.zeros((3, sides.num))
-        """The sum of x, the sum of x^2 and the largest magnitude of each unit."""
+        """Three rows with a column for each unit: the sum of x, the sum of x^2 and the largest magnitude."""
         self.zeros = np.zeros(sides.num, np.int64)
 
     def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
@@ -355,7 +355,7 @@ class UnitSums:
             first += len(values)
 
     def add(self, values: npt.NDArray[Any], first: int) -> None:
-        """Add a chunk of the flattened tensor; `first` elements of the tensor come before the chunk.
+        """Add a piece of the flattened tensor; `first` elements of the tensor come before the piece.
 
         `bincount` adds in the order of the elements. If the values of a unit are adjacent in memory, they are added up
         in eight partial sums, which are added in pairs and then to the unit's sum.

@@ -1,9 +1,9 @@
 """The host pool: one memory region of fixed size in bytes, which contains every record on its way to disk.
 
-The pool is the only bound between training and disk. The training thread takes blocks, and the writer thread gives them
-back. In the ring's share of the pool, values wait for a trigger. Training never waits for room there, because it is
-free again only when steps pass, not when the writer catches up. Nothing here may allocate more than a small object per
-record, or hold its lock while bytes are copied.
+The pool is the only limit on what waits between training and disk. The training thread takes blocks, and the writer
+thread gives them back. In the ring's share of the pool, values wait for a trigger. Training never waits for room in
+that share, because room there comes from passing steps, not from a writer that catches up. Nothing here may allocate
+more than a small object per record, or hold its lock while bytes are copied.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""The unit of block sizes in bytes: about the size of a record's Python objects, whose memory is thus bounded, too."""
+"""The unit of block sizes in bytes. A record's Python objects take about as much, so the pool bounds them, too."""
 _NAP_S = 0.002
-"""The seconds between two attempts of a thread that waits for room."""
+"""The seconds between two attempts to take a block, while a thread waits for room in the pool."""
 
 
 class UnfinishedCopy(Protocol):
-    """A copy that a device may still write into a block."""
+    """A copy that a device may still be writing into a block of the pool."""
 
     def released(self) -> None:
-        """Note that the record no longer needs the block; give it back once the device is done. Any thread, once."""
+        """Note that the record is done with the block; give it back once the device is, too. Any thread, once."""
 
 
 class PoolBlock:
@@ -49,14 +49,14 @@ class PoolBlock:
     def __init__(self, pool: Pool, offset: int, size: int, num_bytes: int) -> None:
         self._pool = pool
         self.size = size
-        """The bytes that the block takes of the pool."""
+        """The number of bytes that the block takes in the pool, a multiple of `GRAIN_BYTES`."""
         self.offset = offset
         self.num_bytes = num_bytes
         self.unfinished_copy: UnfinishedCopy | None = None
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """Return the block's bytes as an array. It is made at this call, so on the writer thread and not in a hook."""
+        """Return the block's bytes as an array, which is made only here, on the writer thread, to keep hooks fast."""
         return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
 
     @property
@@ -64,14 +64,14 @@ class PoolBlock:
         return self._pool.address + self.offset
 
     def release(self) -> None:
-        """Give the bytes back once nothing writes into them any more. Any thread, once."""
+        """Give the block back to the pool once no device writes into it any more. Any thread, once."""
         if self.unfinished_copy is None:
             self.give_back()
         else:
             self.unfinished_copy.released()
 
     def give_back(self) -> None:
-        """Give the bytes back, even if something may still write into them."""
+        """Give the block back to the pool, even if a device may still write into it."""
         pool = self._pool
         (pool._small if self.size == GRAIN_BYTES else pool._returned).append(self)
 
@@ -117,7 +117,7 @@ class Pool:
 
     @property
     def region_bytes(self) -> int:
-        """Return the bytes of the complete region, which the pool may share with another pool."""
+        """Return the size of the complete memory region, which this pool may share with another pool."""
         return len(self._bytes)
 
     def _begin(self, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
@@ -126,7 +126,7 @@ class Pool:
         self._free = [(0, self.capacity_bytes)]
         self._returned: deque[PoolBlock] = deque()
         self._small: deque[PoolBlock] = deque()
-        """Free blocks of one grain; each is taken and given back in one step of C, without a lock or a search."""
+        """Free blocks of `GRAIN_BYTES`; each is taken and given back by one C call, without a lock or a search."""
         self._used_bytes = 0
         self.peak_bytes = 0
         self._progress_s = progress_s
@@ -143,7 +143,7 @@ class Pool:
         return self._used_bytes - free_bytes
 
     def take(self, nbytes: int) -> PoolBlock | None:
-        """Take a block of exactly ``nbytes``; None where there is no room now. Never waits for the writer.
+        """Take a block of exactly ``nbytes``; None if the pool has no room now. Never waits for the writer.
 
         A call from a signal handler or a finalizer that interrupts another call in the same thread may get None.
         """
@@ -155,8 +155,8 @@ class Pool:
             except IndexError:  # another thread has taken the block first
                 pass
         size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
-        # The block contains only plain stores and no calls: Ctrl-C and handlers that raise come between calls, so never
-        # inside this block.
+        # From the lock to `try`, and in `finally`, there are only plain stores and no calls: Ctrl-C and handlers that
+        # raise come between calls, so the flag never stays set.
         with self._lock:
             if self._is_taking:
                 return None
@@ -175,8 +175,8 @@ class Pool:
     def _first_fit(self, nbytes: int, size: int) -> PoolBlock | None:
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
-                # Each entry is changed by a single store, so that an interrupt can lose a block but never make one that
-                # is given out twice.
+                # Each entry is changed by a single store, so that an interrupt can lose a block but never give its
+                # memory out twice.
                 if free == size:
                     del self._free[i]
                 else:
@@ -206,7 +206,7 @@ class Pool:
             free[first:last] = [(whole_start, whole_size)]
 
     def _collect_small(self) -> None:
-        """Put the free blocks of one grain into the free list, where they join and make room for larger blocks."""
+        """Put the free blocks of `GRAIN_BYTES` into the free list, where they join and make room for larger blocks."""
         blocks: list[PoolBlock] = []
         with contextlib.suppress(IndexError):  # raised when no block is left; other threads may take blocks meanwhile
             while True:
@@ -217,7 +217,7 @@ class Pool:
     def take_or_wait(
         self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
     ) -> PoolBlock | None:
-        """Take a block, waiting for at most ``per_step_s`` in all calls of a step; None if the value must be dropped.
+        """Take a block, waiting for at most ``per_step_s`` in all calls of one step; None if the value must be dropped.
 
         After a failed wait no call waits until half of the pool is free, because a dead disk must not stop training.
         """
@@ -267,18 +267,18 @@ class DevicePool(Pool):
 
 
 def default_capacity_bytes(local_world_size: int) -> int:
-    """Return 1 GiB, but at most 5 % of the host's memory divided by the local ranks, and at least 256 MiB."""
+    """Return 5 % of the host's memory, divided among the local ranks, but at least 256 MiB and at most 1 GiB."""
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(256 << 20, min(1 << 30, host_bytes // 20 // max(1, local_world_size)))
 
 
 class RingMemory:
-    """The share of the pool in which values wait for a trigger. Only the training thread calls the methods."""
+    """The ring's share of the pool, where values wait for a trigger. Only the training thread calls the methods."""
 
     def __init__(self, pool: Pool, window: RingWindow, *, is_wanted: Callable[[int], bool]) -> None:
         """Begin with an empty ring in its share of the pool.
 
-        `is_wanted` returns whether a trigger has asked for a step, so that its values are on their way to the disk.
+        `is_wanted` returns whether a trigger has asked for a step, whose values are then on their way to the disk.
         """
         self.pool = pool
         self.window = window
@@ -286,11 +286,11 @@ class RingMemory:
         self._first: int | None = None
         """The first step of training that had a value for the ring; None before that step."""
         self._step_bytes = 0
-        """The bytes that training asked for in the first step."""
+        """The bytes of all blocks that training asked for in the step `_first`."""
         self._is_judged = False
 
     def take(self, nbytes: int, moment: Moment) -> PoolBlock | None:
-        """Take a block; None where there is no room. There is no wait, because only steps that pass make room."""
+        """Take a block; None if there is no room. Waiting would not help, because only steps that pass make room."""
         if not self._is_judged and moment.mode == "train":  # an evaluation is no measure of a training step
             if self._first is None:
                 self._first = moment.step
@@ -299,7 +299,7 @@ class RingMemory:
         return self.pool.take(nbytes)
 
     def judge(self, step: int, num_steps: Callable[[int, int], int]) -> str | None:
-        """Return, once the first step is over, why the window does not fit into the ring; None where it fits.
+        """After the first step, return once why the window's steps do not fit into the ring; otherwise None.
 
         `step` is the step that begins. `num_steps` takes a first step and a number of steps, and returns at how many of
         them rules keep ring values.

@@ -5,7 +5,7 @@ stream of the recorder then copies the clone to the host. If training changes th
 change comes after the clone on training's stream and cannot reach the copy. The clone costs twice the value's bytes of
 the device's own memory traffic, about a thirtieth of the time that the copy over the bus takes.
 
-If that region is full, training's stream makes the copy to the host itself, at the speed of the bus. The copy is still
+If the region is full, training's stream makes the copy to the host itself, at the speed of the bus. The copy is still
 in program order, and the host does not wait. Events show when a copy is over. The writer polls the events. Once the
 copy is over, its device block, event and pool block are given back. A block that a device may still write into is never
 given to another record.
@@ -38,11 +38,11 @@ CUDA_GRAPH = "cuda_graph"
 NO_DEVICE_ROOM = "device_pool_full"
 
 _MIN_MEASURED_BYTES = 1 << 20
-"""The least size whose copy should cost training more than the launches of about twenty kernels. Not measured."""
+"""Tensors of fewer bytes are not measured on the device. A guess: a larger copy should cost over 20 kernel launches."""
 _MANY = 64
-"""The number of copies under way above which the training thread checks whether copies are over."""
+"""If more copies than this are under way, the training thread checks whether the oldest are over."""
 _unfinished: set[StreamStager] = set()
-"""The stagers that were closed while a device was still writing. Their memory is freed once the device is done."""
+"""The closed stagers into whose memory a device was still writing. Their memory is freed once the device is done."""
 
 
 class StreamStager:
@@ -77,7 +77,7 @@ class StreamStager:
         self._unmeasurable: set[torch.dtype] = set()
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> DeviceMeasure | None:
-        """Return how the device measures a tensor whose payload is not kept; None to copy the tensor instead."""
+        """Return how the device measures a tensor whose payload is not kept; None if it must be copied instead."""
         if tensor.numel() * tensor.itemsize < self._min_measured_bytes or tensor.dtype in self._unmeasurable:
             return None
         from .device_measure import (
@@ -102,15 +102,15 @@ class StreamStager:
         except (LostError, torch.OutOfMemoryError):
             raise
         except RuntimeError:
-            # The device has no kernel for the dtype: from now on the host measures.
+            # The device has no kernel for this dtype: from now on the host measures tensors of the dtype.
             self._unmeasurable.add(tensor.dtype)
             raise
 
     def norms(self, tensor: torch.Tensor) -> DeviceNorms:
-        """Return the norms of the step under way on the tensor's device. `copy` brings them to the host.
+        """Return the object that computes this step's norms on the tensor's device; `copy` copies them to the host.
 
         Raises:
-            LostError: a graph is being captured, and the device was not used before.
+            LostError: a graph is being captured.
         """
         copies = self._copies_of(tensor)
         if copies.norms is None:
@@ -136,7 +136,7 @@ class StreamStager:
         self.release_if_over()
 
     def release_if_over(self) -> None:
-        """Free the memory after `close`, once the last copy is over."""
+        """Free the memory if `close` was called and the last copy is over; else do nothing."""
         if not self._is_closed or any(copies.is_busy for copies in list(self._by_device.values())):
             return
         _unfinished.discard(self)
@@ -186,7 +186,7 @@ class StreamStager:
 
 
 class _DeviceCopies:
-    """One device: its region for clones, the recorder's stream on it, and the copies under way."""
+    """The recorder's state for one device: the region for clones, the recorder's stream, and the copies under way."""
 
     def __init__(self, device: Device, room: DevicePool, on_over: Callable[[], None], is_pinned: bool) -> None:
         self.device = device
@@ -197,7 +197,7 @@ class _DeviceCopies:
         self._is_pinned = is_pinned
         self._under_way: deque[_Arrival] = deque()
         self._launching: set[_Arrival] = set()
-        """The copies that may be on their way but have no event that shows their end."""
+        """The copies that may have been launched, but whose event may not be recorded yet."""
         self._weights: Weights = {}
         self.norms: DeviceNorms | None = None
 
@@ -206,7 +206,7 @@ class _DeviceCopies:
         return bool(self._launching) or any(not arrival.is_over for arrival in list(self._under_way))
 
     def stage(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure | None) -> _Arrival:
-        """Begin to copy a tensor, or the results of its measuring, into the block."""
+        """Begin to copy a tensor, or the results of measuring it, into the block."""
         self._forget_what_is_over()
         room = self._take_room(tensor.numel() * tensor.itemsize)
         if room is not None:
@@ -238,14 +238,13 @@ class _DeviceCopies:
                 copied = self._make(side, lambda: measured.launch(clone[0], self._weights))
             return self._bring(side, copied, block, room, event)
         except BaseException:
-            # Without this line the memory could be used again while a copy into it is under way. It is better to lose
-            # the memory.
+            # Otherwise `room` could be used again while a copy into it is under way. It is better to lose the memory.
             if block.unfinished_copy is None:
                 self._keep_until_done(room, stream, event)
             raise
 
     def _make(self, stream: Any, work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """Launch the work that makes a tensor; return a list that contains the tensor once the work is launched."""
+        """Launch the work that makes a tensor; the returned list contains the tensor once the work is launched."""
         made: list[torch.Tensor] = []
         self.device.run(stream, lambda: made.append(work()))
         return made
@@ -253,7 +252,7 @@ class _DeviceCopies:
     def _bring(
         self, stream: Any, made: list[torch.Tensor], block: PoolBlock, room: PoolBlock | None, event: Any
     ) -> _Arrival:
-        """Copy a tensor to the host. Event, device memory and pool block are given back only after the copy."""
+        """Copy a tensor to the host. Event, device memory and pool block are given back only once the copy is over."""
         device = self.device
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
@@ -274,7 +273,7 @@ class _DeviceCopies:
         self._launching.discard(arrival)
 
     def _keep_until_done(self, room: PoolBlock, stream: Any, event: Any) -> None:
-        """Keep the device memory of a failed copy until its work on the device is done: it may still use the memory."""
+        """Keep the device memory of a failed copy until the work on the device that may still use it is done."""
         arrival = _Arrival(self, event, None, room)
         with contextlib.suppress(RuntimeError):
             self.device.record(event, stream)
@@ -305,7 +304,7 @@ class _DeviceCopies:
                 under_way[1].poll()
 
     def poll_oldest(self) -> None:
-        """Check which copies are over, oldest first, as they end about in order; nothing while a graph is captured."""
+        """Poll copies, oldest first, until one is not over, as they end about in order; not during a graph capture."""
         for arrival in list(self._under_way):
             if not arrival.poll():
                 break
@@ -313,7 +312,7 @@ class _DeviceCopies:
 
 
 class _Arrival:
-    """One copy under way. The thread that first finds it over gives back its event, device memory and pool block."""
+    """One copy under way. The first thread that sees it finished gives back its event, device memory and pool block."""
 
     __slots__ = (
         *("_block", "_blocks_left", "_event", "_copies", "_room", "_may_end"),
@@ -325,12 +324,11 @@ class _Arrival:
         self._event = event
         self._block = block
         self._room = room
-        # A list of one entry instead of a lock: only one thread can pop the entry, and no interrupt can leave a lock
-        # held.
+        # A list of one entry, not a lock: only one thread can pop the entry, and no interrupt can leave a lock held.
         self._may_end = [True]
         self._blocks_left = [block] if block is not None else []
         self.fetch: Callable[[], None] | None = None
-        """The function that copies on the writer thread; None where the device itself can write to the host."""
+        """The function that copies on the writer thread; None if the device itself writes to the host."""
         self.error: Exception | None = None
         self.is_launched = False
         self.is_over = False
@@ -347,7 +345,7 @@ class _Arrival:
         return True
 
     def poll(self, *, is_reader: bool = False) -> bool:
-        """Return whether the copy is over. The first call that finds this frees what the copy used. Any thread."""
+        """Return whether the copy is over. The first call that sees it finished frees what it used. Any thread."""
         if self.is_over or not self.is_launched:
             return self.is_over
         error: Exception | None = None
@@ -370,7 +368,7 @@ class _Arrival:
         return True
 
     def released(self) -> None:
-        """Note that the record no longer needs the block."""
+        """Note that the record no longer needs the pool block."""
         self.is_released = True
         if self.is_over:
             self._give_block_back()
@@ -397,7 +395,7 @@ def _filled(room: PoolBlock, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor without lazy bits, which torch would resolve on the host before the copy is over."""
+    """Return the tensor contiguous, without lazy bits (conjugate, negative), which torch would resolve too early."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
