@@ -40,23 +40,23 @@ _PASS_S = 1.0
 _FIND_S = 5.0
 _STATE_S = 5.0
 _SUMMARY_S = 30.0
-"""The least seconds between two puts of the fleet's index, because each node's document costs a request."""
+"""The least seconds between two uploads of this node's document in the fleet's index; each upload costs a request."""
 _ASK_S = 60.0
-"""The seconds without an answer of the store after which a daemon that has nothing to do makes one request."""
+"""An idle daemon makes one request to the store if the store has answered no request for this many seconds."""
 _LATE_S = 60.0
-"""The seconds without a pass after which a daemon is not healthy."""
+"""The daemon reports itself unhealthy if its main thread has begun no pass over the runs for this many seconds."""
 _ERRAND_END_S = 0.5
-"""The seconds, beyond `stop_s`, that a stop waits for the killed process of an errand."""
+"""The seconds, beyond `stop_s`, for which a stop waits after the processes of errands (repairs, checks) were killed."""
 _LOW_PRIORITY = 10
 
 
 class Daemon:
-    """One daemon: `run` until a signal, or `run_once` until the destination has all files."""
+    """One daemon. `run` ships until a signal arrives, `run_once` until the destination has all files."""
 
     def __init__(self, settings: DaemonSettings, reload: Callable[[], DaemonSettings] | None = None) -> None:
-        """Check everything that needs no request to the store.
+        """Check the settings as far as this needs no request to the store; raise ConfigError for a wrong setting.
 
-        ConfigError is raised if a setting cannot be used. `reload` reads the settings again after SIGHUP.
+        `reload` reads the settings again after SIGHUP.
         """
         self._reload = reload
         read_key(settings.key_file)
@@ -81,7 +81,7 @@ class Daemon:
         self._counts = Entries()
         self._unshipped_before: dict[str, str] = {}
         self._fleet: FleetDocument | None = None
-        """None until a watched folder exists, because a watched folder holds the name of this node."""
+        """This node's document in the fleet's index; None until a watched folder exists, which keeps its name."""
         self._pools = {
             lane: ThreadPoolExecutor(num_threads, f"recorder-{lane}")
             for lane, num_threads in (("small", settings.threads), ("large", settings.threads), ("errand", 1))
@@ -94,18 +94,18 @@ class Daemon:
         self._has_found = False
         self._state_path: Path | None = None
         self.damaged: list[str] = []
-        """The damage that `run_once` has found, a sentence a run."""
+        """The damage that `run_once` has found: one sentence for each damaged run."""
         self.strangers: list[str] = []
-        """Paths that are part of no run, which `run_once` has not shipped. Files beside a run are left out."""
+        """Paths that were not shipped: in a run's directory, but no part of the run; if there is no run, every path."""
         self.url, self.port = "", 0
-        """The URL and the port of the metrics; empty and 0 if they are not served."""
+        """The URL and the port at which metrics are served; an empty text and 0 if metrics are not served."""
 
     @property
     def runs(self) -> list[RunShipper]:
         return list(self._runs.values())
 
     def seen(self) -> dict[str, int]:
-        """Return the numbers of ignored entries: files that belong to no run, and refused entries."""
+        """Count the ignored entries of watched folders: ``foreign`` (in no run) and ``refused`` (links, bad names)."""
         counted = [self._counts, *(one for run in self.runs for one in run.counted)]
         return {
             "foreign": sum(len(one.foreign) for one in counted),
@@ -137,7 +137,7 @@ class Daemon:
                         raise
                     self.shared.failed(error, "the start")  # a store that is unreachable now may come back
                 _lower_priority()
-                # Without this setting, glibc keeps the largest snapshot that each thread has freed.
+                # Without these limits, each thread's malloc arena keeps the memory of its largest freed snapshot.
                 set_malloc(M_ARENA_MAX=2, M_MMAP_THRESHOLD=1 << 18, M_TRIM_THRESHOLD=1 << 20)
                 self._say_start()
                 while not self._stop.is_set():
@@ -154,9 +154,9 @@ class Daemon:
             return 0
 
     def run_once(self) -> int:
-        """Upload everything that exists now; return 0 if the destination then has all of it, and it is sound, else 1.
+        """Upload all files that exist now; return 0 if the destination then has them all and no run is damaged, else 1.
 
-        Sound runs that have been there for `keep_local` are removed here.
+        An undamaged run that the destination has had for `keep_local` is removed from this disk.
         """
         taken_bytes, moved_s = -1, time.monotonic()
         for folder in filter(lambda folder: not os.path.isdir(folder), self._watched):
@@ -187,7 +187,7 @@ class Daemon:
             return int(not is_all_there or any(what))
 
     def _judge_runs(self) -> None:
-        """Find the damage of runs that were shipped, and remove here those that may go, have none and no strangers."""
+        """Look for damage in shipped runs; remove a run from this disk if it is old, sound and has no foreign files."""
         for run in self.runs:
             if run.there.conflict or run.unreadable:
                 continue
@@ -206,7 +206,7 @@ class Daemon:
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """The reasons why directories with a possible run are not shipped, by path."""
+        """The reason why a file or a directory that may belong to a run is not shipped, by its path."""
         return self._counts.unshipped | {path: why for run in self.runs for path, why in run.unshipped.items()}
 
     def stop(self) -> None:
@@ -218,7 +218,7 @@ class Daemon:
         return self._has_found and not self._under_way and not self._errands and all(map(self._is_done, self.runs))
 
     def _is_idle(self) -> bool:
-        """Tell whether the daemon may ask the store: while a put fails, a GET that succeeds would hide that."""
+        """Tell whether a test request is useful: while an upload fails, a GET that succeeds would hide the failure."""
         return not self._under_way and (not self.health.problem or all(map(self._is_done, self.runs)))
 
     def _is_done(self, run: RunShipper) -> bool:
@@ -237,7 +237,7 @@ class Daemon:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stop at SIGTERM and SIGINT, and reload at SIGHUP, inside the block; only the main thread receives signals."""
+        """Stop at SIGTERM and SIGINT, and reload at SIGHUP, inside the block; outside the main thread do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -328,7 +328,7 @@ class Daemon:
             self._write_state()
 
     def _is_index_late(self) -> bool:
-        """Tell whether the fleet's index lacks a run or the end of a run: commands find runs by the index."""
+        """Tell whether the fleet's index, by which commands find runs, lacks a run of this node or the end of a run."""
         return self._fleet is not None and any(
             run.is_known and not run.there.conflict and self._fleet.is_late(run.key, run.is_recording)
             for run in self.runs
@@ -339,7 +339,7 @@ class Daemon:
     def _submit(
         self, lane: str, job: Callable[[], None], run: RunShipper | None, end: Callable[[], object] = lambda: None
     ) -> None:
-        """Run a job in a thread of a lane. Afterwards call `end`, even if the job failed."""
+        """Run a job in a thread of its lane (``small``, ``large``, ``errand``); afterwards call `end` in any case."""
 
         def do() -> None:
             try:
@@ -478,7 +478,7 @@ class Daemon:
         write_state(self._state_path, state)
 
     def _finish(self) -> None:
-        """Wait until the deadline for running jobs and the last documents, and leave the rest for the next start."""
+        """Wait up to `stop_s` for running jobs, and put the last documents; the next start does what is left undone."""
         until_s = time.monotonic() + self.shared.settings.stop_s
         self._stop.set()
         self._wait_for_jobs(until_s)
@@ -499,7 +499,7 @@ class Daemon:
             logger.info("stopped")
 
     def _put_last_documents(self) -> None:
-        """Put what commands show of this node's runs, because no later pass puts it."""
+        """Put the summaries and statuses of this node's runs for the last time, because no later pass puts them."""
         self._summarise()
         for run in self.runs:
             run.put_shown()
@@ -511,7 +511,7 @@ class Daemon:
     left: list[str]
     """The paths of the files that `run_once` could not upload."""
     is_parked = False
-    """True if threads are still working, so that the process must end without waiting for them."""
+    """True if jobs still ran at the end of the stop: the process must then end without waiting for their threads."""
 
 
 def _watched_folders(settings: DaemonSettings) -> list[str]:

@@ -28,15 +28,15 @@ from .telemetry import Requests
 from .watching import LocalFile
 
 PART_BYTES = 5 << 20
-"""The part size of a multipart upload: S3's minimum, because a slow link must send a part within `_SILENCE_S`."""
+"""The part size of a multipart upload: S3's minimum, so that a slow link can send a part within `_SILENCE_S`."""
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
-"""The tries of one request. Besides, the daemon repeats a failed job as long as it runs."""
+"""How many times the client tries a request. If all fail, the daemon repeats the whole job as long as it runs."""
 _CRC_KEY = "recordercrc32c"
-"""The metadata key for the CRC32C of the bytes that were sent."""
+"""The metadata key under which an object keeps the CRC32C of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
-"""The object with which a daemon tests whether a store honours the conditions of puts."""
+"""The object with which a daemon tests whether a store honours the conditions of uploads (If-None-Match, If-Match)."""
 _JUDGES = b"judged\n"
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _CUT_SCHEME = re.compile(rf"(file|{'|'.join(KINDS)})(?:[:/]+|$)", re.IGNORECASE)
@@ -46,7 +46,7 @@ Answer = TypeVar("Answer")
 
 
 class TakenError(Exception):
-    """The name already has an object, or has another object than expected."""
+    """The condition of an upload does not hold: the name is taken, or the object to replace has changed or is gone."""
 
 
 class DamagedError(StoreError):
@@ -65,12 +65,12 @@ class StoredObject(NamedTuple):
 
 
 class Throttle:
-    """A limit on bytes per second over all threads; 0 means no limit."""
+    """Limits the bytes per second that all threads send together; 0 means no limit."""
 
     def __init__(self, max_bytes_per_s: int) -> None:
         self.max_bytes_per_s = max_bytes_per_s
         self.taken_bytes = 0
-        """The bytes that were passed so far, which show a waiting caller that there is progress."""
+        """The number of bytes that callers have asked to send so far, by which `Daemon.run_once` sees progress."""
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
@@ -86,14 +86,14 @@ class Throttle:
         time.sleep(max(begin_s - now, 0))
 
     def paced(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield each piece as soon as it may be sent."""
+        """Yield each of the pieces as soon as the limit allows that it is sent."""
         for piece in pieces:
             self.take(len(piece))
             yield piece
 
 
 class Bucket:
-    """A prefix of an object store. Keys are relative to it. Any thread may call."""
+    """A destination in an object store. Keys are relative to a prefix in a bucket. Any thread may call the methods."""
 
     def __init__(self, scheme: str, bucket: str, prefix: str, throttle: Throttle) -> None:
         self.url = "/".join(filter(None, (f"{scheme}://{bucket}", prefix)))
@@ -101,7 +101,7 @@ class Bucket:
         self._throttle = throttle
         self._client = Client(scheme, bucket, silence_s=_SILENCE_S, num_tries=_NUM_TRIES)
         self.requests = Requests()
-        """Counts the requests to the destination, except multipart uploads, which may take long."""
+        """Counts the requests to the destination, but not the long ones that upload in parts or read a file back."""
         self._tag = self._client.kind.version_tag
         self._is_checked = False
 
@@ -110,14 +110,14 @@ class Bucket:
         self._client.renew()
 
     def check(self) -> None:
-        """Check that puts are safe there, by one GET if they were before; raise StoreError if the store fails."""
+        """Check that the store honours the conditions of uploads, else raise StoreError; later checks cost one GET."""
         held = self.get(_PROBE)
         if held is None or held[0] != _JUDGES:
             self._try_conditions()
         self._is_checked = True
 
     def _try_conditions(self) -> None:
-        """Test with an object of the daemon whether the store honours conditions; the object records the result."""
+        """Test on the object `_PROBE` whether the store honours the conditions of uploads; record success in it."""
         with contextlib.suppress(TakenError):
             self._put_if(_PROBE, b"?", None)
         for wrong in (None, "1" if self._tag == "version" else "0" * 32):
@@ -132,10 +132,11 @@ class Bucket:
             self._put_if(_PROBE, _JUDGES, held[1] if held is not None else None)
 
     def put_new(self, key: str, file: LocalFile) -> str:
-        """Put a file that never changes; return the confirmation: ``etag``, ``read``, ``synced`` or ``there``.
+        """Put a file that never changes; return how the store confirmed the file.
 
-        TakenError is raised if another object has the name, DamagedError if the store has stored other bytes (then try
-        again), and StoreError if the store cannot be reached, or refuses.
+        The result is ``etag`` (equal), ``read`` (read back), ``synced``, or ``there`` if an equal object was there
+        before. TakenError is raised if another object has the name, DamagedError if the store has stored other bytes
+        (then try again), and StoreError if the store fails.
         """
         if not self._is_checked:
             self.check()
@@ -178,7 +179,7 @@ class Bucket:
         return bare_e_tag(obstore.put(store, path, pieces, attributes=attributes, **options)["e_tag"])
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        """Put a document if there is none (`e_tag` None), or over the document with this ETag; return the new ETag.
+        """Replace the document that has this ETag, or create the document if `e_tag` is None; return the new ETag.
 
         TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
         `put_new`.
@@ -200,9 +201,9 @@ class Bucket:
         return tag
 
     def get(self, key: str) -> tuple[bytes, str] | None:
-        """Return a small document and its ETag; None if there is none.
+        """Return a small document and its ETag; None if there is no such document.
 
-        The content is empty if it does not match the checksum that was put with it: a damaged document may be replaced.
+        If the content does not match the checksum stored with it, it is returned as empty, so that it may be replaced.
         """
 
         def ask(store: Any) -> tuple[bytes, str]:
@@ -217,7 +218,7 @@ class Bucket:
         return self._ask_if_there(key, lambda store: _held(store.head(self._prefix + key)))
 
     def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
-        """Yield key and facts of every object below a prefix."""
+        """Yield the key of every object below a prefix, and the object's size, time and ETag."""
         wanted = (self._prefix + prefix).strip("/")
         metas = self._ask(prefix, lambda store: store.list(wanted or None).collect())
         for meta in metas:
@@ -254,7 +255,6 @@ class Bucket:
         return bool(self._ask_if_there(key, ask, is_long=True))
 
     def _ask_if_there(self, key: str, question: Callable[[Any], Answer], *, is_long: bool = False) -> Answer | None:
-        """Return what `_ask` returns; None if there is no such object."""
         try:
             return self._ask(key, question, is_long=is_long)
         except FileNotFoundError:
@@ -280,7 +280,7 @@ class Bucket:
 
 
 class FolderDestination:
-    """A folder with the methods of `Bucket`, for example on another machine. A confirmed file was synced."""
+    """A destination that is a folder, maybe on another machine, with the methods of `Bucket`. Each put is synced."""
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
         self.url = f"file://{path}"
@@ -320,7 +320,7 @@ class FolderDestination:
 
     @contextlib.contextmanager
     def _written(self, key: str, pieces: Iterable[bytes]) -> Iterator[tuple[Path, Path]]:
-        """Write and sync a temporary file, yield its path and the key's path, and remove the temporary file."""
+        """Write and sync a temporary file; yield its path and the final path; afterwards remove the temporary name."""
         final = self.path / key
         temporary = final.with_name(f"_{final.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
         try:
@@ -375,7 +375,7 @@ Destination = Bucket | FolderDestination
 
 
 def parse_destination(text: str, throttle: Throttle | None = None) -> Destination:
-    """Return the destination that a URL names, without any request; raise ConfigError for any other text."""
+    """Return the destination that a URL or a path names, without any request; raise ConfigError for any other text."""
     throttle = throttle or Throttle(0)
     if scheme_of(text) not in (None, "file", *KINDS):
         raise ConfigError(f"to = {text!r}: expected a folder, or one of {SCHEMES}")

@@ -1,4 +1,4 @@
-"""The errands of the daemon for a run: repairs, checks, findings that are told, and commands carried to the run.
+"""The errands of the daemon for a run: repairs, checks, reports of findings, and commands carried to the run.
 
 Commands of the package run in processes of their own at the lowest priority, so a command that crashes on a damaged
 run, or takes much memory, does not harm the daemon.
@@ -8,10 +8,10 @@ writer validates it once more. Commands are carried only under `accept_commands`
 signature over its run, its number and its text, so that nobody can send the command to another run, or a second time.
 The daemon must never carry a file that is not a command.
 
-Findings are a line in the daemon's log, and a message to the webhook, once in the whole fleet. Of all daemons that find
-the same, the one whose mark is first at the destination posts: 512 nodes see one jump of the loss. The webhook's
-receiver may be slow, unreachable or malicious, and can waste only a few seconds of one thread: only the status of its
-answer is read, and a redirect is never followed.
+Each daemon logs a finding, but the whole fleet posts it to the webhook only once: 512 nodes may see one jump of the
+loss, and only the daemon whose mark file is first at the destination posts. The webhook's receiver may be slow,
+unreachable or malicious, and can waste only a few seconds of one thread: only the status of its response is read, and a
+redirect is never followed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LONGEST_COMMAND_S = 1800.0
 
 
 def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]:
-    """Run a command of the package; kill it if `must_end` returns True or if it takes too long."""
+    """Run a `recorder` command in a process; kill the process if `must_end` returns True or if it takes too long."""
     package = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RECORDER", "_RECORDER"))}
     command = ["nice", "-n", "19", sys.executable, "-m", "recorder", *words]
@@ -104,7 +104,7 @@ def repair(run: RunShipper) -> None:
 
 
 def count(run: RunShipper) -> None:
-    """Count the rows and steps of killed writers, because a status ends seconds before the rows do."""
+    """Read the number of rows and the last step of killed writers from the shards: the last status is seconds older."""
     uncounted = [writer for writer in run.all_writers if writer.needs_count]
     for writer in uncounted:
         writer.counted = writer.num_rows, writer.summary()["step"]  # also where the run cannot be read
@@ -115,7 +115,7 @@ def count(run: RunShipper) -> None:
 
 
 def check(run: RunShipper) -> list[dict[str, Any]]:
-    """Return the findings of severity error that neither the last check nor the rules in training had."""
+    """Run `recorder check`; return findings of severity error that neither it nor a rule in training had before."""
     code, out, said = _run(["check", run.path, "--json"], run.shared.is_stopping)
     if run.shared.is_stopping():
         return []
@@ -144,14 +144,14 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
 
 
 _OLDEST_S = 3600.0
-"""The age in seconds at which a newly found command is stale: its sender no longer waits for it."""
+"""A command older than this many seconds when first found is refused: its sender no longer waits for it."""
 _NEWEST_S = 300.0
-"""The largest allowed difference in seconds between the clocks of the sender and of this node."""
+"""A command may be dated up to this many seconds after this node's time, because the sender's clock may differ."""
 _LEAST_KEY_BYTES = 16
 
 
 def read_key(path: str) -> bytes:
-    """Return the key in a file, empty if no file is named; raise ConfigError for an unreadable or short key."""
+    """Return the key that signs commands, empty for an empty `path`; raise ConfigError if it is unreadable or short."""
     if not path:
         return b""
     try:
@@ -175,19 +175,19 @@ def _signature_name(number: int, command: Command) -> str:
 
 
 class StoreCarrier:
-    """Carries the commands of one run from the store; only one job at a time may call it."""
+    """Carries commands for one run from the store to the run's directory; only one job at a time may call it."""
 
     def __init__(self, run: RunShipper) -> None:
         self._run = run
         self._folder = CommandFolder(Path(run.path))
         self._known: dict[str, int] = {}
-        """The numbers of the commands on this disk, by their ids."""
+        """The numbers of the commands in the run's directory on this disk, by the ids of the commands."""
         self._ids: dict[int, str] = {}
-        """The ids of the commands in the store, by their numbers in the store."""
+        """The ids of the commands in the store, by the numbers that the commands have in the store."""
         self._next = 1
 
     def carry(self) -> None:
-        """Carry new commands. Without a new command, this costs one request."""
+        """Carry the run's new commands from the store to this disk. Without a new command, this costs one request."""
         run = self._run
         key = read_key(run.shared.settings.key_file)
         while self._next <= MAX_COMMANDS:
@@ -205,7 +205,7 @@ class StoreCarrier:
             self._next += 1
 
     def _take(self, number: int, text: bytes, key: bytes) -> tuple[str, str]:
-        """Carry one command; return the result (empty if it was carried before) and the reason."""
+        """Carry one command unless it is refused; return the result (empty if it was carried before) and the reason."""
         for one in self._folder.look(is_told=True):
             if isinstance(one, Command):
                 self._known.setdefault(one.id, one.number)
@@ -243,7 +243,7 @@ class StoreCarrier:
 def send_to_store(destination: Destination, run: str, command: Command, key: bytes) -> Command:
     """Put a command for a run at a destination, signed if there is a key; return the command with its number.
 
-    CommandError is raised if there is no such run, or if no writer would accept the command.
+    CommandError is raised if there is no such run, if the command is invalid, or if the run takes no more commands.
     """
     held = destination.get(f"{run}/{RUN_MANIFEST}")
     if held is None:
@@ -263,18 +263,18 @@ def send_to_store(destination: Destination, run: str, command: Command, key: byt
 
 
 MEMBERS = ("rule", "severity", "step", "ranks", "module_path", "text")
-"""The members of a finding that are told, besides those of its run."""
+"""The members of a finding of `recorder check` that are logged and posted; members that name the run are added."""
 _TOLD = "_told"
-"""The folder of a run at the destination with a mark for each day and rule that was posted."""
+"""The folder in a run at the destination that has a mark file for each day and rule whose findings were posted."""
 _SLACK = "hooks.slack.com"
 _WEBHOOK_TIMEOUT_S = 5.0
 _MAX_TOLD_FINDINGS = 50
 
 
 def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
-    """Log findings of a run, and post those of rules that no daemon has posted today.
+    """Log findings of a run; post to the webhook the findings of rules for which no daemon has posted today.
 
-    With ``--once``, which remembers nothing of earlier calls, findings that a mark shows to be told are left out.
+    ``--once`` remembers nothing of earlier calls, so it leaves out findings of the rules that `_told_rules` returns.
     """
     where = f"{run.shared.destination.url}/{run.key}"
     is_once, page = run.shared.is_once, run.shared.settings.page_url
@@ -304,7 +304,7 @@ def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
 
 
 def _told_rules(run: RunShipper) -> set[str]:
-    """Return the rules with a mark of today, or of after the last change of the run's statuses, which have findings."""
+    """Return the rules that have a mark from today, or a mark newer than the run's statuses, which list findings."""
     stamps = [status for writer in run.all_writers if (status := writer.files.status) is not None]
     changed_s = max((stamp.changed_ns for stamp in stamps), default=0) / 1e9
     told, today = set[str](), _today()
@@ -324,7 +324,7 @@ def _slug(rule: str) -> str:
 
 
 def _is_first(run: RunShipper, key: str) -> bool:
-    """Put the mark of today for a rule; return False if it was there. A store that fails stops no message."""
+    """Put today's mark for a rule; return False if it existed. If the store fails, return True: the message is sent."""
     try:
         run.shared.destination.put_if(key, encode_manifest({"node": run.shared.node, "time_ns": time.time_ns()}), None)
     except TakenError:
@@ -355,7 +355,7 @@ def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[st
 
 
 def message(findings: list[dict[str, Any]], *, is_slack: bool) -> dict[str, Any]:
-    """Return the body of a post. Slack takes the text alone, in which it reads ``&``, ``<`` and ``>`` as markup."""
+    """Return the JSON body of a post. Slack gets a text alone, in which ``&``, ``<`` and ``>`` are escaped markup."""
     told = findings[:_MAX_TOLD_FINDINGS]
     text = "\n".join("\n".join([_line(one), f"`{one['command']}`", *filter(None, [one.get("page")])]) for one in told)
     if is_slack:

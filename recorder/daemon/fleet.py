@@ -5,8 +5,8 @@ name is chosen at random once and stored in the folder of its runs: a restart, a
 name. `run.finding` reads the index.
 
 A prune must never touch a run that may be recording, nor a run with a `_keep` mark. A pruned run leaves its name in
-`_pruned`, so that no node ships it again. The run's manifest is removed last, so that a prune that was killed finds the
-run again.
+`_pruned`, so that no node ships it again. The run's manifest is removed last, so that the run is found again if the
+prune is killed.
 
 The folder of the daemon's lock and state must belong to this user, because anybody may create names in a folder for
 temporary files.
@@ -36,7 +36,7 @@ from .destination import Destination, StoredObject, TakenError
 from .watching import Folder, RefusedError
 
 NODE = ".recorder-node"
-"""The file in a watched folder that contains the node's name. With its leading dot it does not count as foreign."""
+"""The file in a watched folder that contains the node's name. Files with a leading dot never count as foreign."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-[0-9a-f]{12}")
 
 
@@ -60,7 +60,7 @@ def node_name(watched: Sequence[str]) -> str:
 
 
 def _draw(path: Path, host: str) -> None:
-    """Write a new name if there is none, or only an invalid one. If several daemons do so at once, the first wins."""
+    """Write a new random name of the node. If several daemons make the missing file at once, the first one wins."""
     temporary = path.with_name(f"{NODE}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         temporary.write_text(f"{host}-{os.urandom(6).hex()}\n")
@@ -78,27 +78,27 @@ def _kept_name(folder: str) -> str | None:
 
 
 class FleetDocument:
-    """This node's document in the index; it also keeps the entries of runs that have left the node."""
+    """This node's document in the fleet's index, with an entry for each run, also for runs that have left the node."""
 
     def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
-        """Make no request yet. `clashes` is called once, with the host of a second daemon that writes this document."""
+        """Make no request yet. Once a second daemon writes this document, `clashes` is called with its host's name."""
         self._destination = destination
         self._key = f"{FLEET}/{node}.json"
         self._clashes = clashes
         self._daemon = os.urandom(8).hex()
-        """A word drawn at each start, which distinguishes this daemon's documents from another daemon's."""
+        """A random text, new at each start, which tells this daemon's documents from those that other daemons write."""
         self._has_put = self._has_clashed = False
         self._e_tag: str | None = None
         self._runs: dict[str, Any] = {}
         self._has_read = False
 
     def is_late(self, run: str, is_recording: bool) -> bool:
-        """Tell whether the document lacks a run, or says of a run that has ended that it is recording."""
+        """Tell whether the document lacks a run, or still lists the run as recording after the run has ended."""
         summary = self._runs.get(run)
         return not isinstance(summary, dict) or (summary.get("state") == "recording" and not is_recording)
 
     def put(self, runs: Mapping[str, Any]) -> None:
-        """Put the summaries of this node's runs, if any of them is new."""
+        """Put the document with these summaries of this node's runs, unless the document already has all of them."""
         for _ in range(3):
             if not self._has_read:
                 self._read()
@@ -116,7 +116,7 @@ class FleetDocument:
             return
 
     def _problems_of(self, run: str) -> dict[str, Any]:
-        """Return the member with the damage that an earlier summary has named: only `--once` looks for damage."""
+        """Return the damage from a run's earlier entry, to be kept: only a daemon with `--once` looks for damage."""
         before = self._runs.get(run)
         return {"problems": before["problems"]} if isinstance(before, dict) and "problems" in before else {}
 
@@ -154,7 +154,7 @@ def remove_from_fleet(destination: Destination, run: str) -> None:
 
 
 def state_folder(setting: str) -> Path:
-    """Return the folder of the state, and create it; raise ConfigError if it belongs to another user."""
+    """Return the folder of the daemon's lock and state, and create it; raise ConfigError if another user owns it."""
     runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
     if setting:
         path = Path(setting).absolute()  # errands have another working directory
@@ -182,9 +182,9 @@ def _name(destination: str) -> str:
 
 @contextlib.contextmanager
 def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Path]:
-    """Hold the lock of a destination and of the watched folders; yield the path of the daemon's state file.
+    """Hold the daemon's lock inside the `with` block; yield the path of the daemon's state file.
 
-    WriteError names the other daemon if another daemon has the lock.
+    WriteError is raised if another daemon of this node ships to this destination, or watches one of these folders.
     """
     others = folder / ".starting"
     with open(others, "a") as gate:
@@ -214,7 +214,7 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
 
 
 def running(folder: Path) -> list[dict[str, Any]]:
-    """Return the states of the daemons that hold a lock in the folder."""
+    """Return the content of the state file of each running daemon, which is one that holds a lock in the folder."""
     daemons = []
     for path in sorted(folder.glob("*.lock")):
         with contextlib.suppress(OSError, ValueError), open(path) as lock:
@@ -226,7 +226,7 @@ def running(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Replace the state file; after an error the old state stays."""
+    """Replace a daemon's state file; if the write fails, the old file stays."""
     with contextlib.suppress(OSError):
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(state))
@@ -240,18 +240,18 @@ def holds_folder(outer: str, inner: str) -> bool:
 
 KEEP = "_keep"
 _QUIET_S = 3600.0
-"""The age in seconds below which an object means that its run may be recording, whatever its manifests say."""
+"""A run with an object younger than this many seconds is not pruned: it may be recording despite its manifests."""
 
 
 class KeptRun(NamedTuple):
     """A run at the destination, as found in a listing."""
 
     key: str
-    """The run's directory."""
+    """The run's directory, relative to the destination."""
     num_bytes: int
     num_objects: int
     changed_s: float
-    """The time at which the run's newest object was put, besides its mark."""
+    """The time at which the newest of the run's objects, other than its `_keep` mark, was put."""
     is_kept: bool
 
 
@@ -309,7 +309,7 @@ def plan_prune(
     names: Sequence[str] = (),
     now_s: float | None = None,
 ) -> list[PrunePlan]:
-    """Plan which runs to remove by age, by the bytes that may stay (oldest first), or by name."""
+    """Plan a prune of old runs, of the oldest runs while all together exceed `max_bytes`, or of named runs."""
     now_s = time.time() if now_s is None else now_s
     runs = list_runs(destination)
     for name in names:

@@ -58,9 +58,8 @@ COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 """The counters by their names in `Counters`: the help, the label, and the values that the label may have.
 
-The metric is called ``recorder_daemon_`` and the name. Each metric is served as 0 from the start: a counter that only
-appears with its first event has no increase to alert on.
-"""
+A counter's metric is called ``recorder_daemon_`` and the counter's name. Each metric is served as 0 from the start: a
+counter that only appears with its first event has no increase to alert on."""
 _DROP_REASONS = (
     *("pool_full", "ring_full", "disk_full", "disk_floor", "quota", "no_memory", "write_error:EIO"),
     *("interrupted", "abandoned_at_close", "writer_error", "writer_dead"),
@@ -68,10 +67,10 @@ _DROP_REASONS = (
 """Reasons for dropped rows that are served as 0 until rows are dropped. FORMAT.md allows further reasons."""
 
 _LIVE_RULES = (("nonfinite", "error", ""), ("spike", "warning", ""), ("jump", "warning", ""))
-"""Rule, severity and module of findings in training that are served as 0 before there are any."""
+"""Rule, severity and module of the findings in training whose counts are served as 0 before there is a finding."""
 
 _Value = str | Callable[[WriterShipper], float | None]
-"""The member of a rank's status that is served, or a function that returns the number."""
+"""Where a metric's number comes from: a member of the rank's status, or a function of the rank's writer."""
 _OF_RANK: tuple[tuple[str, str, _Value], ...] = (
     ("recorder_step", "Step that the rank is in", "step"),
     ("recorder_step_changed_timestamp_seconds", "When the rank's step was seen to change",
@@ -96,7 +95,7 @@ _SUMS_OF_RANK: tuple[tuple[str, str, _Value], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry identifies collectors by `id`
 class DaemonCollector:
-    """Makes the metrics at each request."""
+    """Computes the metrics of the daemon and of its runs anew at each request."""
 
     counters: Counters
     health: Health

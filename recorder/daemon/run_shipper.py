@@ -1,7 +1,7 @@
 """Decides the next uploads of one run: first the files of its writers, then its documents, and last its manifest.
 
-Of a writer's files, data comes first, then indexes, then manifests. A file must never be removed here unless a new
-listing of the destination has just shown it.
+Of a writer's files, data comes first, then indexes, then manifests. A file must never be removed from this disk unless
+a new listing of the destination has just shown the file.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from .watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_ru
 from .writer_shipper import QUIET_LOOK_S, WriterShipper
 
 _SETTLED_LOOK_S = 5.0
-"""The seconds between two looks at a settled run, which may grow again, for example when its job restarts."""
+"""The seconds between two scans of a run that is shipped completely, but may grow again when its job restarts."""
 
 
 class RunShipper:
-    """One run below a watched folder. One thread calls `look`; the jobs that `look` returns run on other threads."""
+    """Ships one run of a watched folder. One thread calls `look`; the jobs that `look` returns run on other threads."""
 
     def __init__(self, root: str, names: tuple[str, ...], shared: Shipping) -> None:
         self.there = ShippedRun(root, names, shared)
         self.key, self.path, self.shared = self.there.key, self.there.path, shared
         self.writers: dict[tuple[str, str], WriterShipper] = {}
         self.damage: str | None = None
-        """The damage that the daemon has found; empty if there is none, None if the daemon has not looked for any."""
+        """A sentence on the run's damage; empty if there is no damage, None if the daemon has not looked for damage."""
         self.unreadable = ""
         """Why the run's manifest cannot be read; empty if it can be read."""
         self.is_settled = False
         self.settled_since_s = 0.0
-        """The monotonic time at which the destination first had everything, also if an earlier process saw to that."""
+        """The monotonic time since which the destination has all files, perhaps shipped by an earlier process."""
         self.found_s = time.time()
         self.next_check_s = self.next_carry_s = 0.0
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
-        """The number of findings of `recorder check`, by rule and severity."""
+        """The number of findings of the last `recorder check` of the run, by rule and severity."""
         self._seen_findings: set[tuple[str, str, int]] = set()
         """The live findings that `live_news` has returned, by rule, module and step."""
         self._counts = Entries()
@@ -60,7 +60,7 @@ class RunShipper:
         self.there.ledger.close()
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
-        """Return the jobs that are due now: pairs of a lane, ``small`` or ``large``, and a function."""
+        """Return the jobs that are due now: pairs of a thread pool's name, ``small`` or ``large``, and a function."""
         if self.is_settled and not self.there.is_listing_due(now_s):
             if now_s < self._next_settled_look_s:
                 return []
@@ -106,7 +106,7 @@ class RunShipper:
 
     @property
     def _is_shown(self) -> bool:
-        """True if the destination has the statuses of this node's writers as they were at the last look."""
+        """True if the destination has the statuses of this node's writers as they were at the last scan."""
         is_free = isinstance(self.shared.destination, FolderDestination)  # there each status has its own file
         return is_free or self.there.has_document(self._node_name, self._node_document())
 
@@ -120,15 +120,15 @@ class RunShipper:
         return is_of_it and all(writer.shown is not None or writer.stuck for writer in self.all_writers)
 
     def put_shown(self) -> None:
-        """Put what this node's writers show of themselves, if the destination has something older."""
+        """Put a document with the statuses of this node's writers, unless the destination has it already."""
         if self._may_show and not self._is_shown:
             is_ours, is_noted = (lambda there: True), not self.is_recording
             self.there.put_document(self._node_name, self._node_document(), is_ours=is_ours, is_noted=is_noted)
 
     def _node_document(self) -> bytes:
-        """Return what this node's writers show of themselves; of an earlier writer of a rank no more than its state.
+        """Return a document with the statuses of this node's writers; of earlier writers of a rank attempt and state.
 
-        The node's name stands for the host's, which several nodes may have.
+        The member ``host`` is the node's name, because several nodes may have one host name.
         """
         newest, shown = self.newest_writers, {}
         for writer in self.all_writers:
@@ -162,7 +162,7 @@ class RunShipper:
 
     @property
     def backlog(self) -> dict[str, Stamp]:
-        """The sealed files that the destination lacks, by path, listed now, as no job ends while the store hangs."""
+        """The sealed files that the destination lacks, by path, read from the disk even while the store hangs."""
         is_out = self.there.conflict and not self.there.was_pruned
         if self.is_settled or is_out or self.unreadable:
             return {}
@@ -184,14 +184,14 @@ class RunShipper:
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """The reasons why parts of the run cannot be read, by path."""
+        """The reason why a file or a directory of the run cannot be read, by its path."""
         own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
         of_writers = {one.path: one.unreadable for one in self.all_writers if one.unreadable}
         return own | self._counts.unshipped | of_writers
 
     @property
     def strangers(self) -> list[str]:
-        """The paths of files, links and directories in the run's directory that are none of the run's."""
+        """The paths of files, links and directories that lie in the run's directory and are not part of the run."""
         own = [f"{self.path}/{name}" for name in (*self._counts.foreign, *self._counts.refused)]
         of_writers = ((one.path, one.files) for one in self.all_writers)
         return sorted(own + [f"{path}/{name}" for path, its in of_writers for name in (*its.foreign, *its.refused)])
@@ -202,7 +202,7 @@ class RunShipper:
 
     @property
     def counted(self) -> list[Entries | WriterFiles]:
-        """The listings that count refused files and files that belong to no run."""
+        """The listings of the run's directories, each with its refused entries and its files that belong to no run."""
         return [self._counts, *(writer.files for writer in self.all_writers)]
 
     @property
@@ -212,7 +212,7 @@ class RunShipper:
 
     @property
     def is_put(self) -> bool:
-        """True if the destination has all that this node had at the last look, even from recording writers."""
+        """True if all that the last scan found, also of recording writers, was put; or if the run cannot be read."""
         are_put = self.has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
         return (are_put and self._is_shown) or bool(self.unreadable)
 
@@ -234,7 +234,7 @@ class RunShipper:
             files = writer.files
             for name, stamp in (files.sealed | files.indexes | files.opened).items():
                 there = held.get(writer.below + name)
-                # The destination has an open shard up to the shard's last complete batch.
+                # At the destination an open shard ends with its last complete batch, so the shard may be smaller there.
                 if there is None or (there.size_bytes != stamp.size_bytes and not name.endswith(".open")):
                     return writer.below + name
             if files.manifest is not None and writer.below + WRITER_MANIFEST not in held:
@@ -242,9 +242,9 @@ class RunShipper:
         return "" if RUN_MANIFEST in held else RUN_MANIFEST
 
     def remove(self) -> tuple[int, bool]:
-        """Remove the files that were found at the destination; return their bytes, and True if nothing is left.
+        """Remove the run's shipped files from this disk; return their size in bytes, and True if no file is left.
 
-        Directories with newer files stay, and so does the run. If the removal is killed, a later pass removes the rest.
+        A directory with newer files stays, and so does the run. If the removal is killed, a later pass completes it.
         """
         self._was_removed = True
         num_bytes = sum(writer.files.num_bytes for writer in self.all_writers)
@@ -287,7 +287,7 @@ class RunShipper:
             writer.look_again()
 
     def _has_changed(self) -> bool:
-        """Return True if anything may be new. For a settled run this costs one stat of each directory."""
+        """Return True if the run may have changed since the last scan. The check costs one stat of each directory."""
         writers = self.all_writers
         if any(writer.state == "quiet" and writer.has_changed() for writer in writers):
             return True

@@ -1,4 +1,4 @@
-"""The settings of the daemon from a TOML file, the environment and the command line; each overrides those before.
+"""The settings of the daemon from a TOML file, the environment and the command line; each overrides those before it.
 
 The variables begin with ``RECORDERD_``, because a training refuses unknown variables that begin with ``RECORDER_``.
 """
@@ -27,7 +27,7 @@ _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file",
 
 
 def _setting(default: Any, doc: str, metavar: str | None = None) -> Any:
-    """Describe a setting. `metavar` is the placeholder of its value in the command's help; None if it is no text."""
+    """Return the field of a setting. `metavar` stands for the value in the command's help; None if it is no text."""
     return field(default=default, metadata={"doc": doc, "metavar": metavar})
 
 
@@ -72,7 +72,7 @@ class DaemonSettings:
 
     @property
     def keep_local_s(self) -> float:
-        """The seconds that an ended run stays on the disk; infinite if nothing is removed."""
+        """The seconds for which an ended run stays on this disk once it is shipped; infinite if all runs stay."""
         return math.inf if self.keep_local == KEEP_ALL else duration_s("keep_local", self.keep_local)
 
     @property
@@ -98,7 +98,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 def load_daemon_settings(
     file: str | None, arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None
 ) -> DaemonSettings:
-    """Read file, environment and arguments. An argument that is None was not given. Raises ConfigError."""
+    """Read the settings; an argument that is None was not given. ConfigError is raised if a setting cannot be used."""
     environ = os.environ if environ is None else environ
     known = {item.name: item for item in fields(DaemonSettings)}
     values: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, 
 
 
 def duration_s(name: str, text: str) -> float:
-    """Return the seconds of a text such as ``15m`` or ``30d``; raise ConfigError for another, also without a unit."""
+    """Return the seconds of a text such as ``15m`` or ``30d``; raise ConfigError for another text, or without unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else math.inf
     if math.isinf(seconds):

@@ -1,4 +1,4 @@
-"""One run at the destination: which files it has, in which state, and how further files are put.
+"""Knows which files of one run the destination has, and in which state, and puts further files there.
 
 An object that this daemon did not put must never be overwritten: it stays, and is logged as a conflict.
 """
@@ -37,20 +37,20 @@ class Confirmed(NamedTuple):
 
     size_bytes: int
     how: str
-    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` returns; or ``crc:`` and the checksum of a
-    document."""
+    """How the file was confirmed: a word that `Destination.put_new` returns; for a document, ``crc:`` and its checksum.
+    """
 
 
 def ledger_name(url: str) -> str:
-    """Return the name of the ledger for a destination: a run may be shipped to several destinations in turn."""
+    """Return the name of a run's ledger for one destination: a run may be shipped to several destinations in turn."""
     return f"_shipped-{hashlib.sha256(url.encode()).hexdigest()[:8]}.jsonl"
 
 
 class ShippedLedger:
-    """The confirmed files of one run, by their names below the run. Any thread may call."""
+    """A file in a run's directory that lists the run's files that the store has confirmed. Any thread may call."""
 
     def __init__(self, folder: Folder, url: str) -> None:
-        """Read the earlier confirmations. If the ledger cannot be kept, `problem` says why."""
+        """Read the earlier confirmations from the file. If the file cannot be read or written, `problem` says why."""
         self.name = ledger_name(url)
         self.problem = ""
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class ShippedLedger:
 
     @property
     def age_s(self) -> float:
-        """The seconds since the last confirmation, by the time of the file; 0 if the ledger cannot be kept."""
+        """The seconds since the last confirmation, by the time of the ledger's file; 0 if there can be no such file."""
         return max(time.time() - os.fstat(self._descriptor).st_mtime, 0.0) if self._descriptor >= 0 else 0.0
 
     def get(self, name: str) -> Confirmed | None:
@@ -127,12 +127,12 @@ class ShippedLedger:
 
 
 LOOK_S = 2.0
-"""The seconds between two looks at a recording writer, unless `fresh_s` asks for more looks."""
+"""The seconds between two scans of a recording writer's files, unless `fresh_s` asks for more frequent scans."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Shipping:
-    """The state that all runs share."""
+    """What the shippers of all runs share: the destination, the settings, the counters, and when to stop."""
 
     destination: Destination
     settings: DaemonSettings
@@ -142,17 +142,17 @@ class Shipping:
     """The name of this node at the destination; the daemon sets it before the first upload."""
     is_stopping: Callable[[], bool] = lambda: False
     is_over: Callable[[], bool] = lambda: False
-    """True once a stop has waited as long as allowed: the processes of errands must then end at once."""
+    """Returns True once a stop has waited as long as allowed: the processes of errands must then end at once."""
     is_once: bool = False
-    """True if open shards are shipped as they are, because no later pass may follow."""
+    """True with ``--once``: open shards are shipped as they are, because no later pass may follow."""
     at_once: Any = field(default_factory=threading.Lock)
-    """A lock that is held while a snapshot of many bytes is in memory."""
+    """A lock that a thread holds while it has a large snapshot of an open shard in memory."""
     said: dict[str, str] = field(default_factory=dict)
-    """The last error of each run, so that a job that fails again and again is logged once."""
+    """The last logged error of each run, so that a job that fails again and again is logged once."""
 
     @property
     def look_s(self) -> float:
-        """The seconds between two looks at a recording writer."""
+        """The seconds between two scans of a recording writer's files."""
         return min(LOOK_S, self.settings.fresh_s / 5)
 
     def uploaded(self, kind: str, num_bytes: int) -> None:
@@ -190,7 +190,7 @@ _RECONCILE_PAUSE_S = 5.0
 
 
 class PutOver(NamedTuple):
-    """The document at the destination after `ShippedRun.put_over`."""
+    """The result of `ShippedRun.put_over`: the document that is then at the destination."""
 
     there: bytes
     e_tag: str
@@ -216,17 +216,17 @@ class ShippedRun:
         self.run_id = ""
         self.facts: dict[str, Any] = {}
         self.manifest: Stamp | None = None
-        """The stamp of the local manifest that was last compared with the manifest at the destination."""
+        """The stamp (size, time, inode) that the local manifest had at its last comparison with the destination's."""
         self.conflict = ""
         """Why nothing of the run is shipped; empty if the run is shipped."""
         self.was_pruned = self.has_shipped = False
-        """True if the run was pruned at the destination; true if this daemon has confirmed a file of the run."""
+        """`was_pruned`: a prune removed the run there. `has_shipped`: this daemon has confirmed a file of the run."""
         self.stamps: dict[str, Stamp] = {}
-        """The stamps of the run's own documents on this node at the last look."""
+        """The stamps of the run's own documents, which are those of no writer, on this node at the last scan."""
         self.held: dict[str, StoredObject] = {}
         """The objects in the last listing of the destination, by their names below the run."""
         self.listed_s = 0.0
-        """The monotonic time at which that listing began."""
+        """The monotonic time at which the last listing of the destination began."""
         self.list_at_s = 0.0
         """The monotonic time at which the destination is listed again."""
         self._documents: dict[str, _Document] = {}
@@ -245,7 +245,7 @@ class ShippedRun:
     # The methods that look at the destination.
 
     def identify(self) -> bool:
-        """Return True if the run may be shipped: at the destination its name is free, and no prune has removed it."""
+        """Tell whether the run may be shipped: the destination has no other run of its name, and has not pruned it."""
         with self.open() as folder, folder.open(RUN_MANIFEST) as file:
             local = parse_json(file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES)), file.where)
             self.manifest = file.stamp
@@ -275,11 +275,11 @@ class ShippedRun:
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 
     def reconcile(self) -> list[str]:
-        """List the destination; forget, count and return the confirmed files that it has lost."""
+        """List the run's objects at the destination; forget, count and return confirmed files that are not there."""
         # Files that other threads put during the listing may be missing from it, but are not lost.
         is_first, self.listed_s = not self.listed_s, time.monotonic()
         confirmed_before, documents = self.ledger.names(), list(self._documents)
-        # What an empty ledger may have forgotten is found when it is put, or by the next listing.
+        # With an empty ledger no listing is needed yet: a put, or the next listing, shows which files are there.
         is_new = is_first and not (confirmed_before or self.ledger.problem or self.shared.is_once)
         self.held = {} if is_new else self.listed()
         lost = [
@@ -309,25 +309,25 @@ class ShippedRun:
 
     @property
     def are_documents_there(self) -> bool:
-        """True if the destination has the run's own documents as this node had them at the last look."""
+        """True if the destination has the run's own documents as this node had them at the last scan."""
         return self._documents.get(RUN_MANIFEST) is not None and all(
             self.is_aside_there(name, stamp) for name, stamp in self.stamps.items() if name != RUN_MANIFEST
         )
 
     def is_aside_there(self, key: str, stamp: Stamp) -> bool:
-        """Return True if the destination has this file in its present state, or has refused it."""
+        """Return True if this file was put in its present state, or if the put failed because of a conflict."""
         return self._aside.get(key) == stamp
 
     def is_document_there(self, name: str) -> bool:
-        """Return True if the destination has a document in some state."""
+        """Return True if the destination has a document of this name, whatever the document contains."""
         return name in self._documents or name in self.held
 
     def has_document(self, name: str, content: bytes) -> bool:
-        """Return True if the destination has a document in exactly this state."""
+        """Return True if the destination has a document of this name with exactly this content."""
         known = self._documents.get(name)
         return known is not None and known.crc == crc32c(content)
 
-    # The methods that put files. Each returns False if another object has the name.
+    # The methods that put files. Those with a result return False if another object has the name.
 
     def put_documents(self) -> None:
         """Put the run's own documents, its manifest last."""
@@ -380,10 +380,10 @@ class ShippedRun:
         stays: Callable[[bytes], bool] = lambda there: False,
         is_noted: bool = True,
     ) -> bool:
-        """Put a document that may change, in place of its earlier version.
+        """Put a document that may change, in place of its earlier version; False if another object has its name.
 
-        `is_ours` tells whether an existing document is an earlier version of this one, and `stays` whether it is kept
-        instead. With `is_noted` the ledger records the document by its checksum.
+        `is_ours` tells whether an existing document is an earlier version of the new document, and `stays` whether the
+        existing document must be kept. With `is_noted` the ledger records the document by its checksum.
         """
         shared, crc = self.shared, crc32c(content)
         known = self._documents.get(name)
@@ -412,9 +412,9 @@ class ShippedRun:
     def put_over(
         self, name: str, content: bytes, e_tag: str | None, may_replace: Callable[[bytes], bool]
     ) -> PutOver | None:
-        """Put a document in place of the document with this ETag, or of one for which `may_replace` is true.
+        """Put a document over an existing one if the latter has this ETag, or if `may_replace` accepts its content.
 
-        Return the document that is there afterwards; None if another daemon was faster each time.
+        Return the document that is there afterwards; None if another daemon was faster at each try.
         """
         destination, key = self.shared.destination, f"{self.key}/{name}"
         for _ in range(3):
@@ -444,7 +444,7 @@ class ShippedRun:
             logger.warning("%s/%s", self.path, self.ledger.problem)
 
     def _conflicts(self, name: str) -> bool:
-        """Count and log a conflict once between two listings, because the put of a document is tried at each look."""
+        """Count and log a conflict once between two listings, because each scan tries the put again. Return False."""
         if name not in self._conflicting:
             self._conflicting.add(name)
             self.shared.counters.add("conflicts", _kind(name))

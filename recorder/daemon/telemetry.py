@@ -19,7 +19,7 @@ _LONGEST_WAIT_S = 30.0
 
 
 class Counters:
-    """Sums by a name and a label, such as a reason."""
+    """The daemon's counters: sums by the name of the counter and the value of its label, such as a reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Counters:
 
 
 class Requests:
-    """Counts requests to the store and their seconds; running requests count with their seconds so far.
+    """Counts the requests to the store and sums their seconds, including the seconds of running requests so far.
 
     Only these numbers reveal a store that hangs, or that answers just before a request times out.
     """
@@ -71,7 +71,7 @@ class Requests:
 
 
 class Health:
-    """The state of the store; after an error no request is made for a time that doubles up to half a minute."""
+    """Whether the store works. After each error no request is made for a time that doubles up to half a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -134,7 +134,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """Writes to the stream that is `sys.stderr` at the time of each line."""
+    """A log handler that writes each line to the `sys.stderr` of that moment."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -1,7 +1,7 @@
 """Lists the runs, writers and files below the watched folders, and never follows a link.
 
-Every component of a path is opened from its parent's descriptor, so that nobody can insert a link between two looks.
-Names are checked here, before they become keys in a store. This module must never write.
+Every component of a path is opened from its parent's descriptor, so that nobody can put a link in the place of a
+directory that was checked. Names are checked here, before they become keys in a store. This module must never write.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ..format.rundir import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
-"""Names that are the same in every store, and harmless in every shell, URL and terminal."""
+"""Matches names that every store keeps unchanged, and that are harmless in every shell, URL and terminal."""
 _ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
-"""Names of other files of a run: informative documents, and damaged shards that a repair has set aside."""
+"""Matches files of a run besides shards, indexes and manifests: documents, and damaged shards from a repair."""
 _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
-"""Names that are neither shipped nor counted as foreign: half-written files, ledgers, commands and marks."""
+"""Matches files that are neither shipped nor counted as foreign: half-written files, ledgers, commands and marks."""
 _MAX_DEPTH = 4
 """The most folders between a watched folder and a run."""
 _GLOBAL_DIR = "global"
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\0", ".json": b"{"}
-"""The first bytes of a file by its extension. A file with other first bytes, such as a hard link, is not shipped."""
+"""The first bytes that a file must have, by its extension. Other files, such as foreign hard links, are not shipped."""
 
 
 class Stamp(NamedTuple):
-    """Facts about a file that differ if the file was changed or replaced."""
+    """The size, the time and the inode of a file: one of them differs if the file was changed or replaced."""
 
     size_bytes: int
     changed_ns: int
@@ -60,7 +60,7 @@ class RefusedError(Exception):
 
 
 class LocalFile:
-    """A regular file that was opened safely. It has the part of `ByteSource` that `read.messages` needs."""
+    """An open regular file whose first bytes were checked, with the part of `ByteSource` that `read.messages` needs."""
 
     def __init__(self, descriptor: int, where: str) -> None:
         self.where = where
@@ -71,7 +71,7 @@ class LocalFile:
         self.stamp = Stamp.of(status)
 
     def bytes(self, offset: int, num_bytes: int) -> bytes:
-        """Return exactly these bytes; raise OSError if the file has become shorter."""
+        """Return `num_bytes` bytes of the file from `offset` on; raise OSError if the file has become shorter."""
         parts, wanted = [], num_bytes
         while wanted:
             part = os.pread(self.descriptor, wanted, offset)
@@ -99,18 +99,18 @@ class LocalFile:
 
 @dataclass(slots=True)
 class Entries:
-    """The entries of one directory."""
+    """The entries of one directory, or those entries of many directories that are to be counted."""
 
     directories: list[str] = field(default_factory=list)
     files: dict[str, Stamp] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    """Links, devices, and entries whose names may not become keys."""
+    """Links, devices, and entries whose names may not become keys in a store."""
     foreign: list[str] = field(default_factory=list)
     """Files and directories that belong to no run."""
     misnamed: list[str] = field(default_factory=list)
-    """Directories whose names may not become keys."""
+    """Directories whose names may not become keys in a store."""
     unshipped: dict[str, str] = field(default_factory=dict)
-    """The reasons why directories with a possible run are not shipped, by path."""
+    """The reason why a directory that may hold a run is not shipped, by its path."""
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class WriterFiles:
 
     @property
     def changed_s(self) -> float:
-        """The time at which the newest file was changed; 0 without files."""
+        """The time at which the writer's newest file was changed; 0 if there are no files."""
         kinds = (self.sealed, self.opened)
         stamps = [stamp for kind in kinds for stamp in kind.values()]
         stamps += [stamp for stamp in (self.manifest, self.status) if stamp is not None]
@@ -150,7 +150,7 @@ class Folder:
 
     @classmethod
     def root(cls, path: str) -> Folder:
-        """Open a watched folder. It may be a link, because the person who started the daemon named it."""
+        """Open a watched folder. The path may be a link, because the person who started the daemon named it."""
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def below(self, *names: str) -> Folder:
@@ -186,7 +186,7 @@ class Folder:
         return LocalFile(descriptor, where)
 
     def entries(self, *, with_stamps: bool = True) -> Entries:
-        """List the directory. Without stamps, the sizes of files are not read."""
+        """List the directory. Without `with_stamps`, the sizes and times of files are not read."""
         listed = Entries()
         with os.scandir(self.descriptor) as entries:
             for entry in entries:
@@ -206,7 +206,7 @@ class Folder:
         return listed
 
     def changed_ns(self, path: str = ".") -> int:
-        """Return the last change of this directory, or of a directory below it, in nanoseconds, without opening it."""
+        """Return when this directory, or one below it, last changed, in nanoseconds; the directory is not opened."""
         return os.stat(path, dir_fd=self.descriptor, follow_symlinks=False).st_mtime_ns
 
     def __enter__(self) -> Self:
@@ -217,7 +217,7 @@ class Folder:
 
 
 def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield, for each run below a watched folder, the `names` on the way to it; count entries that belong to no run."""
+    """Yield for each run below a folder the `names` of the directories on the way; add other entries to `counts`."""
     entries = folder.entries(with_stamps=False)
     if RUN_MANIFEST in entries.files and names:
         yield names
@@ -247,7 +247,7 @@ def closed_to_us(error: PermissionError) -> str:
 
 
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
-    """Return the writers of a run as pairs of names, the run's own documents, and the counts of ignored entries."""
+    """Return the writers of a run as pairs of directory names, the run's own documents, and the ignored entries."""
     entries = folder.entries()
     counts = Entries(refused=entries.refused)
     documents = {name: stamp for name, stamp in entries.files.items() if _ASIDE.fullmatch(name)}
@@ -281,7 +281,7 @@ def _files_of(folder: Folder, name: str) -> Iterable[str]:
 
 
 def list_writer(folder: Folder) -> WriterFiles:
-    """Return the files of a writer."""
+    """List the directory of a writer, and return its files by kind."""
     entries = folder.entries()
     files = WriterFiles(refused=entries.refused)
     files.foreign = [name for name in entries.directories if not name.startswith("_")]

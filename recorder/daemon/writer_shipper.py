@@ -1,4 +1,4 @@
-"""Ships one writer's files in two lanes; only the small lane (statistics, manifest, status) has a deadline.
+"""Ships one writer's files in two lanes (queues); only the small lane (statistics, manifest, status) has a deadline.
 
 A manifest or a status that says that its writer has ended is held back until the destination has all files of the
 writer. So a reader at the destination finds all rows of a writer that has ended.
@@ -37,13 +37,13 @@ from .watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_
 logger = logging.getLogger("recorder.daemon")
 
 QUIET_LOOK_S = 20.0
-"""The seconds between two looks at a writer that cannot be shipped, or may have ended."""
+"""The seconds between two scans of a writer that cannot be shipped, or may have ended."""
 _QUIET_S = 60.0
-"""The seconds without changes after which a writer on another host may have ended: open shards are then shipped."""
+"""A writer on another host may have ended after this many seconds without changes: its open shards are then shipped."""
 
 
 class WriterShipper:
-    """The directory of one writer."""
+    """Ships the files of one writer's directory."""
 
     def __init__(self, there: ShippedRun, rank: str, writer: str) -> None:
         self._run = there
@@ -56,14 +56,14 @@ class WriterShipper:
         lives)."""
         self.status: dict[str, Any] = {}
         self.findings: tuple[LiveFinding, ...] = ()
-        """What the rules that run in training have found, by the status."""
+        """The findings of the rules that run in training, as the writer's status lists them."""
         self.shown: dict[str, Any] | None = None
-        """The status as the destination may have it, with the time of its last change; None while it may have none."""
+        """The newest status that may be put, with its time of change; empty if there is no status, None at first."""
         self.lifetime = Lifetime()
         self.balance = Balance()
-        """The balance in the manifest or in the status, whichever is later."""
+        """The writer's balance (its counts of rows) from its manifest or from its status, whichever is later."""
         self.counted: tuple[int, int | None] | None = None
-        """The rows and the last step of a writer that was killed, as its shards have them: its status is older."""
+        """A killed writer's number of rows and last step, read from its shards because its status is older."""
         self.step_changed_s = 0.0
         self.path = f"{there.path}/{rank}/{writer}"
         self.unreadable = ""
@@ -73,22 +73,22 @@ class WriterShipper:
         self.is_settled = False
         self.has_looked = False
         self.is_put = False
-        """True if the destination has all that this node had at the last look, open shards up to their end then."""
+        """True if the destination has all that the last scan found, open shards up to their end at that time."""
         self.was_repaired = False
         """True if a repair has done what it could; shards that are still open are then shipped as they are."""
         self.small_since_s = time.time()
-        """The wall-clock time of the last look whose small lane was all shipped; at first the time of creation."""
+        """The wall-clock time of the last scan whose small files were all shipped; at first the time of creation."""
         self._ledger: dict[str, Any] = {}
         self._manifest: tuple[Stamp, bytes] | None = None
         self._opened = OpenShards(there, self.below)
         self._is_busy: set[str] = set()
         self.changed_ns = 0
-        """The time of the directory's last change, as of the last look."""
+        """The time of the directory's last change, as of the last scan."""
         self._next_look_s = self._next_snapshot_s = self._next_status_s = 0.0
         self.reconciled()
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
-        """Return the jobs that are due and not already running."""
+        """Return the jobs that are due and not already running: pairs of a lane's name and a function."""
         jobs: list[tuple[str, Callable[[], None]]] = []
         if self.is_settled and not self.has_changed():
             return jobs
@@ -108,7 +108,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def has_changed(self) -> bool:
-        """Return True if the directory may have changed; the directory of a closed writer never changes."""
+        """Return True if the directory may have changed; for a quiet writer, return True whenever a scan is due."""
         if self.state == "quiet":
             return time.monotonic() >= self._next_look_s
         try:
@@ -118,7 +118,7 @@ class WriterShipper:
             return True
 
     def reconciled(self) -> None:
-        """Take over the new listing of the destination."""
+        """Use the new listing of the destination, which also means that stuck files are tried again."""
         self.stuck.clear()
         self._opened.reconciled()
 
@@ -141,7 +141,7 @@ class WriterShipper:
 
     @property
     def needs_count(self) -> bool:
-        """True if a killed writer's shards are sealed, and nobody has counted what they hold."""
+        """True if a killed writer's shards are sealed, and nobody has counted the rows in them."""
         return self.state == "dead" and self.is_settled and self.counted is None
 
     @property
@@ -186,7 +186,7 @@ class WriterShipper:
 
     @property
     def _is_growing(self) -> bool:
-        """True if the writer is expected to seal its open shards, so that the daemon waits."""
+        """True if the writer is expected to seal its open shards, so that the daemon waits for the sealed shards."""
         return self.state == "alive" and not self._goes_open
 
     def _is_there(self, name: str, stamp: Stamp) -> bool:
@@ -356,7 +356,7 @@ class WriterShipper:
 
 
 def _as_begun(manifest: bytes) -> bytes:
-    """Return a writer's manifest without its row counts, so that it can be put before the rows."""
+    """Return a closed writer's manifest without row counts, as if it were recording: it can be put before the rows."""
     with contextlib.suppress(RunError):
         raw = parse_json(manifest, WRITER_MANIFEST)
         if raw.get("state") == "closed":
@@ -366,9 +366,9 @@ def _as_begun(manifest: bytes) -> bytes:
 
 
 _MAX_AT_ONCE_BYTES = 32 << 20
-"""The largest snapshot of an open shard that is replaced in one request."""
+"""The largest snapshot (an open shard's complete batches) that is put in one request, over an earlier snapshot."""
 _MAX_BESIDE_BYTES = 2 << 20
-"""The bytes above which only one snapshot at a time may be in memory."""
+"""Of all snapshots with more bytes than this, only one at a time may be in memory."""
 
 
 @dataclass(slots=True)
@@ -381,7 +381,7 @@ class _Snapshot:
 
 
 class OpenShards:
-    """The open shards of one writer. At most one thread at a time may handle a shard."""
+    """Ships the open shards of one writer. At most one thread at a time may handle a shard."""
 
     def __init__(self, there: ShippedRun, below: str) -> None:
         self._run = there
@@ -391,7 +391,7 @@ class OpenShards:
         """The names of the open shards that the destination has."""
 
     def reconciled(self) -> None:
-        """Use the new listing of the destination, but keep files that were put after the listing began."""
+        """Use the new listing of the destination, but keep shards that were put after the listing began."""
         opened = {name for name in self._run.held if name.startswith(self._below) and name.endswith(".open")}
         newer = {name for name, one in self._snapshots.items() if one.put_s >= self._run.listed_s}
         self._there = {name.removeprefix(self._below) for name in opened} | (self._there & newer)
@@ -444,7 +444,7 @@ class OpenShards:
         shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
-        """Put batches that are too large for one request. It happens about once, as their writer is gone or quiet."""
+        """Put batches that are too large for one request; about once per shard, because its writer is gone or quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end
         if name in self._there:
@@ -456,7 +456,7 @@ class OpenShards:
         self._run.shared.uploaded("open", end)
 
     def remove_sealed(self) -> None:
-        """Remove open shards from the destination if it has the sealed shards."""
+        """Remove an open shard from the destination once the destination has the sealed shard."""
         stale = [name for name in self._there if self._run.ledger.get(self._below + sealed_name(name)) is not None]
         if stale:
             self._run.shared.destination.delete([f"{self._run.key}/{self._below}{name}" for name in stale])
@@ -466,7 +466,7 @@ class OpenShards:
 
 
 def end_of_batches(file: LocalFile, start: int = 0) -> int:
-    """Return the end of the last complete batch of an open shard; 0 without one. `start` is an earlier result."""
+    """Return the byte at which an open shard's last complete batch ends, 0 without one. `start`: an earlier result."""
     offset, end = start or FIRST_MESSAGE, start
     with contextlib.suppress(CorruptError):
         while (message := block_at(file, offset)) is not None:
