@@ -1,1 +1,1 @@
-"""Reading recorded runs. Nothing here may import `write`, `capture` or, except for `Run.tensor`, torch."""
+"""Reads recorded runs. Nothing here may import `write`, `capture` or torch."""

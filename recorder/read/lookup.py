@@ -1,6 +1,6 @@
-"""Finds the one tensor that a query selects, in the newest attempt.
+"""Finds the rows of the one tensor that a query selects; of several attempts at a step, the newest one counts.
 
-If a query selects several tensors, nothing here may choose one: the error lists the choices.
+A query that selects several tensors raises an error that lists the choices. Nothing here may choose one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUALIFIERS = (
 """The columns that, with the module path, identify a tensor of a run. Choices are listed in this order."""
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
 _OF_RANKS = ("rank", "attempt")
-"""The columns in which the rows of one global tensor may differ. The attempt is chosen earlier."""
+"""The columns in which the rows of one global tensor may differ. Rows of superseded attempts are dropped earlier."""
 _MAX_CHOICES = 8
 
 
@@ -33,13 +33,13 @@ class TensorRows(NamedTuple):
     """The rows of the one tensor that a query selects."""
 
     positions: Positions
-    """The positions of the row or, in order, of its parts; if several ranks are meant, of each rank's part 0."""
+    """The positions of the rows of all parts of the tensor, in order; for several ranks, of each rank's part 0."""
     related: Positions
-    """The positions of all rows of the module at that step."""
+    """The positions of all rows of the tensor's module at the tensor's step."""
     is_merged: bool
     what: str
     is_micro_batch: bool = False
-    """Whether the query names one micro-batch of a pipeline; then `related` has only rows of this micro-batch."""
+    """True if the query names one micro-batch of a pipeline; `related` then has only rows of this micro-batch."""
 
 
 def find_tensor(
@@ -53,13 +53,14 @@ def find_tensor(
     stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
 ) -> TensorRows:
-    """Return the rows of the one tensor that the query selects; else LookupFailedError lists the choices.
+    """Return the rows of the one tensor that the query selects.
 
-    `writers` are those that `rows` numbers. In `question` a qualifier that is left open is None. `counts` says whether
-    a row may be used, by position; it is None unless the rows of several ranks are one tensor. `has_micro_batches` is
-    True for a pipeline: its micro-batches together are one tensor, its stages' roots one model. `stages` are pipeline
-    stages by writer and root; the rows of a merged run name their stages themselves. With `needs_values` rows without a
-    payload are left out.
+    Raises LookupFailedError if the query selects no tensor or several; the message lists the choices. `writers` are the
+    writers of `rows`. `question` maps each qualifier to its value, or to None if every value is meant. `counts` flags
+    the rows that may be used, by position; it is None if the tensor of a single rank is wanted. `has_micro_batches` is
+    True for a pipeline, where the rows of all micro-batches form one tensor and the roots of all stages one model.
+    `stages` are the pipeline stages by writer and root; it is empty for a merged run, whose rows name their stages
+    themselves. With `needs_values`, rows without a payload are left out.
     """
     rows.load(LOOKUP_COLUMNS)
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
@@ -85,7 +86,7 @@ def find_tensor(
     of_several_ranks: tuple[str, ...] = _OF_RANKS if counts is not None else ()
     if counts is not None and has_micro_batches:
         of_several_ranks = (*_OF_RANKS, "micro_step", "root")
-    # Where one row is left there is nothing to choose, and encoding its texts takes most of a lookup.
+    # A single row leaves nothing to choose, and to encode its texts would take most of the time of a lookup.
     compared = QUALIFIERS if counts is not None or len(with_values) > 1 else ()
     single = {name: rows.keys(name, with_values) for name in compared if name not in of_several_ranks}
     choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
@@ -115,8 +116,7 @@ def _answering(
 ) -> tuple[Positions, str]:
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
     positions = of_module
-    # Columns of numbers are compared first: a module has rows of thousands of steps, and comparing texts is the
-    # slowest.
+    # Numbers are compared before texts, because comparing texts is slow and a module has rows of thousands of steps.
     for name in sorted(given, key=lambda name: name in TEXT_COLUMNS):
         keys = rows.keys(name, positions)
         try:
@@ -157,7 +157,7 @@ def _of_stage(
 
 
 def several_stages(what: str, numbers: Iterable[int]) -> str:
-    """Return the error message for modules of several pipeline stages with the same path, such as the stages' roots."""
+    """Return the error message for a query whose module (such as the root) exists in several pipeline stages."""
     choices = "|".join(map(str, sorted(numbers)))
     return f"{what} is another tensor in each stage of the pipeline; choose stage={choices}"
 
@@ -165,7 +165,7 @@ def several_stages(what: str, numbers: Iterable[int]) -> str:
 def _raise_unmet(
     rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions, given: Mapping[str, Any], what: str
 ) -> NoReturn:
-    """Raise an error that names the first qualifier, in the order of `QUALIFIERS`, whose value no remaining row has."""
+    """Apply the given qualifiers one by one, and raise an error that names the first qualifier which leaves no row."""
     for name, value in given.items():
         keys = rows.keys(name, positions)
         try:
@@ -185,7 +185,7 @@ def _raise_unmet(
 
 
 def module_code(rows: MetadataRows, module_path: str) -> int:
-    """Return the code of a module path in `rows.module_paths`. LookupFailedError: the module has no rows."""
+    """Return the code of a module path, as in `rows.module_paths()`; raise LookupFailedError if it has no rows."""
     paths = rows.module_paths()
     code = paths.code(module_path)
     if code < 0:
@@ -194,7 +194,7 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 
 
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
-    """Return which ranks' records were ended by a kill before a step: ``rank 0's record ends in step 23``; else ""."""
+    """Return a text that lists the ranks that were killed before `step`, each with its last step; empty if none was."""
     of_rank: dict[int, list[RecordedWriter]] = {}
     for writer in writers:
         if writer.rank is not None and rank in (None, writer.rank):
@@ -243,7 +243,7 @@ def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
 
 
 def _choices(name: str, keys: Keys) -> str:
-    """Return the distinct values of a column, such as ``step=0|1|2|...|64 (11)``."""
+    """Return a text that lists a column's distinct values, such as ``step=0|1|2|...|64 (11)`` for 11 steps."""
     codes = [int(code) for code in np.unique(keys.codes)]
     shown = [keys.label(code) for code in codes]
     if keys.texts is not None:

@@ -1,7 +1,8 @@
-"""The framing of Arrow IPC: the place and the declared sizes of each message, read before Arrow allocates.
+"""Reads the framing of Arrow IPC files: each message's offset and declared sizes, before Arrow allocates memory.
 
-pyarrow gives no access to a batch's offset in its file or its declared sizes, or to its metadata before decoding. The
-tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). No offset is trusted.
+pyarrow shows neither a batch's offset in its file, nor its declared sizes, nor its metadata before decoding. The
+metadata are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). No offset in a file is
+trusted.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from ..storage.untrusted_files import ByteSource
 
 MAGIC = b"ARROW1"
 TAIL_BYTES = 4 + len(MAGIC)
-"""The bytes of the footer's length and the magic, at the very end of a sealed file."""
+"""The number of bytes at the very end of a sealed file that hold the footer's length and the magic."""
 FIRST_MESSAGE = 8
 """The offset of the first message in an IPC file, after the magic and two bytes of padding."""
 PREFIX_BYTES = 8
 CONTINUATION = 0xFFFFFFFF
 
 MAX_METADATA_BYTES = 1 << 20
-"""The bound on the bytes before the body of a message; the recorder's messages have less than 20 KiB there."""
+"""The largest allowed size of the metadata of a message. The recorder's messages have less than 20 KiB of metadata."""
 MAX_BATCH_BYTES = 1 << 30
-"""The bound on the bytes of a batch in memory. The recorder's batches have at most 40 MiB of payload, and metadata."""
+"""The largest allowed size of a decoded batch. The recorder's batches have at most 40 MiB of payload, and metadata."""
 
 _MAX_RATIO = 128
-"""The most bytes of a compressed batch per byte on disk. Constant columns reach 13, a zip bomb thousands."""
+"""The largest allowed ratio of decompressed to compressed bytes. Constant columns reach 13, a zip bomb thousands."""
 _MIN_DECLARED_BYTES = 1 << 20
 _MAX_PAIRS = 64
-"""The most pairs of custom metadata in a message; ours have two. Many pairs could share bytes and be slow to read."""
+"""The most key-value pairs in a message's custom metadata; ours have two. Many pairs with shared bytes read slowly."""
 
 _VERSION_5 = 4
-"""Version 5 in Message.fbs, where V1 is 0. Older versions may note compression in custom metadata alone."""
+"""The number of Arrow's version 5 in Message.fbs (V1 is 0). Older versions may note compression in custom metadata."""
 SCHEMA_MESSAGE = 1
 BATCH_MESSAGE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageBlock:
-    """The place of one message in its file."""
+    """The offset and the sizes of one message in its file."""
 
     offset: int
     metadata_bytes: int
-    """The bytes of the metadata, including prefix and padding; the body begins this many bytes after `offset`."""
+    """The size of the metadata with prefix and padding; the body begins this many bytes after `offset`."""
     body_bytes: int
 
     @property
@@ -56,21 +57,19 @@ class MessageBlock:
 
 
 class Message(NamedTuple):
-    """The declared content of a message. The only check so far is that its fields lie within its own bytes."""
+    """The declared content of a message. So far, only its fields are known to lie within the message's own bytes."""
 
     kind: int
     body_bytes: int
     nodes: tuple[tuple[int, int], ...]
-    """For each column of a batch, the numbers of rows and of nulls."""
+    """For each column of a batch: its number of rows, and its number of nulls."""
     buffers: tuple[tuple[int, int], ...]
-    """The offset in the body and the length of each buffer of a batch, in Arrow's order."""
+    """For each buffer of a batch, in Arrow's order: its offset in the body, and its length in bytes."""
     is_compressed: bool
     custom_metadata: dict[bytes, bytes]
 
 
 class _Table:
-    """A flatbuffers table inside untrusted bytes."""
-
     def __init__(self, data: memoryview, position: int) -> None:
         self.data = data
         self.position = position
@@ -98,7 +97,7 @@ class _Table:
         return _Table(self.data, position + self.unpack("<I", position)) if position else None
 
     def vector(self, index: int, item_bytes: int) -> memoryview:
-        """Return the items of a vector of scalars or structs, as bytes."""
+        """Return the bytes of all items of a vector of scalars or structs; empty if the field is absent."""
         position = self.field(index)
         if not position:
             return self.data[:0]
@@ -123,7 +122,7 @@ def _root(data: memoryview) -> _Table:
 
 
 def parse_message(metadata: pa.Buffer, where: str) -> Message:
-    """Read the flatbuffer of one message (`metadata` without its prefix)."""
+    """Parse the metadata of one message, which are a flatbuffer. `metadata` begins after the prefix."""
     try:
         root = _root(memoryview(metadata))
         header = root.table(2)
@@ -149,7 +148,7 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
 
 
 def padding_of(metadata: pa.Buffer) -> memoryview:
-    """Return the bytes after all declared content of a batch's metadata, which are zeros in a sound message."""
+    """Return the padding of a batch's metadata: the bytes after all declared content, zeros in a sound message."""
     root = _root(memoryview(metadata))
     header = root.table(2)
     vectors = [vector for pair in root.tables(4) for vector in ((pair, 0, 1), (pair, 1, 1))]
@@ -162,7 +161,7 @@ def padding_of(metadata: pa.Buffer) -> memoryview:
 
 
 def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | None:
-    """Return the message that begins at `offset`; None at a clean end (end-of-stream mark, or the end of the file)."""
+    """Return place and content of the message at `offset`; None at the end-of-stream mark or at the end of the file."""
     if offset == source.size_bytes:
         return None
     mark, metadata_bytes = struct.unpack("<II", source.read(offset, PREFIX_BYTES))
@@ -178,7 +177,7 @@ def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | 
 
 
 def footer_bytes(source: ByteSource) -> int:
-    """Return the bytes of the footer of a sealed file. The footer lies before the file's last 10 bytes."""
+    """Return the size in bytes of the footer of a sealed file. The footer lies before the file's last 10 bytes."""
     if source.size_bytes < FIRST_MESSAGE + TAIL_BYTES:
         raise CorruptError(f"{source.where}: {source.size_bytes} bytes are too few for a sealed shard")
     num_bytes, magic = struct.unpack("<i6s", source.read(source.size_bytes - TAIL_BYTES, TAIL_BYTES))
@@ -188,7 +187,7 @@ def footer_bytes(source: ByteSource) -> int:
 
 
 def footer_blocks(source: ByteSource) -> list[MessageBlock]:
-    """Return the blocks of the batches from the footer of a sealed file. Each is checked only when it is read."""
+    """Return the place of each batch that a sealed file's footer lists. A place is checked when its batch is read."""
     try:
         items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
@@ -197,7 +196,7 @@ def footer_blocks(source: ByteSource) -> list[MessageBlock]:
 
 
 def footer_text(source: ByteSource, key: bytes) -> range | None:
-    """Return the position in a sealed file of the value of a key of the footer's `custom_metadata`; None without it."""
+    """Return the byte range, in a sealed file, of a value of the footer's `custom_metadata`; None without the key."""
     try:
         footer = _footer(source)
         for pair in footer.tables(4):
@@ -216,14 +215,14 @@ def _footer(source: ByteSource) -> _Table:
 
 
 def check_block(block: MessageBlock, source: ByteSource) -> None:
-    """Raise CorruptError for a footer's block that lies outside the file, or is larger than the recorder's can be."""
+    """Raise CorruptError if a block that the footer lists lies outside the file or exceeds the recorder's sizes."""
     is_sane = block.offset >= FIRST_MESSAGE and PREFIX_BYTES < block.metadata_bytes <= MAX_METADATA_BYTES
     if not is_sane or not 0 <= block.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
         raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset} that cannot be there")
 
 
 def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, where: str) -> None:
-    """Raise CorruptError if compressed buffers declare more bytes than `MAX_BATCH_BYTES`, or than `body` can hold."""
+    """Raise CorruptError if compressed buffers declare more bytes than `MAX_BATCH_BYTES`, or too many for `body`."""
     total_bytes = 0
     for offset, length in buffers:
         if 0 < length < 8:

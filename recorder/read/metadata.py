@@ -1,7 +1,7 @@
-"""The metadata rows of a run as columns, read on first use; the sizes of steps; the pipeline stages.
+"""Reads the metadata rows of a run as columns, sums up the sizes of steps, and finds pipeline stages.
 
-A row is identified by its position in the concatenation of all shards, in the order of their writers. No loop runs over
-rows.
+Metadata rows have all columns but the payload. A row's position is its index in the concatenation of all shards, in the
+order of their writers. No loop here runs over rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
 NONE = -1
-"""The integer for null in columns of counts, which are never negative."""
+"""The integer that stands for null in columns of counts, whose other values are never negative."""
 _FEW_CHUNKS = 64
 POSITION_COLUMNS = ("seq", "batch", "row")
 """The columns that are needed to find a row's payload."""
@@ -32,12 +32,12 @@ TEXT_COLUMNS = frozenset(field.name for field in SCHEMA if pa.types.is_string(fi
 
 
 class Keys(NamedTuple):
-    """A column as integers that are equal where the values are equal."""
+    """A column as integers: equal integers stand for equal values."""
 
     codes: npt.NDArray[np.int64]
     """The integer for the value of each row; `NONE` for null."""
     texts: list[str] | None
-    """The texts that the codes index; None if the codes are the values themselves."""
+    """The texts that the codes index; None for a column of integers, whose codes are the values themselves."""
 
     def code(self, value: Any) -> int:
         """Return the code of a value; for a value that does not occur, a code that no row has."""
@@ -59,7 +59,7 @@ class Keys(NamedTuple):
 
 
 class MetadataRows:
-    """All columns except the payload, over all shards; with `steps`, only of batches that may contain these steps."""
+    """All rows of some writers, without payloads, by column; with `steps`, only batches that may have these steps."""
 
     def __init__(self, writers: Sequence[RecordedWriter], steps: Steps | Ranges | None = None) -> None:
         self._steps = steps
@@ -81,9 +81,9 @@ class MetadataRows:
         return int(self._starts[-1])
 
     def load(self, names: Iterable[str]) -> None:
-        """Read and check columns. Call it for every column that a query needs, before the query uses a position.
+        """Read and check columns. A query must load all its columns before it uses any position.
 
-        A batch that is damaged in one column is removed from all columns: then positions change, and all columns are
+        A batch that is damaged in one column is removed from all columns. Positions then change, and all columns are
         read again.
         """
         names = list(dict.fromkeys(names))
@@ -108,7 +108,7 @@ class MetadataRows:
         return self._numbers[name]
 
     def module_paths(self) -> Keys:
-        """Return the module path of every row. Other text columns are encoded only for the rows of one module."""
+        """Return the module paths of all rows as codes. Other text columns are encoded by `keys`, for chosen rows."""
         if self._module_paths is None:
             self._module_paths = Keys(*encode(self._columns["module_path"]))
         return self._module_paths
@@ -119,14 +119,14 @@ class MetadataRows:
         if (positions[1:] < positions[:-1]).any():
             return pc.take(column, pa.array(positions))
         if len(positions) == len(column) and (positions[1:] > positions[:-1]).all():
-            # The rows of one writer are in time order already. They are copied because a mapped file may change later.
+            # The rows of one writer are in time order already. They are copied, because a mapped file may change later.
             return pa.chunked_array([pa.concat_arrays([chunk, chunk[:0]]) for chunk in column.chunks], column.type)
         ends = self._chunk_ends[name]
         chunk_numbers = np.searchsorted(ends, positions, side="right")
         used = np.flatnonzero(np.bincount(chunk_numbers))  # not `np.unique`: 7 ms for 200,000 rows in numpy 2.4
         if len(used) > _FEW_CHUNKS:
             return pc.take(column, pa.array(positions))
-        # Chunk by chunk, because Arrow joins all chunks before it takes a row: 0.2 ms for a million short texts.
+        # Rows are taken chunk by chunk: Arrow itself would join all chunks first, 0.2 ms for a million short texts.
         starts = [0, *ends]
         pieces = [column.chunk(n).take(pa.array(positions[chunk_numbers == n] - starts[n])) for n in used.tolist()]
         return pa.chunked_array(pieces, column.type)
@@ -155,16 +155,16 @@ class MetadataRows:
         return np.searchsorted(self._writer_starts, positions, side="right") - 1
 
     def in_order(self) -> Positions:
-        """Return all positions in the order of `TIME_ORDER`, which may differ from the order of the files."""
+        """Return the positions of all rows, sorted by `TIME_ORDER`; rows may lie in the files in another order."""
         keys = [self.numbers(name) for name in reversed(TIME_ORDER)]
         return np.lexsort(keys).astype(np.int64, copy=False)
 
 
 Ints = npt.NDArray[np.int64]
 SIZE_COLUMNS = ("step", "units", "payload_bytes")
-"""The columns that `StepSizes.of` reads; without `payload_bytes` every step has 0 bytes."""
+"""The columns that `StepSizes.of` reads. Without `payload_bytes`, each step's size is 0 bytes."""
 _ROW_BYTES = 350
-"""The bytes of a row in memory, without its column `units`."""
+"""The memory that one row takes, in bytes, without its column `units`."""
 
 
 def _by_step(steps: Ints, *columns: Ints) -> list[Ints]:
@@ -180,22 +180,22 @@ class StepRange(NamedTuple):
 
     first: int
     end: int
-    """The step after the last one."""
+    """The step after the last step of the range."""
     num_rows: int
     num_bytes: int
 
 
 class StepSizes(NamedTuple):
-    """The steps of some rows, ascending, with the number of rows and bytes of each step."""
+    """The distinct steps of some rows, ascending, with the number of rows and payload bytes of each step."""
 
     steps: Ints
     rows: Ints
-    """The number of rows of each step. A row with sums of units counts as several rows, by its memory."""
+    """The number of rows of each step. A row whose `units` are large counts as several rows, by its memory."""
     bytes: Ints
 
     @classmethod
     def of(cls, batches: Sequence[Any]) -> StepSizes:
-        """Return the sizes of the rows of some batches, which have `SIZE_COLUMNS`."""
+        """Add up rows and payload bytes by step. The batches must have the columns `SIZE_COLUMNS`."""
         steps = np.concatenate([*(batch.column("step").to_numpy() for batch in batches), np.zeros(0, np.int64)])
         num_bytes = unit_bytes = np.zeros(len(steps), np.int64)
         if len(steps) and "payload_bytes" in batches[0].schema.names:
@@ -208,12 +208,12 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def sum(cls, several: Iterable[StepSizes]) -> StepSizes:
-        """Return the sizes of the rows of several `StepSizes` together."""
+        """Add up several `StepSizes` by step."""
         parts = [cls(*(np.zeros(0, np.int64),) * 3), *several]
         return cls(*_by_step(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
     def cut(self, max_rows: int, max_bytes: int | None = None) -> Iterator[StepRange]:
-        """Yield half-open ranges that cover the steps, ascending; only a range of one step may exceed the bounds."""
+        """Yield ascending half-open ranges of steps within the bounds; only a range of one step may exceed them."""
         first, end, num_rows, num_bytes = None, 0, 0, 0
         for step, more_rows, more_bytes in zip(*(column.tolist() for column in self), strict=True):
             is_full = num_rows + more_rows > max_rows or (max_bytes is not None and num_bytes + more_bytes > max_bytes)
@@ -227,7 +227,7 @@ class StepSizes(NamedTuple):
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
-    """Yield a sentence for each pipeline with missing stages. A rank with several stages has one root per stage."""
+    """Yield a sentence for each pipeline with stages that no rank recorded. On a rank, each stage has its own root."""
     numbers_of: dict[int, set[int]] = {}
     for stage in stages.values():
         numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
@@ -237,13 +237,13 @@ def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
 
 
 def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
-    """Return, for each root that is a stage, the name of the model, which is the root of the first stage."""
+    """Map the root of each pipeline stage to the root of the first stage, which names the complete model."""
     names = {stage.num_stages: root for (_, root), stage in sorted(stages.items()) if stage.number == 0}
     return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
 def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
-    """Return the stage of each row; `NONE` if no stage is recorded. In a merged run the rows' notes name the stage."""
+    """Return each row's pipeline stage, or `NONE`. If `stages` is empty (merged run), notes of rows name the stage."""
     stage_of_row: Ints = np.full(len(positions), NONE)
     writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
     for (writer, root), stage in stages.items():
@@ -261,11 +261,11 @@ class MicroBatches:
 
     def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         self.stage: Ints = np.full(len(chosen), NONE)
-        """The stages; `NONE` outside of pipelines, and for the numbers of a step, which belong to the program."""
+        """The pipeline stage of each row; `NONE` without a pipeline, and for scalars, which belong to no stage."""
         self.micro_step: Ints = np.zeros(len(chosen), np.int64)
-        """The micro-batches; 0 outside of pipelines."""
+        """The micro-batch of each row; 0 without a pipeline."""
         self.key: Ints = rows.numbers("micro_step")[chosen].copy()
-        """The micro-step that separates values of a step; in a pipeline all micro-batches have the same."""
+        """The micro-step by which values of a step differ; 0 in a pipeline, where all micro-batches form one value."""
         if not stages:
             return
         writers, roots, sites = rows.writer_numbers(chosen), rows.keys("root", chosen), rows.keys("site", chosen)
@@ -278,7 +278,7 @@ class MicroBatches:
 
 
 def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
-    """Return the order of execution of values, given the first row and the stage (else `NONE`) of each value."""
+    """Return the indexes that sort values by execution; `at` and `stage` are each value's first row and stage."""
     phases = rows.keys("phase", at)
     nothing = np.zeros(len(at), np.int64)
     return Times(
@@ -294,7 +294,7 @@ def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
 
 
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
-    """Return a text that names, for each rank, the micro-batches that only other ranks have; empty without any."""
+    """Return a text that lists, for each rank, the micro-batches of which only other ranks have rows; may be empty."""
     everything = known | set(micro_steps)
     of_rank: dict[int, set[int]] = {}
     for rank, micro_step in zip(ranks, micro_steps, strict=True):

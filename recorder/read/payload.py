@@ -1,6 +1,6 @@
-"""Finds the payload and the array of a row, by its checked batch and the row that a ``ref`` names.
+"""Reads the payload of a row from its checked batch, or from the batch of the row that its ``ref`` names.
 
-`decode` also works for a single row without a run.
+`decode` takes a single row and needs no run.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from .shard_rows import ShardRows
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
 _MAX_REMOTE_BYTES = 1 << 30
-"""The bound on the bytes of batches from an object store, which take memory; batches on a disk are mapped."""
+"""The most bytes of cached batches from an object store, which take memory; batches on a disk are mapped."""
 _AT_ONCE = 16
-"""The number of batches that are requested before their sizes are known."""
+"""The number of batches that are requested from a store together, when their sizes are not known yet."""
 _BATCH_BYTES = 8 << 20
-"""The size of most batches, unless a single row is larger."""
+"""The size that is assumed for a batch before it is read, unless a row in it is known to be larger."""
 _Key = tuple[int, int]
-"""The identity of a shard, which lives as long as the rows, and the index of a batch in it."""
+"""A batch: the `id` of its `ShardRows`, which live as long as the rows, and its number in the shard."""
 
 
 class Payloads:
-    """The payloads of rows, by position in `MetadataRows`, whose `POSITION_COLUMNS` must be loaded."""
+    """Reads the payloads of rows by position in `MetadataRows`, whose `POSITION_COLUMNS` must be loaded."""
 
     def __init__(self, rows: MetadataRows, num_writers: int = 1) -> None:
         self._rows = rows
         self._max_batches = 2 * num_writers + _SPARE_BATCHES
         self._batches: OrderedDict[_Key, Any] = OrderedDict()
-        """Rows are asked for in the order of time, so the next row mostly lies in the same batch of its writer."""
+        """The batches read last. Rows are read in time order, so a writer's next row is mostly in the same batch."""
 
     def prepare(self, positions: Sequence[int]) -> None:
-        """Read the batches of rows that will be needed, several at once if each costs a request to a store."""
+        """Read and cache the batches of some rows, several at once; this does nothing for a run on a disk."""
         if not positions or not self._is_remote:
             return
         of_shard: dict[int, list[tuple[_Key, ShardRows]]] = {}
@@ -63,7 +63,7 @@ class Payloads:
                     break
                 known.append((key, shard))
         num_brought_bytes = 0
-        # Reading the first batch of each shard opens the shard, so these are read first.
+        # Reading a batch opens its shard, so the first batch of each shard is read before all other batches.
         for wanted in (
             [some[0] for some in of_shard.values() if some],
             [one for some in of_shard.values() for one in some[1:]],
@@ -79,7 +79,7 @@ class Payloads:
                 self._shrink()
 
     def encoded(self, position: int) -> EncodedPayload:
-        """Return one row's payload as it is stored, or the one that its ``ref`` names. RunError: it is damaged."""
+        """Return the stored payload of a row, or of the row that its ``ref`` names; raise RunError if it is damaged."""
         source = self._source(position)
         try:
             encoding_of(source["encoding"])
@@ -89,12 +89,12 @@ class Payloads:
         return EncodedPayload(source["encoding"], source["data"], source["payload_bytes"])
 
     def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
-        """Return the bytes of one row, and its dtype and shape as texts."""
+        """Return the decoded payload of one row, and the row's dtype and shape as texts."""
         fields = self._fields(self._rows.shard_of(position)[0], *self._batch_row_seq(position))
         return self.decoded(position), fields["dtype"], fields["shape"]
 
     def decoded(self, position: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of one row, new and writable; errors as for `encoded`."""
+        """Return the decoded payload of one row as new, writable bytes. Raises what `encoded` raises."""
         source = self._source(position)
         try:
             return decode_payload(source["encoding"], source["data"], source["payload_bytes"], source["dtype"])
@@ -125,7 +125,7 @@ class Payloads:
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
-        """Return the fields of the row that contains a row's content, which is mostly the row itself."""
+        """Return the fields of the row that holds the payload: the row that a ``ref`` names, or else the row itself."""
         shard, start = self._rows.shard_of(position)
         batch, row, seq = self._batch_row_seq(position)
         fields = self._fields(shard, batch, row, seq)
@@ -149,7 +149,7 @@ class Payloads:
         return batch, row, seq
 
     def _fields(self, shard: ShardRows, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """Return the fields of one row of a shard that decoding needs; the payload is not copied."""
+        """Return the fields of one row that decoding needs, with its payload uncopied."""
         key = id(shard), batch
         rows = self._batches.get(key)
         if rows is None:
@@ -184,7 +184,7 @@ def _read(wanted: tuple[_Key, ShardRows]) -> Any:
 
 
 def _slice(column: Any, row: int) -> Any:
-    """Return the bytes of one row without the copy that Arrow's own scalar makes."""
+    """Return one row of a binary column, without the copy that Arrow's own scalar makes; None for null."""
     if not column.is_valid()[row].as_py():
         return None
     _, offsets, content = column.buffers()
@@ -193,7 +193,7 @@ def _slice(column: Any, row: int) -> Any:
 
 
 def is_same(payloads: Payloads, tensors: Sequence[Sequence[int]]) -> bool:
-    """Whether tensors, each given by the positions of its parts, have the same bytes."""
+    """Return whether all the tensors, each given by the positions of its parts, have the same bytes."""
     payloads.prepare([position for tensor in tensors for position in tensor])
     first, *others = tensors
     return all(
@@ -207,7 +207,7 @@ _NEEDED = ("encoding", "data", "payload_bytes", "dtype", "shape")
 
 
 def decode(row: Any) -> npt.NDArray[Any]:
-    """Return the tensor of one row, as numpy array; bfloat16 and the 8-bit floats have ml_dtypes' types.
+    """Return the tensor of one row as a numpy array; bfloat16 and the 8-bit floats have the types of ml_dtypes.
 
     Args:
         row: a dict, a pandas Series, a tuple of `DataFrame.itertuples()`, or a pyarrow table, batch or struct of one
@@ -244,13 +244,13 @@ def decode(row: Any) -> npt.NDArray[Any]:
 
 
 def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> npt.NDArray[np.uint8]:
-    """Return the bytes of one row's payload (not of a ``ref``), new and writable."""
+    """Decode the payload of one row to new, writable bytes. A ``ref``, which names another row, is not resolved."""
     payload = check_payload(encoding, data, payload_bytes)
     return codec.decode(encoding, payload, payload_bytes, item_bytes(dtype))
 
 
 def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
-    """Return the bytes of a payload. CorruptError: there are none, or `payload_bytes` exceeds a row's bound."""
+    """Return a payload's bytes; raise CorruptError if `data` are no bytes or `payload_bytes` exceeds a row's bound."""
     if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
         raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:

@@ -1,4 +1,4 @@
-"""The records of the ranks of one run: writers, rows as a table, one rank's tensor, dumps and commands.
+"""`RecordedRun`: what the ranks of one run recorded, as tables of rows and tensors of single ranks, and the commands.
 
 Nothing here may write, or import pandas outside of the methods that return a frame. Commands are untrusted input.
 """
@@ -39,7 +39,7 @@ _MAX_HOOKED = 5
 LONG_KEY = (
     "step", "rank", "root", "module_path", "site", "name", "micro_step", "call", "repeat", "mode", "phase",
 )  # fmt: skip
-"""The columns that, with `statistic`, identify a value of a long frame."""
+"""The columns that, together with `statistic`, identify a value in the frames of `to_long`."""
 _MEASURES = (*STATISTICS, *COUNTS)
 _MAX_KEPT_ROWS = 500_000
 
@@ -51,7 +51,7 @@ class RecordedRun:
     """
 
     def __init__(self, path: Location, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
-        """Open a run. For a growing run, `writers` are given, with only some of its rows."""
+        """Open a run. `writers` is given only for a growing run: then the run has just the rows of these writers."""
         self.path: OpenLocation = path
         """The run's directory: a `pathlib.Path`, or an `ObjectPath` for a run in an object store."""
         self.manifest = manifest
@@ -61,7 +61,7 @@ class RecordedRun:
         if self._manifest_problem:
             _logger.warning("%s", self._manifest_problem)
         self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path) if writers is None else writers)
-        """The writers by rank and start, with manifests, accounts and shards as they were found."""
+        """The writers, sorted by rank and start, with the manifests and shards that existed when the run was opened."""
         self._rows = MetadataRows(self.writers)
         self._payloads = Payloads(self._rows, len(self.writers))
 
@@ -71,12 +71,12 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """The setting `name` of the recording, or else the name of the directory."""
+        """The setting `name` of the recording; without it, the name of the directory."""
         return self.manifest.name or self.path.name
 
     @property
     def started_ns(self) -> int:
-        """The wall-clock time at which the first writer began, else the directory was made; 0 if neither is known."""
+        """The wall-clock time at which the first writer began, or else the run was created; 0 if neither is known."""
         started_ns = min((writer.started_ns for writer in self.writers if writer.started_ns), default=0)
         return started_ns or self.manifest.created_ns or 0
 
@@ -92,27 +92,27 @@ class RecordedRun:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the shards and their indexes now. Once the run is over, all commands print this size."""
+        """The present size of the shards and their indexes. Once the run is over, all commands print this size."""
         return sum(writer.size_bytes for writer in self.writers)
 
     @property
     def opened_bytes(self) -> int:
-        """The bytes of the shards when they were opened, and of their indexes."""
+        """The size that the shards had when they were opened, plus the present size of their indexes."""
         return sum(writer.opened_bytes for writer in self.writers)
 
     @property
     def problems(self) -> list[str]:
-        """A message for each damage on disk that makes rows missing; each is logged when it is found.
+        """A message for each damage on disk that makes rows missing. A message is logged when the damage is found.
 
-        Manifests and footers are checked on opening, a column when it is first read, a payload when it is read (which
-        raises). `recorder verify` reads everything.
+        Manifests and footers are checked when the run is opened, and a column when it is first read. A payload is
+        checked when it is read, and damage of it raises an error. `recorder verify` reads everything.
         """
         of_manifest = [self._manifest_problem] if self._manifest_problem else []
         return of_manifest + [problem for writer in self.writers for problem in writer.problems]
 
     @property
     def endings(self) -> list[str]:
-        """A sentence for each writer that neither closed nor is still running, with the first step that is missing."""
+        """A sentence for each writer that neither closed nor is still running, with the last step that it recorded."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
@@ -131,22 +131,22 @@ class RecordedRun:
 
     @property
     def num_all_rows(self) -> int:
-        """The number of rows, those of the probe included."""
+        """The number of rows, including the rows of the probe."""
         return sum(writer.num_rows for writer in self.writers)
 
     def keep_columns(self) -> None:
-        """Read columns once, and keep them, for a command that reads them many times; a large run is left as it is."""
+        """Keep columns in memory once they are read, for commands that read them often; ignored for a large run."""
         for shard in (one for writer in self.writers for one in writer.all_shards):
             shard.kept = {} if self.num_rows <= _MAX_KEPT_ROWS else None
 
     @cached_property
     def jitter(self) -> int:
-        """The seed of the setting `jitter`, which moved the inputs of the run on purpose; 0 for a run without it."""
+        """The seed of the setting `jitter`, which changed the run's inputs slightly on purpose; 0 without jitter."""
         return next(filter(None, (writer.manifest.whole_setting("jitter") for writer in self.writers)), 0)
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """The values that `jitter` moved, ``inputs`` or ``embeddings``; None if no manifest says so."""
+        """The kinds of values that `jitter` changed, ``inputs`` or ``embeddings``; None if no manifest says so."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 
@@ -157,12 +157,11 @@ class RecordedRun:
 
     @property
     def dumps(self) -> list[RunDump]:
-        """The dumps of the ring that triggers caused, ordered by time."""
+        """The dumps of the ring, sorted by time."""
         return dumps_of(self.writers)
 
     @cached_property
     def commands(self) -> SentCommands:
-        """The commands that were sent to the run while it was under way."""
         return read_commands(self.path)
 
     @cached_property
@@ -192,7 +191,7 @@ class RecordedRun:
 
     @cached_property
     def modules(self) -> dict[tuple[str, str], RecordedModule]:
-        """The modules by root and path, recorded or not, as the writers describe them."""
+        """All modules by root and path, whether recorded or not, as the newest writers describe them."""
         return read_modules(self.writers)
 
     @property
@@ -205,7 +204,7 @@ class RecordedRun:
 
     @cached_property
     def known_paths(self) -> dict[str, None]:
-        """The modules with rows, the modules that writers describe, and all their parents, in tree order."""
+        """The paths of the modules that have rows or that writers describe, and of all their parents, in tree order."""
         return list_paths((path for _, path in self.modules), self.module_paths)
 
     def table(
@@ -275,11 +274,11 @@ class RecordedRun:
         return to_long(self.table([*LONG_KEY, *chosen], filter), chosen)
 
     def load_balances(self) -> None:
-        """Read the accounts of the writers, several at once if each is a request to a store."""
+        """Read each writer's counts of recorded and lost rows, several at once if they lie in an object store."""
         load_balances(self.writers)
 
     def unknown_columns(self) -> Counter[str]:
-        """Return the ignored columns of a later version of the format, and the number of rows that have each."""
+        """Return the columns that this version does not know and so ignores, each with its number of rows."""
         return sum((writer.unknown_columns() for writer in self.writers), Counter[str]())
 
     def dataset(self) -> Any:
@@ -291,7 +290,7 @@ class RecordedRun:
         return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc", filesystem=store.filesystem)
 
     def rank_tensor(self, positions: Positions, what: str) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        """Return bytes, dtype and shape of one rank's tensor from the rows of its parts, in order; messages say `what`.
+        """Return bytes, dtype and shape of one rank's tensor, joined from the rows of its parts; errors call it `what`.
 
         LookupFailedError is raised if parts were not recorded, and CorruptError if parts are damaged or contradict
         each other.
@@ -311,9 +310,9 @@ class RecordedRun:
 
 
 def _text_of(filter: Any) -> str:
-    """Return an expression as text; if Arrow cannot print it, a text that makes the caller read all columns.
+    """Return a filter expression as text. Where Arrow cannot print it, the text makes the caller read all columns.
 
-    Arrow abbreviates long lists of values, and may cut one inside a character.
+    Arrow abbreviates a long list of values, and cannot print it if it cuts a value inside a character.
     """
     try:
         return str(filter)
@@ -332,7 +331,7 @@ def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Se
 
 
 def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the columns of a long frame, each once, by default all. LookupFailedError: an unknown statistic."""
+    """Return the chosen statistics without repetition, by default all; raise LookupFailedError for an unknown one."""
     chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
     for name in chosen:
         if name not in _MEASURES:
@@ -345,7 +344,7 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
-    """Return a frame of `LONG_KEY`, `statistic` and `value`, from a table with one column for each statistic."""
+    """Return a frame with the columns `LONG_KEY`, `statistic` and `value`; `wide` has one column per statistic."""
     tables = []
     for name in statistics:
         some = wide.filter(wide.column(name).is_valid())
@@ -361,11 +360,11 @@ def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
 
 _MAX_LISTED = 5
 _MAX_DEPTH = 200
-"""The most levels of a module tree. The parents of a deeper path are not listed."""
+"""The most components of a module path whose parents are listed; the parents of a longer path are not."""
 
 
 def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], RecordedModule]:
-    """Return the modules by root and path, in the order of `named_modules()`, as the newest writer describes them."""
+    """Return each module by root and path, in the order of `named_modules()`, as its newest writer describes it."""
     return {
         (root.name, module.path): module
         for writer in writers
@@ -375,7 +374,7 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Rec
 
 
 def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]:
-    """Return the paths of modules and of the modules around them, in the order of the tree."""
+    """Return the paths of modules and of all modules that contain them, in the order of the tree."""
     paths: dict[str, None] = {"": None}
     for path in (*known, *recorded):
         if path not in paths:
@@ -387,7 +386,7 @@ def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDump:
-    """The steps that one trigger asked all ranks to write."""
+    """A dump of the ring: the steps that one trigger asked all ranks to write, and how much the ranks wrote."""
 
     attempt: int
     """The attempt that wrote the dump; a restarted job may record the same steps again."""
@@ -395,18 +394,18 @@ class RunDump:
     last_step: int
     reason: str
     by: str
-    """The text that names who asked first: a rank, or a user and a host."""
+    """The rank that requested the dump first, or the user and the host, as a text."""
     time_ns: int
     ranks: tuple[int, ...]
     """The ranks that received the request."""
     missed: tuple[int, ...]
-    """The ranks that had already dropped some of these steps."""
+    """The ranks that had already dropped rows of these steps from the ring."""
     num_rows: int
     num_bytes: int
 
 
 def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
-    """Return the dumps of a run, by time. Requests of several ranks for the same steps and reason are one dump."""
+    """Return the dumps of a run, by time. Requests of several ranks for the same steps and reason form one dump."""
     groups: dict[tuple[int, int, int, str], list[tuple[int | None, RingDump]]] = {}
     for writer in writers:
         for dump in writer.manifest.dumps:
@@ -431,14 +430,13 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
 
 
 class SentCommands(NamedTuple):
-    """The commands of a run by number, and a sentence for each file with a command's name but no command in it."""
+    """The commands sent to a run, by number, and a sentence for each command file that could not be read."""
 
     sound: tuple[Command, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
     def num_beside_dumps(self) -> int:
-        """The number of commands other than dumps of the ring."""
         return sum(command.kind != DUMP for command in self.sound)
 
 

@@ -1,8 +1,8 @@
-"""Reads the batches of one shard: decoded by Arrow, then checked, and only then returned.
+"""Reads the batches of one shard. A batch is decoded by Arrow, then checked, and only then returned.
 
-A sealed shard has a footer. A shard that is being written, was left by a kill, or is damaged, is salvaged: its bytes
-after the first 8 are an IPC stream. Nothing here may return a column whose checksum was not compared, or write to a
-file: repair is the task of `recorder repair`.
+A sealed shard has a footer. A shard that is still being written, was left by a kill, or is damaged, is salvaged: it is
+read as the IPC stream that its bytes after the first 8 are. Nothing here may return a column whose checksum was not
+compared, or write to a file: repair is the task of `recorder repair`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds} | 
 _SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
 _UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
 _MAX_BATCHES = 1 << 31
-"""The bound on the number of batches: an index stores the number of a batch as int32."""
+"""The bound on the number of batches of a shard, because an index stores a batch's number as int32."""
 
 
 ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
 
 
 class CheckedBatch(NamedTuple):
-    """A batch whose bytes are those that were written, with its header."""
+    """A batch that has passed its checksums, with its header."""
 
     batch: Any
     header: BatchHeader
@@ -66,12 +66,12 @@ class CheckedBatch(NamedTuple):
 
 
 class Layout:
-    """A schema, and the position of each column's buffers in a message."""
+    """The schema of a file, and where each column's buffers stand in the list of a message's buffers."""
 
     def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
         self.schema = schema
         self.preamble = schema.serialize()
-        """The bytes before the batches of a stream."""
+        """The serialized schema, which precedes the batches in a stream."""
         self.names = list(schema.names)
         self._starts = list(accumulate((_num_buffers(field.type) for field in schema), initial=0))
         self._kinds = [column_kind(field.type) for field in schema]
@@ -81,14 +81,14 @@ class Layout:
         self._never_null = ours & _NEVER_NULL
 
     def has(self, column: str) -> bool:
-        """Whether the file has a column. A file of an earlier version may lack it."""
+        """Return whether the file has a column; a file of an earlier version may lack it."""
         return column in self._index_of
 
     def indices(self, columns: Sequence[str]) -> list[int]:
         return sorted(self._index_of[name] for name in columns)
 
     def buffers_of(self, indices: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
-        """Return the offset in the body and the length of each buffer of some columns."""
+        """Return, for each buffer of some columns, its offset in the body and its length."""
         if len(message.nodes) != len(self.names):
             raise CorruptError(f"{where}: has {len(message.nodes)} columns, its schema {len(self.names)}")
         starts = self._starts
@@ -101,15 +101,15 @@ class Layout:
         return buffers
 
     def check_nulls(self, indices: Sequence[int], message: Message, where: str) -> None:
-        """Raise CorruptError for nulls in columns without nulls. Arrow checks that a message counts nulls correctly."""
+        """Raise CorruptError for nulls in columns that must have none. Arrow checks that the null counts are true."""
         for index in indices:
             if message.nodes[index][1] and self.names[index] in self._never_null:
                 raise CorruptError(f"{where}: column {self.names[index]!r} has nulls, which it must not")
 
     def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
-        """Compute checksums for `check_batch` from an uncompressed message, whose buffers `buffers_of` has checked.
+        """Return a function that computes a column's checksums from an uncompressed message's body, for `check_batch`.
 
-        The same bytes through Arrow take five times as long for a column of a few rows.
+        `buffers_of` must have checked the buffers. Through Arrow, a column of a few rows would take five times as long.
         """
         starts = self._starts
         kinds, index_of, nodes, buffers = self._kinds, self._index_of, message.nodes, message.buffers
@@ -126,7 +126,7 @@ class Layout:
         return crcs
 
     def values_of(self, name: str, message: Message, body: memoryview) -> npt.NDArray[Any] | None:
-        """Return the integers of a column of an uncompressed message, faster than by Arrow; None if some are null."""
+        """Return a column's integers from an uncompressed message, faster than Arrow; None for nulls or no rows."""
         index = self._index_of[name]
         num_rows, num_nulls = message.nodes[index]
         if num_nulls or not num_rows:
@@ -136,7 +136,7 @@ class Layout:
 
 
 class Shard:
-    """The batches of one file by number, without the seal. In a salvaged file, numbers may be missing."""
+    """The batches of one file by number, without the seal (the last one, which is empty). Salvage may lose some."""
 
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
@@ -150,7 +150,7 @@ class Shard:
         return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
-        """Return some checked columns of a batch; a column that the file lacks is null. CorruptError: it is damaged."""
+        """Return checked columns of a batch, nulls for a column that the file lacks; raise CorruptError for damage."""
         with self._open_source() as source:
             if number not in self.blocks:
                 raise CorruptError(f"{source.where}: batch {number} is missing or damaged")
@@ -163,9 +163,10 @@ class Shard:
 def open_sealed(
     path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Shard, BatchHeader]:
-    """Return a sealed shard, or an index, and its seal; the footer and the seal must agree.
+    """Open a sealed shard, or an index, and return it with the header of its seal.
 
-    CorruptError is raised if they disagree (`salvage` may still find batches), FileNotFoundError if the file is gone.
+    CorruptError is raised if footer and seal disagree on the number of batches (`salvage` may still find batches),
+    FileNotFoundError if the file is gone.
     """
     with store_of(path).open_sealed(path) as source:
         layout = read_layout(source, extra, without)[0]
@@ -183,7 +184,7 @@ def open_sealed(
 def read_layout(
     source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Layout, MessageBlock]:
-    """Return the schema in the first message, compared with the registry of columns, and the block of that message.
+    """Return the file's layout, whose schema agrees with the registry of columns, and the place of the first message.
 
     Columns that are newer than the file may be missing, and there may be columns that the registry does not know.
     `extra` are fields that this kind of file has besides the columns of FORMAT.md, `without` the columns that it lacks.
@@ -232,7 +233,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    # `attempt` is always read, because it shows the true number of rows and compresses best.
+    # If the file has none of the columns, `attempt` is read: it shows the true number of rows and compresses best.
     read = [name for name in columns if layout.has(name) or name not in COLUMN_OF] or ["attempt"]
     is_all = read == layout.names
     indices = layout.indices(read)
@@ -277,9 +278,9 @@ def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
 def _crcs_without_nulls(
     kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview
 ) -> list[int | None] | None:
-    """Compute the result of `buffer_crcs` for a column without nulls, in half the time; None if it would differ.
+    """Compute what `buffer_crcs` would for a column without nulls, in half the time; None if `buffer_crcs` is needed.
 
-    `buffers` are the offset in the body and the length of each buffer except the validity bitmap.
+    `buffers` has the offset in the body and the length of each buffer except the validity bitmap.
     """
     start, size = buffers[0]
     if not kind.offset_bytes:
@@ -311,7 +312,7 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
 
 
 def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message) -> Any:
-    """Return the batch. Of a compressed batch only the wanted columns are decompressed."""
+    """Decode the batch in a message. If it is compressed, only the columns at `indices` are decompressed."""
     if not message.is_compressed:
         return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
     stream = pa.py_buffer(b"".join([layout.preamble, whole]))
@@ -330,13 +331,13 @@ def _num_buffers(column_type: Any) -> int:
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
-"""The most offsets tried for a batch after damage. With `_MAX_REREADS` this bounds the cost of hostile bytes."""
+"""The most offsets at which a batch is sought after damage. This and `_MAX_REREADS` bound the cost of hostile bytes."""
 _MAX_REREADS = 4
 """The most bytes that may be read in vain after damage, as a multiple of the file's size on the disk."""
 _MAX_PADDING_BYTES = 64
-"""The bytes to a multiple of which some writers pad the metadata of a message."""
+"""The largest alignment, in bytes, to which writers pad the metadata of a message."""
 _AGAIN_S = 0.01
-"""The seconds for which a reader may see half a batch, while the kernel drops the page that a direct write replaces."""
+"""The seconds until half a batch is read again: it may be seen while a direct write replaces a cached page."""
 
 
 @dataclass(slots=True)
@@ -348,13 +349,13 @@ class Salvaged:
     """The batches whose metadata columns passed all checks, by batch number and in file order."""
     rows_of: dict[int, int] = field(default_factory=dict)
     last_header: BatchHeader | None = None
-    """The header of the last batch, or of the seal."""
+    """The header of the last batch that was read, which may be the seal."""
     num_trailing_bytes: int = 0
-    """The bytes after the last complete batch, neither zeros nor a batch: an unfinished write, or `tail_damage`."""
+    """The number of bytes after the last complete batch, an unfinished write or damage; 0 if they are all zeros."""
     damage: list[str] = field(default_factory=list)
-    """A message for each range of bytes that was skipped, because it was damaged, before the last complete batch."""
+    """A message for each damaged range of bytes that was skipped and that a complete batch follows."""
     tail_damage: str = ""
-    """The reason why the trailing bytes are damage; empty if they may be an unfinished write."""
+    """Why the trailing bytes count as damage; empty if they may be an unfinished write."""
     end: int = 0
     """The offset after the last complete batch; 0 if not even the schema was read."""
 
@@ -366,7 +367,7 @@ class Salvaged:
 def salvage(
     open_source: Callable[[], ByteSource], after: Salvaged | None = None, max_batches: int | None = None
 ) -> Salvaged:
-    """Read all complete batches with unchanged metadata columns, also those after damaged bytes.
+    """Read all complete batches whose metadata columns are unchanged, also batches that follow damaged bytes.
 
     With `after`, the result of an earlier read of the file, only later batches are read; `max_batches` bounds their
     number. FileNotFoundError is raised if the file is gone.
@@ -378,7 +379,7 @@ def salvage(
 
 
 class _Walk:
-    """One pass over the batches of a stream, from its beginning to the seal, or to the last batch without a seal."""
+    """One pass over the batches of a stream, from its beginning to its seal, or to its last batch if it has no seal."""
 
     def __init__(self, source: ByteSource, max_batches: int | None) -> None:
         self.source = source
@@ -414,7 +415,7 @@ class _Walk:
                 offset = following
 
     def _read_schema(self) -> bool:
-        """Find the schema, or the first batch if the schema is damaged; return False if no batch follows."""
+        """Find the schema, or the first batch if the schema is damaged; return False if there is neither."""
         offset = FIRST_MESSAGE
         if self.source.size_bytes <= offset:
             return False
@@ -474,7 +475,7 @@ class _Walk:
         return None
 
     def _candidates(self, offset: int) -> Iterator[int]:
-        """Yield the multiples of 8 at which a message could begin: a continuation mark and a possible length."""
+        """Yield each multiple of 8 at which a message may begin, with a continuation mark and a possible length."""
         for start, num_bytes in self._pieces(offset + -offset % 8):
             num_bytes -= num_bytes % 8
             words = np.frombuffer(self.source.read(start, num_bytes), "<u4").reshape(-1, 2)
@@ -487,14 +488,14 @@ class _Walk:
         return not any(np.frombuffer(self.source.read(*piece), np.uint8).any() for piece in pieces)
 
     def _pieces(self, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield the offset and size of each piece of the data on the disk, from `offset` on."""
+        """Yield offset and size of pieces of the file from `offset` on, leaving out the file's holes on the disk."""
         for extent in self.source.data_ranges(offset):
             for start in range(extent.start, extent.stop, _SCAN_BYTES):
                 yield start, min(_SCAN_BYTES, extent.stop - start)
 
 
 def is_cut_write(source: ByteSource, offset: int) -> bool:
-    """Whether the message at `offset` is an unfinished write: the file ends inside it, and what exists is sound."""
+    """Return whether the message at `offset` is an unfinished write: the file ends in it, and its bytes are sound."""
     rest_bytes: int = source.size_bytes - offset
     prefix = bytes(source.read(offset, min(PREFIX_BYTES, rest_bytes)))
     if rest_bytes < PREFIX_BYTES:
@@ -511,7 +512,7 @@ def is_cut_write(source: ByteSource, offset: int) -> bool:
         read_header(message.custom_metadata, source.where)
     except CorruptError:
         return held_bytes < metadata_bytes
-    # The metadata is complete, so a length that exceeds the file is damage and not an unfinished write.
+    # The metadata are complete: if they are unsound, a length that exceeds the file is damage and no unfinished write.
     padding = padding_of(metadata)
     last = max((start + size for start, size in message.buffers), default=0)
     is_sound = not any(padding) and metadata_bytes - (held_bytes - len(padding)) < _MAX_PADDING_BYTES

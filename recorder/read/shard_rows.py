@@ -1,4 +1,4 @@
-"""The metadata rows of one shard (everything but payloads), and the batch of each row.
+"""The metadata rows of one shard (all columns but the payload), and the number of each row's batch.
 
 Rows come from the index if it fits the shard, else from the shard. No column is returned unchecked.
 """
@@ -28,16 +28,16 @@ from .shard import Layout, Salvaged, Shard, open_sealed, salvage
 logger = logging.getLogger(__name__)
 
 POSITION_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
-"""The further columns of an index: the number of the batch in the shard, and the row's index in the batch."""
+"""The columns that only an index has: the number of a row's batch in the shard, and the row's index in the batch."""
 _POSITION_NAMES = tuple(field.name for field in POSITION_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
-"""A range of steps: the first step, and the step after the last."""
+"""A half-open range of steps: the first step, and the step after the last one."""
 Ranges = tuple[Steps, ...]
 _KEPT = (*METADATA_COLUMNS, *_POSITION_NAMES)
 _MAX_KEPT_ROW_BYTES = 1000
 _MAX_CHUNKS = 32
-"""The number of chunks above which a column's chunks are joined, because every chunk costs Arrow time."""
+"""The number of chunks above which the chunks of a column are joined, because each chunk costs Arrow time."""
 
 
 class ShardRows:
@@ -48,31 +48,31 @@ class ShardRows:
         self.is_sealed = is_sealed
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
-        """The bytes after the last complete batch of a shard without footer; zeros are not counted."""
+        """The number of bytes after the last complete batch of a shard without footer; 0 if they are all zeros."""
         self.tail_damage = ""
-        """Why the trailing bytes are no write that was cut; empty where they may be one, or the writer is at work."""
+        """Why the trailing bytes are damage; empty if they may be an unfinished write, or the writer is at work."""
         self.damage: list[str] = []
-        """A message for each part that could not be read and is missing from the rows; grows as columns are read."""
+        """A message for each damaged part of the shard, whose rows are missing; the list grows as columns are read."""
         self._index: Shard | None = None
         self._shard: Shard | None = None
         self._last_header: BatchHeader | None = None
         self._rows_of: dict[int, int] = {}
-        """The number of rows of each batch, of the index if it is read, else of the shard."""
+        """The number of rows of each batch of the index, if the index is used, or else of the shard."""
         self._spans: dict[int, Steps | None] = {}
-        """The steps of each batch; None for a batch that cannot be read."""
+        """The range of steps of each batch, by its number; None for a batch whose steps cannot be read."""
         self.kept: dict[int, Any] | None = None
-        """Batches whose columns are read once; None reads each time what is asked, and so does a batch of wide rows."""
+        """The cache of batches by number; None turns it off, which wide rows or damage in a batch also do."""
         self._salvaged: Salvaged | None = None
         self._open_growing: Callable[[], ByteSource] | None = None
 
     @property
     def name(self) -> ShardName | None:
-        """The parts of the file's name; None if the file is not named as a shard."""
+        """The parts of the file's name; None if it is not the name of a shard."""
         return parse_shard_name(self.path.name)
 
     @property
     def is_of_probe(self) -> bool:
-        """Whether a row of the shard is one value over a block of steps."""
+        """True for a shard of the probe, whose rows hold one value over many steps each."""
         return self.name is not None and self.name.kind == PROBE
 
     @property
@@ -84,7 +84,10 @@ class ShardRows:
         return self._index is not None
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """Return checked columns, payload included, of a batch from the shard itself. CorruptError: it is damaged."""
+        """Return checked columns of a batch from the shard, not its index; `columns` may include the payload.
+
+        Raises CorruptError if the batch is damaged, and NotARunError if the shard is gone.
+        """
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
 
@@ -93,7 +96,7 @@ class ShardRows:
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
     def position_of(self, seq: int) -> tuple[int, int] | None:
-        """Return the batch and the index of the row with a `seq`; None if there is no such row, or several."""
+        """Return the batch, and the index in it, of the row with `seq`; None if no row or several rows have `seq`."""
         for batch in self.columns(("seq", "batch", "row")):
             (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
             if len(at):
@@ -102,9 +105,9 @@ class ShardRows:
         return None
 
     def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
-        """Return metadata columns (or `batch` and `row`) of all or some steps, as checked Arrow batches.
+        """Return metadata columns, or `batch` and `row`, as checked Arrow batches; `steps` may leave out batches.
 
-        A batch that is damaged in one of the columns is dropped from the rows. NotARunError: as for `read`.
+        A batch that is damaged in one of these columns is dropped from the rows. NotARunError: the shard is gone.
         """
         with self._said_if_gone():
             if self._index is not None:
@@ -125,7 +128,7 @@ class ShardRows:
         return pa.Table.from_batches(batches).combine_chunks().to_batches()  # type: ignore[no-any-return]
 
     def unknown_columns(self) -> list[str]:
-        """Return the columns that this version does not know and ignores. NotARunError: as for `read`."""
+        """Return the columns that this version does not know and so ignores. NotARunError: the shard is gone."""
         with self._said_if_gone():
             names = (self._index or self._itself()).schema.names
         return [name for name in names if name not in COLUMN_OF and name not in _POSITION_NAMES]
@@ -136,7 +139,7 @@ class ShardRows:
             self._shard = None
 
     def last_ledger(self) -> dict[str, Any]:
-        """Return the writer's accounts at the end of this shard; empty if they cannot be read."""
+        """Return the writer's ledger (its counts of rows) as of the end of this shard; empty if it cannot be read."""
         if self._last_header is None and self.is_sealed:
             try:
                 self._last_header = open_sealed(self.path)[1]
@@ -145,7 +148,7 @@ class ShardRows:
         return self._last_header.ledger if self._last_header else {}
 
     def find_sealed(self) -> None:
-        """Find the rows of a sealed shard. FileNotFoundError: the shard is gone."""
+        """Find the batches of a sealed shard; raise FileNotFoundError if the shard is gone."""
         why = ""
         try:
             self._index = _open_index(self.path, self.size_bytes)
@@ -159,7 +162,7 @@ class ShardRows:
             logger.warning("%s; the rows are read from the shard instead", why)
 
     def find_open(self, final: Location, max_batches: int | None = None) -> None:
-        """Find the rows of an open shard, or of its first `max_batches`; `final` is its name once it is sealed."""
+        """Find the batches of an open shard, at most `max_batches`; `final` is the shard's path once it is sealed."""
         store = store_of(self.path)
 
         def open_source() -> ByteSource:
@@ -179,7 +182,7 @@ class ShardRows:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no batch will be written after the batches that were found."""
+        """True if no batch will be written to the shard after the batches found so far."""
         return self.is_sealed or (self._salvaged is not None and self._salvaged.is_sealed)
 
     def grow(self, max_batches: int) -> list[int]:
@@ -211,12 +214,12 @@ class ShardRows:
         return part
 
     def forget(self, number: int) -> None:
-        """Drop a batch that the follower of a growing run no longer needs."""
+        """Drop a batch that a reader of a growing run no longer needs."""
         self._rows_of.pop(number, None)
         self._spans.pop(number, None)
 
     def note_tail(self, is_at_work: bool) -> None:
-        """Classify the trailing bytes, once it is known whether the writer may still be writing them."""
+        """Report the trailing bytes as damage, unless the writer is at work and may still be writing them."""
         if self.tail_damage and is_at_work:
             self.tail_damage = ""
         elif self.tail_damage:
@@ -303,19 +306,19 @@ class ShardRows:
 
 
 def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
-    """Return a function's result for each shard, in order; several calls run at once if each waits for a store."""
+    """Call a function with each shard, in parallel if a call waits for an object store; return results in order."""
     return store_of(shards[0].path).each(function, shards) if shards else ()
 
 
 def load_sealed(path: Location) -> ShardRows:
-    """Return the rows of a sealed shard. FileNotFoundError: the shard is gone."""
+    """Return the rows of a sealed shard; raise FileNotFoundError if the shard is gone."""
     rows = ShardRows(path, is_sealed=True, size_bytes=store_of(path).look_at(path).size_bytes)
     rows.find_sealed()
     return rows
 
 
 def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
-    """Return the rows of an open shard; `path` is its name once it is sealed. FileNotFoundError: it is sealed or gone.
+    """Return the rows of an open shard, whose name will be `path`; raise FileNotFoundError if it is sealed or gone.
 
     With `max_batches`, only the first batches are read; `ShardRows.grow` finds the next ones.
     """
@@ -326,7 +329,7 @@ def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
 
 
 def _open_index(shard: Location, shard_bytes: int) -> Shard | None:
-    """Return the index of a sealed shard; None if it is missing. RunError: it is damaged, or of another file."""
+    """Return a sealed shard's index, or None; raise RunError if the index is damaged or belongs to another file."""
     path = shard.with_name(index_name(shard.name))
     try:
         index = open_sealed(path, extra=POSITION_FIELDS, without=("data",))[0]

@@ -1,6 +1,6 @@
 """One writer's directory: its manifest and the shards found in it.
 
-Nothing here may follow a symbolic link, or use a name in any other way than `format.rundir` does.
+Nothing here may follow a symbolic link, or interpret a file name in another way than `format.rundir` does.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class RecordedWriter:
     def __init__(
         self, directory: Location, rank: int | None, shards: list[ShardRows], shared: rundir.Shared | None = None
     ) -> None:
-        """Read the manifest; `shared` keeps the equal members of the manifests of one run."""
+        """Read the manifest. Through `shared`, manifests of one run keep equal members only once."""
         self.directory: OpenLocation = directory
         self.name = directory.name
         self.rank = rank
         """The rank of the writer; None in a merged run."""
         self.all_shards = shards
         self.shards = [shard for shard in shards if not shard.is_of_probe]
-        """The shards with one row for each value, which questions read; `probe_shards` are the others."""
+        """The shards with one row for each value, which most commands read; the other shards are `probe_shards`."""
         self.manifest = WriterManifest()
         self.manifest_problem: str | None = None
         self._noted: list[str] = []
         self.retired_later: list[RetiredEarlier] = []
-        """The notes of later writers of the rank about the shards of this writer that they have deleted."""
+        """The notes in which later writers of the rank say which shards of this writer they deleted."""
         path, store = directory / rundir.WRITER_MANIFEST, store_of(directory)
         try:
             store.look_at(path)
@@ -81,26 +81,25 @@ class RecordedWriter:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the recorder counted the steps from 0, so that they cannot be matched with another attempt's."""
+        """True if the recorder counted steps from 0, so that a step of another attempt may be a different step."""
         return self.manifest.step_source == COUNTED
 
     @property
     def probe_shards(self) -> list[ShardRows]:
-        """The shards with one row for each value and block of steps, which `run.probe` reads."""
+        """The shards in which a row holds one value over many steps, which `run.probe` reads."""
         return [shard for shard in self.all_shards if shard.is_of_probe]
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of all shards, as the accounts count them."""
+        """The number of rows in all shards, with the probe's, which the writer's ledger counts, too."""
         return sum(shard.num_rows for shard in self.all_shards)
 
     def column(self, name: str) -> Any:
-        """Return a metadata column of all rows of the writer, as `pa.ChunkedArray`."""
         batches = [batch for shard in self.shards for batch in shard.columns([name])]
         return pa.chunked_array([batch.column(name) for batch in batches], SCHEMA.field(name).type)
 
     def unknown_columns(self) -> Counter[str]:
-        """Return the columns that this version does not know and ignores, and the number of rows that have each."""
+        """Return the columns that this version does not know and so ignores, each with its number of rows."""
         counts = Counter[str]()
         for shard in self.all_shards:
             counts += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
@@ -108,24 +107,24 @@ class RecordedWriter:
 
     @property
     def opened_bytes(self) -> int:
-        """The bytes of the shards when they were opened, and of their indexes: of an ended writer its `size_bytes`."""
+        """The size of the shards when they were opened, with their indexes; `size_bytes` if the writer has ended."""
         sealed = [shard.path for shard in self.all_shards if shard.is_sealed]
         indexes = sum(_look(path.with_name(rundir.index_name(path.name)))[1] for path in sealed)
         return indexes + sum(shard.size_bytes for shard in self.all_shards)
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the shards and their indexes now."""
+        """The present size of the shards and their indexes."""
         return size_of(self.directory)
 
     @cached_property
     def balance(self) -> Balance:
-        """The newest accounts, from the manifest, the last batch of a shard, or the status."""
+        """The newest counts of recorded and lost rows, from the manifest, the last batch of a shard, or the status."""
         balances = [self.manifest.balance]
         balances += [Balance.read(rundir.Members(shard.last_ledger())) for shard in self.newest_shards()]
         balances += [
             note.balance for note in self.retired_later
-        ]  # the newest accounts may have been in a shard that was deleted
+        ]  # the newest ledger may have been in a shard that was deleted
         balance = max(balances, key=lambda balance: (balance.observed, balance.written))
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
@@ -153,7 +152,7 @@ class RecordedWriter:
 
     @property
     def steps_around_retired(self) -> list[int]:
-        """The last step before deleted shards and the first step after them, for each gap in the numbers of shards."""
+        """For each gap that deletions left between shards, the last step before it and the first step after it."""
         around: list[int | None] = []
         for kind in ("tensors", "stats") if self.balance.retired_rows else ():
             shards = [(name.number, one) for one in self.shards if (name := one.name) is not None and name.kind == kind]
@@ -164,7 +163,7 @@ class RecordedWriter:
 
     @cached_property
     def state(self) -> str:
-        """``closed``, ``recording``, or ``unclosed``: killed, or quiet on a host that cannot be asked."""
+        """``closed``, ``recording``, or ``unclosed`` (killed, or without changes on a host that cannot be asked)."""
         if self.manifest.state == "closed" or self._last_words is not None:
             return "closed"
         return "recording" if self._is_alive() else "unclosed"
@@ -202,7 +201,7 @@ class RecordedWriter:
 
     @property
     def ending(self) -> str:
-        """A sentence about how the record of an ``unclosed`` writer ends; empty for any other state."""
+        """A sentence that says how the record of an ``unclosed`` writer ends; empty for a writer in another state."""
         if self.state != "unclosed":
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
@@ -211,15 +210,15 @@ class RecordedWriter:
         end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing - max(self._num_synced_gone, 0)
         rows = "1 row that was on its way is" if num_lost == 1 else f"{num_lost} rows that were on their way are"
-        # Values that were observed after the last flush are not in the accounts.
+        # The ledger lacks values that were observed after the last flush, so the loss may be larger.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
 
     @property
     def rows_gone(self) -> str:
-        """A sentence on rows that are gone, which neither retention nor a kill explains; empty if there are none.
+        """A sentence on rows that are gone although neither retention nor a kill explains it; empty if there are none.
 
-        Also empty if the writer is recording, or if damaged shards are reported anyway.
+        The sentence is also empty if the writer is recording, or if damaged shards are reported anyway.
         """
         if self._damage:
             return ""
@@ -239,7 +238,7 @@ class RecordedWriter:
 
     @property
     def _files_gone(self) -> str:
-        """The end of a sentence on rows that are gone: the shards that may have had them, by their numbers."""
+        """A clause that names the missing shards which may have held lost rows, or else the last shards present."""
         numbers: dict[str, set[int]] = {}
         for shard in self.all_shards:
             if (name := rundir.parse_shard_name(shard.path.name)) is not None:
@@ -262,7 +261,7 @@ class RecordedWriter:
 
     @property
     def manifest_lost(self) -> str:
-        """A sentence that the writer has rows and no manifest; empty if it has a manifest, sound or not."""
+        """A sentence that the writer's manifest is lost; empty if it has one, even a damaged one, or no rows."""
         if self.manifest_problem or self.manifest.members or not self.num_rows:
             return ""
         return f"{self.directory}: has rows and no manifest; it is lost, or the disk never took it"
@@ -273,7 +272,6 @@ class RecordedWriter:
 
     @property
     def problems(self) -> list[str]:
-        """A message for each damage that makes rows missing."""
         gone = self.rows_gone if self.manifest.state == "closed" else ""
         return self._damage or ([f"{self.directory}: {gone}"] if gone else [])
 
@@ -283,7 +281,7 @@ class RecordedWriter:
         return [*of_manifest, *(damage for shard in self.all_shards for damage in shard.damage), *self._noted]
 
     def note_damage(self, damage: str) -> None:
-        """Add damage that was found where a payload was read."""
+        """Add a message on damage that was found when a payload was read."""
         if damage not in self._damage:
             self._noted.append(damage)
 
@@ -308,7 +306,7 @@ def _steps(shard: ShardRows) -> Any:
 
 
 def find_writers(run: Location) -> list[RecordedWriter]:
-    """Return every writer of a run, by rank and then by start. NotARunError: a directory cannot be listed."""
+    """Return every writer of a run, sorted by rank and start; raise NotARunError if a directory cannot be listed."""
     store = store_of(run)
     folders = []
     for name, rank in writer_folders(run):
@@ -321,7 +319,7 @@ def find_writers(run: Location) -> list[RecordedWriter]:
 
 
 def writer_folders(run: Location) -> list[tuple[str, int | None]]:
-    """Return the run's writer directories, with their ranks (None: global rows). NotARunError: one is a link."""
+    """Return the names of a run's rank directories, with ranks (None: global rows); raise NotARunError for a link."""
 
     def is_one(name: str) -> bool:
         return name == GLOBAL_DIR or rundir.parse_rank_dir(name) is not None
@@ -331,9 +329,9 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
 
 
 def list_writers(folder: Location) -> list[str]:
-    """Return the writers in a rank's directory, whatever their names are; none if it was removed meanwhile.
+    """Return the names of the writers' directories in a rank's directory; empty if the rank's was removed meanwhile.
 
-    NotARunError: as for `writer_folders`.
+    A writer's directory is known by the files in it, so it may have any name. NotARunError: one is a link.
     """
     store = store_of(folder)
 
@@ -370,7 +368,7 @@ def _find_copies(writers: list[RecordedWriter]) -> None:
 
 
 def _share_notes(writers: list[RecordedWriter]) -> None:
-    """Give each writer the notes of its rank's later writers about its shards that they have deleted."""
+    """Give each writer the notes of later writers of its rank that say which of its shards they deleted."""
     of_rank: dict[int | None, dict[str, RecordedWriter]] = {}
     for writer in writers:
         of_rank.setdefault(writer.rank, {})[writer.name] = writer
@@ -387,7 +385,7 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Read the accounts of several writers, at once if each is a request to a store."""
+    """Read the ledgers of several writers ahead, at once if the run is in an object store."""
     shards = [shard for writer in writers for shard in writer.newest_shards()]
     for _ in each_of(shards, ShardRows.last_ledger):
         pass  # the shard keeps its own result
@@ -416,7 +414,7 @@ def _load_shard(directory: Location, kind: str, number: int, is_open: bool) -> S
 
 
 def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
-    """Return kind, number and whether it is open for each shard once, in the order of the numbers."""
+    """Return each shard in a writer's directory as kind, number and whether it is open, sorted by number."""
     is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
     for name in store.list_directory(
@@ -424,13 +422,13 @@ def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
     ):
         if shard := rundir.parse_shard_name(name):
             key = (shard.number, shard.kind)
-            # A shard that was just sealed may still have its open name, too.
+            # A shard that was just sealed may still be listed under its open name as well.
             is_open_by_key[key] = shard.is_open and is_open_by_key.get(key, True)
     return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
 
 
 def size_of(directory: Location) -> int:
-    """Return the bytes of the shards in the directory of a writer, and of their indexes, as `max_bytes` counts them."""
+    """Return the size of a writer's shards and their indexes in bytes, as the setting `max_bytes` counts it."""
     names = store_of(directory).list_directory(directory, directories=False)
     shards = {name for name in names if rundir.parse_shard_name(name)}
     return sum(_look(directory / name)[1] for name in shards | ({*map(rundir.index_name, shards)} & {*names}))
@@ -446,7 +444,7 @@ def _look(path: Location) -> tuple[float, int]:
 
 
 def as_problem(path: Location, problems: Sequence[str]) -> str | None:
-    """Return a sentence about the problems of a manifest's members; None if there are no problems."""
+    """Return one sentence on the malformed members of a manifest; None if there are none."""
     if not problems:
         return None
     more = f"; and {len(problems) - 1} more of its members are of a wrong kind" if len(problems) > 1 else ""
