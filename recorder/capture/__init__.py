@@ -1,1 +1,1 @@
-"""The training side: selects values and makes the one copy that training pays for. Never imports `write` or `read`."""
+"""The training side: selects values in hooks and copies each to host memory once. Never imports `write` or `read`."""

@@ -1,9 +1,9 @@
 """Learns the chunks of plain tensors inside tensor parallel regions from DTensors that share their memory.
 
-A tensor that a parallel style has made local has the spec of its DTensor in its autograd node. If only the next module
-makes a DTensor of the tensor, the chunk is known a moment later, so a few records wait for their chunks. Memory is
-recognised by a weak reference to the tensor that owns it, never by an address. Nothing here may copy, issue a
-collective, or keep a tensor or a mesh alive.
+A tensor that a tensor parallel style has made local carries its DTensor's spec in its autograd node. Where only the
+next module turns a tensor into a DTensor, the tensor's chunk is known a moment later; so a few records wait for their
+chunks. Memory is recognised by a weak reference to the tensor that owns it, never by an address. Nothing here may copy,
+issue a collective, or keep a tensor or a mesh alive.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .local_values import PLAIN, chunk_of
 
 _MAX_KNOWN = 64
 _MAX_WAITING = 16
-"""The most records that wait. The next module takes a tensor soon or never, and a waiting record holds pool memory."""
+"""The most records that wait for their chunk: a later DTensor shows it soon or never, and each record uses the pool."""
 
 
 class _KnownMemory(NamedTuple):
-    """A hook on the gradient of a waiting tensor; `chunk` is set once the tensor's chunk is known."""
+    """The memory of a DTensor's local values, with the DTensor's global shape, mesh and placements."""
 
     owner: Any
-    """A weak reference to the tensor that owns the memory; that tensor is no view of another tensor."""
+    """A weak reference to the tensor that owns the memory; the owner is not a view of another tensor."""
     start: Any
     shape: torch.Size
     strides: tuple[int, ...]
@@ -38,7 +38,7 @@ class _KnownMemory(NamedTuple):
 
 
 class HasChunk(Protocol):
-    """A hook on the gradient of a waiting tensor; `chunk` is set once the tensor's chunk is known."""
+    """A hook on the gradient of a tensor that waits for its chunk; `chunk` is set once the tensor's chunk is known."""
 
     chunk: Chunk | None
 
@@ -55,12 +55,12 @@ class Waiting:
         self.hook: HasChunk | None = None
 
     def put(self, staged: Staged) -> None:
-        """Take the record; the object stands in place of the channel."""
+        """Keep the record; `Capture.observe` calls this method in place of the channel's `put`."""
         self.staged = staged
 
 
 class Aliases:
-    """The memory of recent DTensors, and the plain tensors that wait for a DTensor with the same memory."""
+    """Remembers the memory of recent DTensors, and plain tensors whose chunk a DTensor in the same memory may show."""
 
     def __init__(self, put: Callable[[Staged], None]) -> None:
         self._put = put
@@ -92,7 +92,7 @@ class Aliases:
         owner = _owner(tensor)
         for known in reversed(self._known):
             if known.owner() is owner:
-                # An all-reduce may have completed a partial sum.
+                # An all-reduce in place may have completed the partial sum.
                 was_changed = tensor.is_inference() or tensor._version > 0
                 if was_changed and any(placement.is_partial() for placement in known.placements):
                     return None
@@ -100,18 +100,18 @@ class Aliases:
         return None
 
     def wait(self, waiting: Waiting) -> None:
-        """Hold a record back until its chunk is known, or until the chunk cannot become known any more."""
+        """Hold a record back until its chunk is known, the records are flushed, or too many records wait."""
         self._waiting.append(waiting)
         if len(self._waiting) > _MAX_WAITING:
             self._release(self._waiting[0], None)
 
     def end(self) -> None:
-        """Forget all memory at the end of a root's call, because later tensors may use the memory again."""
+        """Pass waiting records on and forget all DTensors as a root's call ends: later tensors may reuse memory."""
         self.flush()
         self._known.clear()
 
     def flush(self) -> None:
-        """Pass every waiting record on without a chunk."""
+        """Put every waiting record on the channel without a chunk."""
         for waiting in list(self._waiting):
             self._release(waiting, None)
 
@@ -127,14 +127,15 @@ class Aliases:
 
 
 WRAPPED = "RegisterPostBackwardFunctionBackward"
-"""The node that FSDP2 puts behind each input of a module that it shards, before any hook of ours sees the input."""
+"""The name of the autograd node that FSDP2 adds to a sharded module's inputs, before any hook of ours sees them."""
 
 
 def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
-    """Return the source before FSDP2 added its node: there the complete gradient arrives, with a residual connection's.
+    """Return where a module's input comes from, before FSDP2 added its node: the complete gradient arrives there.
 
-    `node` is the tensor's own, of the kind `WRAPPED`. Returned is the source where the source is a leaf; else the
-    source's node and the index of the node's output; None where the source is not known.
+    At the input, only the module's part arrives. `node` is the tensor's autograd node, of the kind `WRAPPED`. The
+    result is the source tensor if it is a leaf; else its node and the index of the node's output; None if it is not
+    known.
     """
     number = tensor.output_nr
     while type(node).__name__ == WRAPPED:
@@ -147,11 +148,11 @@ def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] |
 
 
 def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
-    """Return the node of the tensor from which a DTensor was made for a single module.
+    """Return the autograd node of the tensor from which a DTensor was made for a single module.
 
-    The gradient that arrives at the DTensor is that module's share; the complete gradient arrives at the node. Returned
-    are the node, the index of its output, and the chunk of the gradient if the gradient is a plain tensor; None if
-    other modules take the DTensor itself.
+    At the DTensor only this module's part of the gradient arrives; the complete gradient arrives at the node. The
+    result is the node, the index of its output, and the gradient's chunk if the gradient is a plain tensor. The result
+    is None if neither `from_local` nor a redistribution made the DTensor, because other modules may then take it, too.
     """
     node, number, chunk = tensor.grad_fn, 0, None
     while (kind := type(node).__name__) in ("RedistributeBackward", "_FromTorchTensorBackward"):
@@ -162,7 +163,7 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
 
 
 def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
-    """Return the chunk of a gradient that goes back through `DTensor.from_local`; a partial sum's is replicated."""
+    """Return the chunk of a gradient that goes back through `DTensor.from_local`; of a partial sum it is replicated."""
     from torch.distributed.tensor import Replicate
 
     mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh
@@ -187,7 +188,7 @@ def _owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor that occupies all of some known memory, perhaps as a view in another shape."""
+    """Return the chunk of a tensor that fills all of a known memory, perhaps as a view of another shape; else None."""
     mesh = known.mesh()
     if mesh is None or start != known.start:
         return None
@@ -204,10 +205,10 @@ def _seen_as(
 ) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
     """Return global shape, mesh and placements of a view of a complete chunk; None where they are not certain.
 
-    The dim of the view that ends in memory where the sharded dim ended is sharded: if the view has split the sharded
-    dim, this dim is the outermost factor. Only even shards count, because the sizes of uneven shards differ between
-    ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of a sharded dim, such as the
-    one head of a rank.
+    The sharded dim of the view is the one whose extent in memory (size times stride) is that of the chunk's sharded
+    dim: if the view splits the sharded dim, the outermost of the new dims. Only even shards count, because the sizes of
+    uneven shards differ between ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of
+    a sharded dim, such as the one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 

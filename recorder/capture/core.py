@@ -72,12 +72,12 @@ from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
 from .token_blocks import TokenBlocks, is_whole
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
-"""Returns a shape as a cached tuple, because each new object in the queue brings the garbage collector nearer."""
+"""Returns a shape as a cached tuple: each new object in the channel's queue brings a garbage collection nearer."""
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
-"""The most rows that one dropped tensor counts for: each row takes a number, and an expanded tensor has no bound."""
+"""The most rows that one dropped tensor counts as: each takes a sequence number, and expanded tensors have no bound."""
 _MAX_ERRORS = 20
-"""The number of errors of the recorder at one site of one module after which the site is disarmed."""
+"""After this many errors of the recorder at one site of one module, the site is not recorded any more."""
 _TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
 
 
@@ -86,7 +86,7 @@ class StagedChannel(Protocol):
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """The reasons, by kind of shard, why records would be dropped for now, so that they need not be copied."""
+        """Maps each kind of shard whose records would be dropped now to the reason; no value need be copied for it."""
 
     def put(self, item: Staged | MeasuredTogether) -> None: ...
 
@@ -137,23 +137,23 @@ class Capture:
         self.every_call_is_a_step = False
         """True in inference, where no optimizer counts the steps."""
         self.is_in_stage = False
-        """Whether the current or last call of a root is that of a pipeline stage."""
+        """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
         self.has_seen_forward = False
-        """Whether a root was ever seen to run with gradients; under compile its hooks may be compiled away."""
+        """Whether a root's hooks ever saw it run with gradients; `torch.compile` may compile the hooks away."""
         self.has_stepped = False
-        """Whether the first step is over; it tells which modules never ran, or were compiled."""
+        """Whether the first step is over, which shows the modules that never ran or were compiled."""
         self._step_in_force: int | None = None
         self._sequence = itertools.count()
         self._stagers: dict[str, copies.Stager] = {}
         self._leaf_hooks: deque[Any] = deque()
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
-        """Numbers a value that is neither put nor dropped, so that the ledger finds the value. Needs no memory."""
+        """Numbers a value that is neither put nor dropped, so that the ledger notices the loss. Needs no memory."""
         self.probe: Probe | None = None
-        """The numbers of values at every step; None until a rule with ``keep=probe`` selects a value."""
+        """The probe, which measures values at every step; None until a rule with ``keep=probe`` selects a value."""
         self._token_blocks: TokenBlocks | None = None
         self.on_probed: Callable[[ProbedStep], None] | None = None
-        """Takes the numbers of the probe at the end of each step. Set before the first value."""
+        """The function that gets the probe's numbers of each finished step. Set before the first value."""
         self.scalars = Scalars(self, self.roots)
         self.taps_by_hand = TapsByHand(self, self.roots, self.objectives)
         self.rule_commands = RuleCommands(
@@ -164,17 +164,17 @@ class Capture:
 
     @property
     def pools(self) -> list[Pool]:
-        """Return the parts of the pool: for values on their way to the disk, and for the ring if there is a ring."""
+        """Return the pool of values on their way to the disk and, if there is a ring, the pool of the ring."""
         return [self.pool] if self.ring is None else [self.pool, self.ring.pool]
 
     @property
     def observed(self) -> int:
-        """Return the number of rows so far. Any thread. The counter's repr shows its number without a change."""
+        """Return the number of rows so far. Any thread. The counter's repr is read, because `next` would change it."""
         return int(repr(self._sequence)[6:-1])
 
     @property
     def is_step_in_force(self) -> bool:
-        """Whether `step_changed` has run to its end for this step; an interrupt may have come before its end."""
+        """Whether `step_changed` has run to its end for the current step; an interrupt may have cut it short."""
         return self._step_in_force == self.clock.step
 
     def step_changed(self) -> None:
@@ -190,8 +190,9 @@ class Capture:
             self.selection.has_ring = False
             self.events.add("ring_refused", problem, level=logging.ERROR)
         self.selection.at_step(step)
-        # Hooks stay on until the first step has shown which modules run, and where only module hooks can notice a new
-        # step. Hooks also stay once anything was compiled, because dynamo would compile with and without hooks.
+        # Hooks stay on until the first step has shown which modules run, and while only module hooks can notice a new
+        # step. They also stay once anything was compiled, because dynamo would compile every module with and without
+        # hooks.
         may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
         for root in self.roots:
             root.rest_or_wake(may_rest=may_rest)
@@ -202,12 +203,12 @@ class Capture:
         self.call_begins()
 
     def call_begins(self) -> None:
-        """Let stagers hand over the values that have arrived, as a call of a root or a step begins."""
+        """Let stagers hand copies that have arrived to the writer; called as a call of a root or a step begins."""
         for stager in list(self._stagers.values()):
             stager.look()
 
     def fetch(self) -> None:
-        """Hand over every value that waits for the end of a step, whatever the cost."""
+        """Put every value that is held back (by probe, tokens, losses, aliases, stagers) on the channel. May block."""
         if self.probe is not None:
             self._ask_probe(self.probe.flush)
         if self._token_blocks is not None:
@@ -220,7 +221,7 @@ class Capture:
     def forward_without_root(self) -> None:
         """Advance the step when a module runs although no root was ever seen to run.
 
-        A root is not seen to run if the program calls its ``.forward()``, or if the root runs in a graph.
+        A root is not seen to run if the program calls its ``.forward()`` directly, or if the root runs in a graph.
         """
         if self.every_call_is_a_step or self.root_calls.depth or not torch.is_grad_enabled():
             return
@@ -232,11 +233,11 @@ class Capture:
         self.masks = _NOTHING
 
     def resume(self) -> None:
-        """Keep what the rules select, also after `pause`."""
+        """End a `pause`: keep what the rules select."""
         self.masks = self.selection.masks
 
     def keep_of(self, rule_set: int, call: int) -> int:
-        """Return the bits of KEEP_* of a rule set at this step and call."""
+        """Return what a rule set keeps at this step and call, as bits of KEEP_*."""
         keep = self.masks[rule_set]
         if keep and rule_set in self.selection.limited:
             return self.selection.mask_at_call(rule_set, call)
@@ -258,10 +259,10 @@ class Capture:
     ) -> None:
         """Copy the values of a tensor into the pool and put them on the channel, or count them as dropped. Any thread.
 
-        The tensor may be of any kind; it is read before this returns and never held. `repeat` numbers rows with an
-        otherwise equal key. `keep` are bits of KEEP_*, not 0. `scope` is that of a gradient or parameter; None where a
-        scope has no meaning. `chunk` is the position in a global tensor, where the caller knows it and the tensor does
-        not tell. `note` is JSON text for the row. `put` takes the record instead of the channel.
+        The tensor may be of any kind; it is read before this method returns and never held. `repeat` numbers rows whose
+        key is otherwise equal. `keep` has bits of KEEP_* and is not 0. `scope` is the scope of a gradient or parameter,
+        and None for other values. `chunk` is the value's chunk if the caller knows it and the tensor does not show it.
+        `note` is JSON text for the row. `put`, if given, takes the record in place of the channel.
         """
         try:
             local, chunk = plain(tensor, chunk)
@@ -290,7 +291,7 @@ class Capture:
                 return
             kind = "cpu" if local.is_cpu else local.device.type  # as `stager_of`, without a call
             stager = self._stagers.get(kind) or self._stager(kind)
-            # `Tensor.nbytes` wraps at 2^64 bytes, and expanded tensors have as many.
+            # `Tensor.nbytes` wraps at 2^64 bytes, which an expanded tensor can have.
             nbytes = local.numel() * local.itemsize
             plan = None
             if nbytes > stager.copied_bytes and not keep & KEEP_VALUES:
@@ -353,9 +354,9 @@ class Capture:
     def observe_known(
         self, group: ProbedGroup, tensors: Sequence[torch.Tensor], repeats: Sequence[int], moment: Moment
     ) -> None:
-        """Record values that `observe` recorded before, without asking again what is known of them.
+        """Record new tensors of values that `observe` recorded before, without examining each tensor again.
 
-        Each tensor is plain, with the dtype and the shape of its value, and contiguous if it is in host memory.
+        Each tensor must be plain, have the dtype and shape of its value, and be contiguous if it is in host memory.
         """
         stager, put = self.stager_of(tensors[0]), self.channel.put
         is_simple = tensors[0].is_cpu and not self.channel.refused
@@ -389,7 +390,7 @@ class Capture:
             self._put_together(together[start : start + MOST_TOGETHER], moment)
 
     def _put_together(self, known: Sequence[tuple[int, ProbedValue, int, torch.Tensor, int]], moment: Moment) -> None:
-        """Measure small values, which have their numbers, where they lie, and put their statistics on the channel."""
+        """Measure small host tensors in place, without copies, and put their statistics on the channel as one item."""
         num = len(known)
         numbers, values, keeps, tensors, repeats = zip(*known, strict=True)
         block = self.pool.take(num * GRAIN_BYTES) or self._take_later(num * GRAIN_BYTES, moment.step)
@@ -419,10 +420,10 @@ class Capture:
     def probe_again(
         self, origin: Origin, mode: str, tensor: torch.Tensor
     ) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return the short way to the probe for a value of the forward of which `observe` got this tensor.
+        """Return a function that gives later tensors of a forward value to the probe, faster than `observe` does.
 
-        It takes another tensor of the value and the step, and returns whether it has measured the tensor; `observe`
-        takes those that it has not.
+        `tensor` is a tensor of the value. The function takes another one and the step, and returns whether the probe
+        has measured it; if not, `observe` must be called. The result is None if the probe does not know the value.
         """
         return None if self.probe is None else self.probe.again(origin, mode, tensor)
 
@@ -443,13 +444,13 @@ class Capture:
             self.hook_failed("the probe", error)
 
     def token_blocks(self) -> TokenBlocks:
-        """Return the blocks of ``keep=tokens``, which begin with the first value that such a rule selects."""
+        """Return the collector of rows with ``keep=tokens``; the first call makes it."""
         if self._token_blocks is None:
             self._token_blocks = TokenBlocks(self.observe)
         return self._token_blocks
 
     def _take_in_ring(self, nbytes: int, moment: Moment) -> PoolBlock | None:
-        """Take a block for a value that waits for a trigger; wait for room only if a trigger has asked for its step."""
+        """Take a block of the ring; if it has no room and a trigger has asked for the step, take one of the pool."""
         ring = self.ring
         if ring is None:
             return None
@@ -462,7 +463,7 @@ class Capture:
         self._drop(self._say_no_room(origin, keep, nbytes), min(parts, _MAX_DROPPED_PARTS))
 
     def _say_no_room(self, origin: Origin, keep: int, nbytes: int) -> str:
-        """Note that memory is lacking, and return the reason of the drop."""
+        """Report that memory is lacking for a value, and return the reason of the drop."""
         pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
         if keep & KEEP_RING and self.ring is not None:
             pool, reason = self.ring.pool, "ring_full"
@@ -471,7 +472,7 @@ class Capture:
         return reason
 
     def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
-        """Wait for a block of the full pool as long as the settings allow; None where no block became free."""
+        """Wait for a block of the full pool as long as the settings allow; return None if no block became free."""
         self.aliases.flush()  # records that wait there hold memory of the pool
         settings = self.settings
         if settings.policy != "wait":
@@ -487,7 +488,7 @@ class Capture:
     def _summand(
         self, tensor: torch.Tensor, local: torch.Tensor, keep: int, note: str | None
     ) -> tuple[torch.Tensor, int, str | None]:
-        """Return the values, keep bits and note of a summand, whose values are to be added over ranks."""
+        """Return what to record of a rank's summand of a partial sum: its values, keep bits and note."""
         masked = without_masked(tensor, local)
         if masked is not None:
             local, note = masked, merged_notes(note, _MASKED)
@@ -497,7 +498,7 @@ class Capture:
         return local, keep, note
 
     def _inside(self, origin: Origin, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
-        """Return the tensors inside a composite tensor. Count a drop if it has none, an error if the search fails."""
+        """Return the tensors inside a composite tensor. If it has none, count a drop; if the search fails, an error."""
         try:
             inside = inner_tensors(origin.name, tensor, chunk)
         except Exception as error:
@@ -510,7 +511,7 @@ class Capture:
         return inside
 
     def stager_of(self, tensor: torch.Tensor) -> copies.Stager:
-        """Return what copies values of the tensor's device. `UnsupportedKind` is raised if nothing can."""
+        """Return the stager that copies values from the tensor's device; raise `UnsupportedKind` if there is none."""
         kind = "cpu" if tensor.is_cpu else tensor.device.type  # reading `device.type` costs 0.3 us
         return self._stagers.get(kind) or self._stager(kind)
 
@@ -522,7 +523,7 @@ class Capture:
         return self._stagers.setdefault(device_type, stager)  # each device has a thread of its own in a backward
 
     def put_measured(self, value: ProbedValue, moment: Moment, call: int, note: str | None, its: Measured) -> None:
-        """Put a row of statistics on the channel that were computed elsewhere."""
+        """Put a row on the channel whose statistics, `its`, are known already; the value is not copied."""
         block = self.pool.take(0)
         if block is None:
             self._drop("pool_full", 1)
@@ -534,7 +535,7 @@ class Capture:
         self.channel.put(Staged(*fields))
 
     def _number(self, num_rows: int) -> int:
-        """Take ``num_rows`` consecutive numbers; drop those before a number that another thread takes in between."""
+        """Return the first of ``num_rows`` consecutive numbers; drop those before one that another thread takes."""
         first = last = next(self._sequence)
         while last - first + 1 < num_rows:
             following = next(self._sequence)
@@ -553,7 +554,7 @@ class Capture:
         """Count a value as lost to an exception of the recorder inside a hook; training goes on.
 
         Raises:
-            Exception: the exception comes out of a signal handler of the user's, and is raised again.
+            Exception: `error` itself, if it comes out of a signal handler of the user's.
         """
         if comes_from_signal_handler(error):
             raise error
@@ -562,7 +563,7 @@ class Capture:
         self.events.add(kind, f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error)
 
     def site_failed(self, origin: Origin, error: Exception) -> bool:
-        """Count an error of the recorder at a site of a module; return whether this error disarms the site."""
+        """Count an error of the recorder at a site of a module; return True if the site is not recorded any more."""
         where = f"{origin.module_path or origin.root}:{origin.site}"
         self.hook_failed(where, error)
         is_named = origin.site in OF_PROGRAM
@@ -578,20 +579,20 @@ class Capture:
         )
         for root in self.roots:
             if root.name == origin.root:
-                # The hook that sees a value of a call also puts the hook on the value's gradient.
+                # The hook that records a value also puts the hook on its gradient, so both sites stop.
                 with_gradient = origin.site in OF_CALLS and origin.site in GRADIENT_OF
                 sites = (origin.site, GRADIENT_OF[origin.site]) if with_gradient else (origin.site,)
                 root.disarm(origin.module_path, sites, self.clock.step)
         return True
 
     def is_disarmed(self, site: str, name: str) -> bool:
-        """Whether a tap or a scalar is disarmed after too many errors."""
+        """Whether a tap or a scalar is no longer recorded, because of too many errors."""
         return bool(self._errors) and any(
             count >= _MAX_ERRORS and (key[2], key[3]) == (site, name) for key, count in list(self._errors.items())
         )
 
     def keep_leaf_hook(self, handle: Any) -> None:
-        """Take a hook on a leaf tensor, and remove the hook at the next step or when there are too many such hooks."""
+        """Keep a handle of a hook on a leaf tensor; the hook is removed at the next step, or when too many are kept."""
         self._leaf_hooks.append(handle)
         if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
             self._leaf_hooks.popleft().remove()
@@ -630,7 +631,7 @@ class Capture:
         return root
 
     def _look_for_large(self, module: nn.Module) -> None:
-        """Warn at the start where a parameter that a rule selects has more bytes than the pool."""
+        """Warn at the start if rules select parameters and the largest parameter has more bytes than the pool."""
         if not self.selection.asks_for(*OF_PARAMETERS):
             return
         sizes = [(local_bytes(parameter), name) for name, parameter in module.named_parameters()]
@@ -646,7 +647,7 @@ class Capture:
         return bool(grown)
 
     def remove_root(self, root: Root) -> None:
-        """Take a root's hooks off; the manifest keeps its description."""
+        """Take a root's hooks off; the manifest keeps the root's description."""
         root.remove()
         self.roots.remove(root)
         self.past_roots.append(root)
@@ -663,7 +664,7 @@ class Capture:
         return any(other is not root and other.path_of(module) is not None for other in self.roots)
 
     def close(self) -> None:
-        """Remove every hook; records that were put on the channel stay there."""
+        """Record what is still held back, and remove every hook; records that were put on the channel stay there."""
         if self.probe is not None:
             self._ask_probe(self.probe.close)
         if self._token_blocks is not None:
@@ -685,7 +686,7 @@ def _num_parts(nbytes: int, keep: int) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory has run out; torch's allocator of host memory has no exception of its own."""
+    """Whether an error says that memory has run out; for host memory, torch raises only a `RuntimeError`."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

@@ -1,7 +1,7 @@
 """The probe of values on devices: a kernel computes each norm, and the norms of a step are copied to the host together.
 
-The norms arrive a step or two later. So a value that turned non-finite has a row that says that, and not how many of
-its elements are not finite. Nothing here may wait for a device, or hold a tensor.
+The norms arrive one or two steps later, when the values may be gone. So the row of a value that turned non-finite says
+only that, and not how many elements are not finite. Nothing here may wait for a device, or hold a tensor.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .staging.pool import Pool
 
 TURNED = '{"turned":true}'
-"""The note of a row that was put only because the value turned non-finite."""
+"""The note of a row that was recorded only because its value turned non-finite."""
 COUNTED_AT_LEAST = f'{{"counts":"{AT_LEAST}"}}'
-"""The note of a row whose counts of NaN and of infinite elements are 1 where there is at least one."""
+"""The note of a row whose counts of NaN and of infinite elements are lower bounds: 1 stands for one element or more."""
 
 
 class ProbedValue(NamedTuple):
@@ -44,7 +44,7 @@ class ProbedValue(NamedTuple):
 
 
 class SeenOnDevice(NamedTuple):
-    """A value on a device whose norm is on its way."""
+    """A value on a device whose norm is on its way to the host."""
 
     value: ProbedValue
     moment: Moment
@@ -54,7 +54,7 @@ class SeenOnDevice(NamedTuple):
 
 
 class DeviceAccess(Protocol):
-    """What `Capture`, which describes each member, has for values on devices."""
+    """The members of `Capture` that the probe of devices uses; `Capture` describes each member."""
 
     @property
     def pool(self) -> Pool: ...
@@ -80,12 +80,12 @@ class NormsOnWay(NamedTuple):
         return not self.norms.is_capturing() and (self.ready is None or self.ready.wait(0.0))
 
     def read(self) -> npt.NDArray[np.float32]:
-        """Return the norms, once they have arrived, in the order of `seen`."""
+        """Return the norms in the order of `seen`; to be called only once the norms have arrived."""
         return self.block.data.view(np.float32)
 
 
 class DeviceProbe:
-    """The values of the step under way that lie on devices. Training threads call it."""
+    """Measures the values that lie on devices at the current step. Training threads call the methods."""
 
     def __init__(self, capture: DeviceAccess) -> None:
         self._capture = capture
@@ -100,7 +100,7 @@ class DeviceProbe:
         return self._launch(seen, tensors[0], lambda norms: norms.measure_many(tensors))
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether values on the device of a tensor can be measured, and no graph is captured there now."""
+        """Whether values on the tensor's device can be measured, and no graph is being captured there now."""
         try:
             norms = self._capture.stager_of(tensor).norms(tensor)
         except (LostError, UnsupportedKind):
@@ -119,7 +119,7 @@ class DeviceProbe:
         return True
 
     def bring(self) -> list[NormsOnWay]:
-        """Begin to copy the norms of a step that is over to the host, and begin another step."""
+        """End a step: begin to copy its norms to the host, and return the copies that are under way."""
         of_step, self._seen = self._seen, {}
         on_way = []
         for norms, seen in of_step.items():
@@ -139,7 +139,7 @@ class DeviceProbe:
         return on_way
 
     def record_turned(self, seen: SeenOnDevice, *, is_nan: bool) -> None:
-        """Record that a value has turned non-finite."""
+        """Record a row which says that a value has turned non-finite, unless the value has a row at this step."""
         if not seen.has_row:
             note = merged_notes(merged_notes(seen.value.note, TURNED), COUNTED_AT_LEAST)
             its = Measured(nan_count=int(is_nan), inf_count=int(not is_nan))

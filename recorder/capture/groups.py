@@ -1,8 +1,8 @@
 """Finds the ranks that share the work of a root, for the manifest.
 
 It finds the ranks that split the root's batch (DDP, FSDP), the ranks that work on the same part of the batch (tensor,
-sequence and context parallel), and the stages of a pipeline. Some parameters, such as those of experts, differ between
-ranks with different batches although these ranks share the rest of the model.
+sequence and context parallel), and the stages of a pipeline. It also finds parameters, such as those of experts, that
+differ between ranks with different batches although these ranks share the rest of the model.
 
 It reads the metadata of wrappers, and of the meshes of DTensor parameters. `torch.distributed.pipelining` has no hooks,
 so the call stack shows which stage runs; the stack is read once for each call of a root, and only if the program has
@@ -26,11 +26,10 @@ from .marks import MEGATRONS_SCHEDULES, marked_data_parallel, ranks_of, stage_of
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]
-"""The keys: ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``, ``megatron``); ``ranks``, in data-parallel order;
-``broadcast_buffers`` (``ddp``).
-"""
+"""A data-parallel group, with the keys ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``, ``megatron``), ``ranks`` in
+data-parallel order and, for ``ddp``, ``broadcast_buffers``."""
 ModelParallel = dict[str, Any]
-"""The keys: ``ranks``, global, row-major in a mesh of ``shape``; ``dim_names``, the names of the axes or None."""
+"""Ranks with the same part of the batch: ``ranks``, global, row-major in a mesh of ``shape``; ``dim_names`` or None."""
 
 FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
@@ -55,8 +54,8 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
 def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:
     """Return the ranks that work on the same part of the batch as this rank; None where this rank is alone.
 
-    Of the meshes over which parameters are laid, the mesh with the most such ranks is used, without the axes that lead
-    only to the ranks of `data_parallel`, which work on other parts.
+    The ranks come from the parameter mesh that has most of them. Axes of a mesh that lead only to ranks of
+    `data_parallel` are left out, because these ranks work on other parts of the batch.
     """
     elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
     distinct = {id(mesh): mesh for mesh in meshes}.values()
@@ -85,7 +84,7 @@ def _beside(mesh: Any, elsewhere: set[int]) -> ModelParallel | None:
 
 
 def wrappers_around(root: nn.Module) -> list[nn.Module]:
-    """Return the DDP and FSDP1 wrappers around a module, among all live objects."""
+    """Return the DDP and FSDP1 wrappers around a module, found among all live objects."""
     if not is_distributed() or _data_parallel(root) is not None:
         return []
     fsdp1 = loaded(*FSDP1)
@@ -123,7 +122,7 @@ def _ddp(wrapper: Any) -> DataParallel:
 
 
 def _mesh_ranks(info: Any) -> list[int]:
-    """Return the ranks of an FSDP2 mesh along its data-parallel axes, row-major, at this rank's other coordinates."""
+    """Return the ranks that differ from this rank at most along the data-parallel axes of an FSDP2 mesh, row-major."""
     axes = {info.replicate_mesh_dim, info.shard_mesh_dim}
     coordinate = info.mesh.get_coordinate()
     ranks = [info.mesh.mesh.tolist()]
@@ -135,8 +134,8 @@ def _mesh_ranks(info: Any) -> list[int]:
 def fsdp1_ranks(wrapper: Any) -> list[int]:
     """Return the ranks of an FSDP1 wrapper; with a hybrid strategy row-major over replicas and shards.
 
-    Where the strategy was given two process groups, only this rank's groups are known. The other ranks follow from
-    these, because the strategy needs a regular grid.
+    If a hybrid strategy was given two process groups, only the two groups of this rank are known. The other ranks
+    follow from these two groups, because the strategy needs a regular grid.
     """
     shards = [*ranks_of(wrapper.process_group)]
     across = getattr(wrapper, "_inter_node_pg", None)
@@ -153,25 +152,25 @@ def fsdp1_ranks(wrapper: Any) -> list[int]:
 _MODULE = "torch.distributed.pipelining.stage"
 
 Pipeline = dict[str, int]
-"""The keys: ``stage``, counted from 0; ``num_stages``; ``parts_of_loss`` as in `format.manifest.Stage`."""
+"""A pipeline stage: ``stage`` (counted from 0), ``num_stages``, and ``parts_of_loss`` as in `format.manifest.Stage`."""
 
 
 class StageCall(NamedTuple):
-    """A call of a stage's module."""
+    """A call of the module of a pipeline stage."""
 
     pipeline: Pipeline
     is_trial: bool = False
-    """True outside of training: a stage may run once more to learn shapes to send."""
+    """True for a call outside of training, in which a stage only finds out the shapes that it will send."""
 
 
 def is_whole_pipe(module: object) -> bool:
-    """Whether a module is the pipe of all stages, which nobody calls: each rank runs its own stages."""
+    """Whether a module is the `Pipe` of all stages. Nobody calls it, because each rank runs only its own stages."""
     kind = loaded("torch.distributed.pipelining", "Pipe")
     return kind is not None and isinstance(module, kind)
 
 
 def stage_call() -> StageCall | None:
-    """Return the call of a stage that is under way on this thread; None outside of such calls."""
+    """Return the call of a pipeline stage that is under way on this thread; None if there is no such call."""
     kind = loaded(_MODULE, "_PipelineStageBase")
     frame = sys._getframe(1) if kind is not None or MEGATRONS_SCHEDULES in sys.modules else None
     while frame is not None:
@@ -188,17 +187,17 @@ def stage_call() -> StageCall | None:
 
 
 IGNORED = "ignored"
-"""The parameter is trained, but the data-parallel wrapper was configured to ignore the parameter."""
+"""Why a parameter differs between ranks: it is trained, but the data-parallel wrapper was configured to ignore it."""
 EXPERT = "expert"
-"""The parameter is that of an expert whose number in the whole model is known: ranks with one name have one expert."""
+"""Why a parameter differs between ranks: it is an expert's, and its name has the expert's number in the whole model."""
 MARKED = "allreduce_false"
-"""The parameter has ``allreduce = False``, which Megatron and DeepSpeed set on experts."""
+"""Why a parameter differs between ranks: it has ``allreduce = False``, which Megatron and DeepSpeed set on experts."""
 CUT = "cut_over_batches"
-"""The parameter is a DTensor, and ranks with different batches compute with different chunks of the parameter."""
+"""Why a parameter differs between ranks: it is a DTensor, and ranks with different batches have different chunks."""
 
 
 def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel | None) -> dict[int, str]:
-    """Return, by the id of a parameter, why the parameter differs between ranks with different batches.
+    """Return why parameters differ between ranks with different batches: a reason by the id of each such parameter.
 
     `modules` are the modules of the root, and the wrappers around it.
     """
@@ -220,7 +219,7 @@ def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel 
 
 
 def _is_cut(spec: Any, elsewhere: set[int]) -> bool:
-    """Whether a DTensor is cut along an axis that leads only to ranks with other batches."""
+    """Whether a DTensor is sharded along a mesh axis that leads only to ranks with other batches."""
     coordinate, grid = spec.mesh.get_coordinate(), np.array(spec.mesh.mesh.tolist())
     for axis, placement in enumerate(spec.placements if coordinate is not None else ()):
         line = grid[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
@@ -254,7 +253,7 @@ def _managed_by_fsdp2(module: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     for group in groups:
         for managed in group.fsdp_params if group is not None else ():
             info = managed._module_info
-            # Torch 2.9 uses the second name.
+            # Torch 2.9 has only the second attribute.
             spec = getattr(managed, "_unsharded_dtensor_spec", getattr(managed, "_tp_spec", None))
             for owner, name in zip(
                 (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True

@@ -1,9 +1,9 @@
-"""Unwraps a tensor to its plain local values, or to the tensors inside a composite tensor, each under its own name.
+"""Unwraps a tensor to its plain local values, or to the tensors inside a composite tensor, each with its own name.
 
 For a DTensor it also finds where the local values lie in the global tensor, and writes the position as JSON for the
 columns. It reads metadata and attributes only: no copy, no collective, no device sync, and no call of a user's
-``__torch_function__``. It only waits for the pending result of a collective, and keeps no mesh alive, because a mesh
-knows its process groups. A kind that cannot be recorded raises `UnsupportedKind` with a reason for the ledger.
+``__torch_function__``. It waits only for the pending result of a collective. It keeps no mesh alive, because a mesh
+holds process groups. A tensor that cannot be recorded raises `UnsupportedKind` with a reason for the ledger.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAX_LISTED = 16
 """The most ranks of a mesh that a row lists one by one: a thousand ranks would be larger than the rest of the row."""
 _MAX_KNOWN = 4096
 _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
-"""The chunks that were computed before (40 us each), by mesh, shape and placements; void once a mesh is deleted."""
+"""A cache of chunks (40 us each), by mesh id, shape and placements; an entry is void once its mesh is deleted."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor. If the program never imported the class, no tensor is."""
+    """Whether a tensor is a DTensor; False if the program never imported the class."""
     dtensor = loaded("torch.distributed.tensor", "DTensor")
     return dtensor is not None and isinstance(tensor, dtensor)
 
@@ -42,7 +42,7 @@ def dtensor_chunk(tensor: Any) -> Chunk:
 
 
 def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-    """Return the chunk of a parameter, its gradient or state if DDP took the parameter out of a DTensor; else None."""
+    """Return the chunk of a parameter, its gradient or state, if DDP has made a DTensor parameter local; else None."""
     spec = localized_spec(parameter)
     if spec is None or tensor.shape != parameter.shape:
         return None
@@ -108,7 +108,7 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
 
 
 def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[str, Any]:
-    """Return the ranks of a mesh for the column ``mesh``: a list, or first rank and strides if many and regular."""
+    """Return a mesh's ranks for the column ``mesh``: a list, or first rank and strides for a large regular grid."""
     if len(ranks) <= _MAX_LISTED:
         return ranks
     grid = np.array(ranks).reshape(shape)
@@ -129,13 +129,13 @@ def _placement(placement: Any, num_ranks: int) -> dict[str, Any]:
 
 
 def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
-    """Return an embedding's local output with zeros for the rows of other ranks; None if no mask can be applied.
+    """Return a sharded embedding's local output with zeros for rows of other ranks; None if no mask can be applied.
 
-    Training applies the mask itself, later and in place.
+    Training applies the mask later and in place, so the mask is applied to a copy here.
     """
     masks = [p.mask_buffer for p in getattr(tensor, "placements", ()) if type(p).__name__ == "_MaskPartial"]
     masks = [mask for mask in masks if mask.data is not None]
-    # A kernel that is launched while a graph is captured joins the graph.
+    # A kernel that is launched while a CUDA graph is captured joins the graph.
     if not masks or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     with torch.no_grad():
@@ -151,7 +151,7 @@ def compact(value: object) -> str:
 
 
 def merged_notes(note: str | None, more: str | None) -> str | None:
-    """Merge the texts of two JSON objects."""
+    """Return one JSON text with the members of two JSON objects, each given as text or None."""
     if note is None or more is None:
         return note or more
     return f"{note[:-1]},{more[1:]}"
@@ -165,15 +165,14 @@ DTYPES: dict[torch.dtype, str] = {
     for name in ITEM_BYTES
     if isinstance(dtype := getattr(torch, name, None), torch.dtype) and dtype.itemsize == ITEM_BYTES[name]
 }
-"""The names of the dtypes that the format knows."""
+"""The format's name of each dtype that the format knows."""
 
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
 _ordinary: set[int] = set()
-"""The dispatch keys, as integers, of host tensors that need no more examination. An examination may let the writer
-thread take the interpreter's lock, which costs both threads more than the rest of a hook.
-"""
+"""The dispatch keys, as integers, of the kinds of host tensors that `plain` need not examine again. An examination may
+let the writer thread take the interpreter's lock, which costs both threads more than the rest of a hook."""
 
 
 class UnsupportedKind(Exception):
@@ -181,12 +180,12 @@ class UnsupportedKind(Exception):
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether `plain` has examined a host tensor of this kind, and found a strided one without lazy bits."""
+    """Whether `plain` has examined a host tensor of this kind, and found it strided and without lazy bits."""
     return _dispatch_keys(tensor).raw_repr() in _ordinary
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a parameter's local values; 0 where only unwrapping the parameter would tell."""
+    """Return the number of bytes of a parameter's local values; 0 if the parameter must be unwrapped to know it."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
@@ -194,7 +193,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tensor, Chunk | None]:
     """Return the local values of a tensor as an ordinary strided tensor, and their chunk where there is one.
 
-    A ``chunk`` that the caller knows already is kept.
+    A ``chunk`` that the caller passes is returned unchanged.
 
     Raises:
         UnsupportedKind: the tensor is not plain. Where it is composite, `inner_tensors` finds the tensors inside it.
@@ -228,7 +227,7 @@ def _refuse_kinds(tensor: torch.Tensor) -> None:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor without lazy negative and conjugate bits; remember kinds that have no such bits."""
+    """Return a host tensor with lazy negative and conjugate bits resolved; remember the kinds without such bits."""
     if tensor.is_neg() or tensor.is_conj():
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return tensor.detach().resolve_conj().resolve_neg()
@@ -281,19 +280,19 @@ class Inner(NamedTuple):
     """One tensor inside a composite tensor."""
 
     name: str
-    """The composite tensor's name with the path inside it; without a path if the inner tensor is the complete value."""
+    """The composite tensor's name and the path inside it; no path if the inner tensor is the complete value."""
     tensor: torch.Tensor
-    """A tensor of any kind; a tensor that is not plain cannot be recorded."""
+    """The inner tensor, of any kind; it is recorded only if it is plain."""
     chunk: Chunk | None
     note: str
-    """JSON for the row, which names the composite tensor."""
+    """JSON text for the row, which describes the composite tensor."""
 
 
 def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[Inner]:
     """Return every tensor inside a composite tensor, at any depth; none where the tensor is not composite.
 
-    In a DTensor around a composite tensor, only inner tensors with the shape of the local tensor have the DTensor's
-    chunk; the others have a note that says so. `name` is that of the outer tensor, which is not plain, and no DTensor
+    If a DTensor wraps a composite tensor, only inner tensors of the local tensor's shape get the DTensor's chunk; other
+    inner tensors get a note that says so. `name` is the name of the given tensor, which is neither plain nor a DTensor
     around a plain tensor. An error that a subclass's own ``__tensor_flatten__`` raises is passed on.
     """
     with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -307,7 +306,7 @@ def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[
         whole = {
             "kind": _kind(tensor),
             "dtype": str(tensor.dtype).removeprefix("torch."),
-            # The symbolic sizes of a jagged tensor have no number.
+            # The sizes of a jagged tensor may be symbolic, which are no numbers.
             "shape": [size if isinstance(size, int) else None for size in tensor.shape],
         }
         return list(_flat(tensor.shape, inside, name, chunk, {"inner_of": whole}))
@@ -335,7 +334,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _inside(tensor: torch.Tensor) -> _Inner:
-    """Return the tensors directly inside a tensor by name; none if the tensor is not composite or of unknown kind."""
+    """Return the tensors directly inside a tensor by name; empty if the tensor is not composite, or of unknown kind."""
     if type(tensor) in PLAIN:
         if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return {}
@@ -355,7 +354,7 @@ def _inside(tensor: torch.Tensor) -> _Inner:
 def _quantized(tensor: torch.Tensor) -> _Inner:
     """Return the integers of a quantized tensor, and the numbers that turn them into values.
 
-    Nothing is returned for a dtype that packs several integers into one byte.
+    The result is empty for a dtype that packs several integers into one byte.
     """
     stored = _STORED.get(tensor.dtype)
     if stored is None:
@@ -386,7 +385,7 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: _CSC,
     torch.sparse_bsc: _CSC,
 }
-"""The methods, by layout, that return the inner tensors without a copy."""
+"""For each sparse layout, the methods of a tensor that return the inner tensors without a copy."""
 
 _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
@@ -397,7 +396,7 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "": "_tensor",
         "_precomputed_scale": "_precomputed_scale",
     },
-    # The other inner tensors of a NestedTensor are empty: their shapes cache lengths once the program has asked for
+    # The other inner tensors of a NestedTensor have no elements: only their shapes say something, namely cached
     # lengths.
     ("torch.nested._internal.nested_tensor", "NestedTensor"): {
         "_values": "_values",
@@ -409,4 +408,4 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "_masked_mask": "_masked_mask",
     },
 }
-"""The attribute of each inner tensor, for each class whose own `__tensor_flatten__` is unsuitable."""
+"""For each class whose own `__tensor_flatten__` is unsuitable, the attribute that holds each inner tensor, by name."""

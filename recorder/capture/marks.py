@@ -1,9 +1,9 @@
 """Reads how frameworks mark plain tensors that they cut over ranks: Megatron-Core, AutoTP, nanotron, Colossal-AI.
 
-Such tensors carry no placements. What is read are attributes: of parameters (`tensor_model_parallel`, `partition_dim`,
-`partition_stride`, `allreduce`, and the tables in `_READERS`), of modules (`output_size_per_partition` and its
-like), and of the modules in which the frameworks keep their groups, if the program has loaded them. Nothing here may
-import or call a framework, read a value, issue a collective, or keep a module, a tensor or a process group.
+Such tensors carry no placements. This module reads attributes: of parameters (`tensor_model_parallel`, `partition_dim`,
+`partition_stride`, `allreduce`, and the tables in `_READERS`), of layers (`output_size_per_partition` and similar
+ones), and of the Python modules that hold the frameworks' process groups, if the program has loaded them. Nothing here
+may import or call a framework, read a value, issue a collective, or keep a module, a tensor or a process group.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .local_values import compact, spec_of, written_ranks
 from .topology import is_distributed
 
 _STATES = ("megatron.core.parallel_state", "deepspeed.utils.groups")
-"""The modules whose attributes are process groups, such as ``_TENSOR_MODEL_PARALLEL_GROUP``."""
+"""The frameworks' Python modules that have process groups as attributes, such as ``_TENSOR_MODEL_PARALLEL_GROUP``."""
 MEGATRONS_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _MAX_KNOWN = 256
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """Return the ranks of a process group that a framework's state names; empty without such a group."""
+    """Return the ranks of a framework's process group such as ``DATA_PARALLEL``; empty if no framework has made it."""
     found = (ranks_of(getattr(sys.modules.get(state), f"_{name}_GROUP", None)) for state in _STATES)
     return next(filter(None, found), ())
 
 
 def process_groups() -> list[dict[str, Any]]:
-    """Return the process groups of this process, in the order of their making, for the manifest. Any thread."""
+    """Return the process groups of this process, in the order of creation, for the manifest. Any thread."""
     if not is_distributed():
         return []
     import torch.distributed as dist
@@ -49,7 +49,7 @@ def process_groups() -> list[dict[str, Any]]:
 
 
 def ranks_of(group: object) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in the order of the group; empty for anything else."""
+    """Return the global ranks of a process group, in the group's order; empty if `group` is no process group."""
     if not is_distributed():
         return ()
     import torch.distributed as dist
@@ -58,9 +58,9 @@ def ranks_of(group: object) -> tuple[int, ...]:
 
 
 def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
-    """Return the ranks that split the batch, as `groups.find_data_parallel` does; None where nothing names them.
+    """Return Megatron's data-parallel group in the form of `groups.find_data_parallel`; None if nothing names it.
 
-    A model may have groups of its own, its `pg_collection`, which form another grid than those of `parallel_state`.
+    A model may have process groups of its own (`pg_collection`), in another grid than the groups of `parallel_state`.
     """
     own = next(filter(None, (getattr(module, "pg_collection", None) for module in root.modules())), None)
     ranks = ranks_of(getattr(own, "dp", None))
@@ -70,7 +70,7 @@ def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
 
 
 def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the stage that Megatron calls, by the local variables of its `forward_step`; None without a pipeline."""
+    """Return the stage that Megatron's `forward_step` runs, by the function's local variables; None without stages."""
     model, config = innermost(given["model"]), given["config"]
     ranks = ranks_of(getattr(getattr(model, "pg_collection", None), "pp", None))
     ranks = ranks or group_ranks("PIPELINE_MODEL_PARALLEL")
@@ -85,18 +85,18 @@ def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def marked_ranks(root: nn.Module) -> tuple[int, ...]:
-    """Return the ranks over which modules below a root are cut by their marks; empty where none is."""
+    """Return the ranks over which the modules below a root are cut, by their marks; empty if no module is cut."""
     ranks = max((tensor_ranks(module) for module in root.modules()), key=len)
     return ranks if len(ranks) > 1 else ()
 
 
 def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does; None for this one alone.
+    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does; None for one rank.
 
-    Ranks of context parallel have the same samples, of which each rank has a slice.
+    Ranks of context parallel count, too: they have the same samples, and each has another section of every sequence.
 
     Args:
-        ranks: what `marked_ranks` returns of the root.
+        ranks: what `marked_ranks` returns for the root.
     """
     name = "tensor"
     if set(wider := group_ranks("TENSOR_AND_CONTEXT_PARALLEL")) > {*ranks}:
@@ -125,21 +125,21 @@ _SIZES = (
     "num_embeddings_per_partition",
     "num_attention_heads_per_partition",
 )
-"""The attributes in which Megatron's modules name the sizes of a rank's part."""
+"""The attributes in which Megatron's layers say the size of one rank's chunk."""
 
 
 def is_marked(parameter: object) -> bool:
-    """Whether a parameter is marked as one rank's part of a larger one."""
+    """Whether a parameter is marked as one rank's chunk of a larger parameter."""
     return getattr(parameter, "tensor_model_parallel", False) is True or split_of(parameter) is not None
 
 
 def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a marked parameter, its gradient or its state; None where nothing is marked.
+    """Return the chunk of a marked parameter, its gradient or its state; None if the marks do not tell it.
 
     Args:
-        parameter: the parameter, which is cut over the ranks if it is marked.
+        parameter: the parameter whose marks are read.
         tensor: the parameter, its gradient, or a state of an optimizer.
-        ranks: what `tensor_ranks` returns of the parameter's module.
+        ranks: what `tensor_ranks` returns for the parameter's module.
     """
     if not is_marked(parameter) or tensor.shape != parameter.shape:
         return None
@@ -152,9 +152,9 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
 
 
 def main_parameter(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter of a wider type that Megatron's optimizer updates in place of a module's; None without one.
+    """Return the wider copy of a module's parameter that Megatron's optimizer updates in its place; None without one.
 
-    The distributed optimizer's part of such a parameter, which `parameter_rows` finds, counts as none.
+    None is also returned if a distributed optimizer has only a part of the copy; `parameter_rows` finds the part.
     """
     main = getattr(parameter, "main_param", None)
     return main if isinstance(main, torch.Tensor) and main.shape == parameter.shape else None
@@ -166,20 +166,20 @@ def _stride(parameter: object) -> int:
 
 
 class Split(NamedTuple):
-    """How the table of a framework says that ranks have cut a parameter."""
+    """How ranks have cut a parameter, according to a framework's table at the parameter."""
 
     dim: int = -1
     parts: tuple[int, ...] = ()
-    """The ranks' sizes along the dim; empty where the parameter is cut otherwise, so that it stays with its rank."""
+    """Each rank's size along `dim`; empty if the parameter is cut in another way, for which no chunk is derived."""
     shape: tuple[int, ...] = ()
     """The shape of the whole parameter; empty where it is not known."""
     stride: int = 1
     ranks: tuple[int, ...] = ()
-    """The ranks, if the table names them."""
+    """The ranks over which the parameter is cut; empty if the table does not name them."""
 
 
 def split_of(parameter: object) -> Split | None:
-    """Return how the table of a framework says that ranks have cut a parameter; None without such a table."""
+    """Return how ranks have cut a parameter, according to a framework's table at it; None without a table."""
     for name, table in getattr(parameter, "__dict__", {}).items():
         if name in _READERS:
             try:
@@ -190,7 +190,7 @@ def split_of(parameter: object) -> Split | None:
 
 
 def _by_autotp(parameter: Any, table: Any) -> Split | None:
-    """Read DeepSpeed's AutoTP (0.19.8, `module_inject/layers.py`); parts of a parameter may be cut one by one."""
+    """Read DeepSpeed's AutoTP table (0.19.8, `module_inject/layers.py`); pieces of a weight may be cut one by one."""
     if getattr(parameter, "tensor_model_parallel", False) is not True:
         return None
     names = ("partition_dim", "partition_sizes", "logical_shape", "sub_param_sizes")
@@ -199,14 +199,14 @@ def _by_autotp(parameter: Any, table: Any) -> Split | None:
 
 
 def _as_chunks(parts: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks' sizes, if torch cuts a dim into chunks of these sizes; else none: no placement says them."""
+    """Return `parts` if torch would cut a dim into chunks of these sizes; else (), because no placement says them."""
     size = -(-sum(parts) // len(parts))
     ends = [sum(parts[: number + 1]) for number in range(len(parts))]
     return tuple(parts) if all(end == min(size * (at + 1), ends[-1]) for at, end in enumerate(ends)) else ()
 
 
 def _by_nanotron(parameter: Any, table: Any) -> Split | None:
-    """Read nanotron (0.4, `parallel/sharded_parameters.py`): each rank has one part of each of some pieces."""
+    """Read nanotron's table (0.4, `parallel/sharded_parameters.py`): a rank has one part of each piece of a weight."""
     if (info := table.get("sharded")) is None:
         return None
     ranks, split = tuple(info.global_ranks), _by_shape(parameter, info.unsharded_shape)
@@ -221,7 +221,7 @@ def _by_nanotron(parameter: Any, table: Any) -> Split | None:
 
 
 def _by_shape(parameter: Any, shape: Sequence[int]) -> Split | None:
-    """Return the split of a parameter by its whole shape; None for a whole one."""
+    """Return how a parameter is cut, given the shape of the whole parameter; None if it is not cut."""
     dims = [dim for dim, size in enumerate(parameter.shape) if size != shape[dim]]
     if len(dims) != 1:
         return Split() if dims else None
@@ -235,19 +235,19 @@ _READERS: Mapping[str, Callable[[Any, Any], Split | None]] = {
     "dist_layout": lambda parameter, table: _by_shape(parameter, table.global_shape),
     "shard_fn": lambda *_: Split(),
 }
-"""For each attribute in which a framework says how it has cut a parameter, what reads the attribute.
+"""Maps each attribute in which a framework says how it has cut a parameter to the function that reads the attribute.
 
-`dist_layout` and `shard_fn` (a fused QKV, which is cut part by part) are Colossal-AI's (0.5.0, `tensor/d_tensor`).
+`dist_layout` and `shard_fn` (a fused QKV, whose parts are cut one by one) are Colossal-AI's (0.5.0, `tensor/d_tensor`).
 """
 
 
 def _cut(
     shape: Sequence[int], dim: int, ranks: tuple[int, ...], stride: int = 1, parts: Sequence[int] = ()
 ) -> Chunk | None:
-    """Return this rank's chunk of a tensor that ranks cut along a dim: evenly, or into parts of the sizes given.
+    """Return this rank's chunk of a tensor that ranks have cut along a dim, evenly or into the sizes `parts`.
 
-    With a stride the dim is that many blocks one after another, and each rank has a part of every block, as of the gate
-    and the up projection of a gated MLP: DTensor calls that a strided shard.
+    With a `stride`, the dim consists of this many blocks one after another, and each rank has a part of every block,
+    for example of the gate and the up projection of a gated MLP. DTensor calls this a strided shard.
     """
     at = _index(ranks)
     if at is None:
@@ -283,7 +283,7 @@ def _index(ranks: tuple[int, ...]) -> int | None:
 
 
 class Seen(NamedTuple):
-    """The chunks of a value and of its gradient; each is None where nothing is marked."""
+    """The chunks of a value and of its gradient; a chunk is None if no mark tells it."""
 
     value: Chunk | None = None
     gradient: Chunk | None = None
@@ -293,9 +293,9 @@ _NOTHING = Seen()
 
 
 def chunks_of_given(parameter: torch.Tensor, ranks: tuple[int, ...]) -> Seen:
-    """Return the chunks of a parameter that one module gives another, as a bias, and of the gradient arriving there.
+    """Return the chunks of a parameter that a module is given as an argument, and of the gradient that arrives there.
 
-    Of a parameter that is used with each rank's slice of a sequence, each rank has a summand of the gradient.
+    If each rank uses the parameter with its own section of a sequence, each rank's gradient is a summand of the whole.
     """
     is_shared = getattr(parameter, "allreduce", True) is not False
     chunk, at = chunk_of_parameter(parameter, parameter, ranks) if is_shared else None, _index(ranks)
@@ -307,26 +307,26 @@ def chunks_of_given(parameter: torch.Tensor, ranks: tuple[int, ...]) -> Seen:
 
 @dataclass(eq=False)
 class CutCalls:
-    """How a module cuts what it takes and gives over ranks, as its attributes say."""
+    """How a module cuts its inputs and outputs over ranks, according to its attributes."""
 
     ranks: tuple[int, ...]
-    """The ranks over which the module cuts."""
+    """The ranks over which the module cuts its inputs and outputs."""
     sizes: Mapping[tuple[str, int, int], tuple[int, ...]]
-    """For a site, a number of dims (0: any) and a dim, the sizes that a rank's part of a tensor may have along it."""
+    """By site, number of dims (0: any) and dim: the sizes that a rank's chunk of a tensor may have along this dim."""
     stride: int = 1
-    """The number of blocks that are cut one by one along the dims in `sizes`."""
+    """The number of equal blocks along each dim in `sizes`, each of which is cut over the ranks by itself."""
     sequence: str = ""
-    """The site at which the module's tensors are cut along the sequence, as sequence parallel does; or empty."""
+    """The site at which sequence parallel cuts the module's tensors along the sequence; empty if it cuts none."""
     whole: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
-    """For a site at which all ranks have the same tensor, the size of its last dim, and whether they have the same
-    gradient, too."""
+    """For a site at which all ranks have the same tensor: the size of the tensor's last dim, and whether the ranks also
+    have the same gradient."""
     parts: Sequence[int] = ()
-    """The ranks' sizes along the dims in `sizes`, where the ranks' parts may differ in size."""
+    """Each rank's size along the dims in `sizes`, if the sizes may differ between ranks; else empty."""
     sequence_dim: int = 0
     _known: dict[tuple[str, torch.Size], Seen] = field(default_factory=dict)
 
     def chunks(self, site: str, tensor: torch.Tensor) -> Seen:
-        """Return the chunks of a tensor that the module takes or gives, and of the gradient that arrives at it."""
+        """Return the chunks of an input or output of the module, and of the gradient that arrives at the tensor."""
         if not tensor.is_floating_point():
             return _NOTHING
         key = site, tensor.shape
@@ -355,17 +355,17 @@ class CutCalls:
 
 
 def cut_calls(module: nn.Module) -> CutCalls | None:
-    """Return how a module of a framework cuts what it takes and gives; None for every other module.
+    """Return how a framework's module cuts its inputs and outputs; None for every other module.
 
-    A size counts only where the size of the whole, which the module or its configuration names too, is as many times
-    larger as there are ranks. What these layers give and take whole is equal on all ranks, and marked as replicated.
+    A rank's size counts only if the module or its configuration also names a whole size that is larger by the number of
+    ranks. Inputs and outputs that these layers do not cut are equal on all ranks, and count as replicated.
     """
     layer = getattr(module, "output_layer", None)
     if isinstance(layer, nn.Module) and getattr(module, "parallel_output", False) is True:  # a model that gives logits
         ranks = tensor_ranks(layer)
         outputs = _size(layer, len(ranks), "output_size")
         return CutCalls(ranks, {("output", 3, -1): (outputs,)}) if len(ranks) > 1 and outputs else None
-    # the weights of eager attention [batch, heads, queries, keys], which Transformers gives beside its output
+    # Transformers returns the weights of eager attention [batch, heads, queries, keys] beside the output.
     query, size = getattr(module, "q_proj", None), getattr(module, "head_dim", 0)  # AutoTP changes `config.num_heads`
     if isinstance(query, nn.Module) and (rows := _rows_of_ranks(query)):
         ranks, parts = rows
@@ -399,7 +399,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
 
 
 def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the ranks that have rows of a linear's weight, and how many each has; None where it is no such weight."""
+    """Return the ranks over which a linear's weight is cut by rows, and how many rows each has; None if it is not."""
     weight = getattr(linear, "weight", None)
     if (split := split_of(weight)) is not None:
         return tensor_ranks(linear), split.parts if split.dim == 0 else ()
@@ -412,9 +412,9 @@ def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls | None:
-    """Return how a linear cuts of which nothing is marked but its weight [outputs, inputs], as of a program of its own.
+    """Return how a linear cuts its calls if nothing but its weight [outputs, inputs] is marked, in any program.
 
-    Where the program reduces and gathers is not known, so equal values decide what the linear takes and gives whole.
+    Where the program reduces and gathers is not known. So only a comparison of values shows which tensors are whole.
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     dim = getattr(weight, "partition_dim", -1)
@@ -424,7 +424,7 @@ def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls
     if is_transposed or "Embedding" in type(module).__name__ or hasattr(module, "padding_idx"):
         return None
     site, sequence = ("output", "input") if dim == 0 else ("input", "output")
-    # the bias of a row linear is added to each rank's slice of the sequence
+    # A row-parallel linear adds its bias to each rank's section of the sequence, so the bias may be marked.
     is_sequence = any(getattr(one, "sequence_parallel", False) is True for one in (module, bias))
     return CutCalls(ranks, {(site, 0, -1): (weight.shape[dim],)}, _stride(weight), sequence if is_sequence else "")
 
@@ -432,7 +432,7 @@ def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls
 def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> CutCalls | None:
     """Return how a layer cuts: outputs where its weight is cut along dim 0, and else inputs.
 
-    Colossal-AI's linears that cut inputs have `parallel_input`, also where the weight is transposed.
+    Colossal-AI's linears with the attribute `parallel_input` cut inputs, even if the weight is transposed.
     """
     at, parts, (outputs, inputs) = _index(ranks), split.parts, split.shape if len(split.shape) == 2 else (0, 0)
     if at is None or len(parts) not in (0, len(ranks)) or not inputs:
@@ -455,27 +455,27 @@ def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> C
 
 
 def _sequence_dim(module: nn.Module) -> int | None:
-    """Return the dim along which a layer of nanotron or Colossal-AI cuts the sequence over the ranks of its weight."""
+    """Return the dim along which a layer of nanotron or Colossal-AI cuts the sequence over ranks; None if no dim."""
     if getattr(getattr(module, "mode", None), "name", "") == "REDUCE_SCATTER":
         return 0
     return getattr(module, "seq_parallel_dim", 1) if getattr(module, "seq_parallel_mode", "") in _SHARED else None
 
 
 _SHARED = ("split_gather", "ring")
-"""The modes of Colossal-AI in which the ranks of a sequence are those of the weights."""
+"""Colossal-AI's modes in which the ranks that share a sequence also share the weights."""
 
 
 def _size(module: nn.Module, num_ranks: int, name: str) -> int:
-    """Return the size of a rank's part, where the module names it and the whole is as many times larger; else 0."""
+    """Return the size of a rank's chunk that the module names, if the whole size fits the number of ranks; else 0."""
     own, of_all = getattr(module, f"{name}_per_partition", None), getattr(module, name, None)
     return own if isinstance(own, int) and isinstance(of_all, int) and own * num_ranks == of_all else 0
 
 
 def cut_inside(module: nn.Module) -> CutCalls | None:
-    """Return how modules inside an attention cut what they take and give, where they do not say it themselves.
+    """Return how modules inside an attention cut inputs and outputs that their own attributes do not describe.
 
-    Inside the core that are the scores [batch, heads, sequence, sequence], elsewhere single heads [sequence, batch,
-    heads, size of a head].
+    Inside the core of the attention these are the scores [batch, heads, sequence, sequence]; elsewhere they are single
+    heads [sequence, batch, heads, size of a head].
     """
     ranks = tensor_ranks(module)
     heads = _heads(module, ranks) if len(ranks) > 1 else ()
@@ -484,7 +484,7 @@ def cut_inside(module: nn.Module) -> CutCalls | None:
 
 
 def _heads(module: nn.Module, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the numbers of query heads and of key heads of a rank; empty where ranks share a key head."""
+    """Return a rank's number of query heads and of key heads; empty if ranks share a key head, or it has no heads."""
     config = getattr(module, "config", None)
     names = {
         "num_attention_heads_per_partition": "num_attention_heads",

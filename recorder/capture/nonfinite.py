@@ -5,9 +5,9 @@ It reads statistics that are computed anyway, on the writer thread. Nothing here
 The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. The warning
 is also for infinities at sites where no program puts them on purpose (`sites.may_mask`): in gradients, in optimizer
 state, and in a scalar that is called a loss. Infinities are no fault in inputs and buffers, which may contain masks, or
-in outputs, which may be masks. Inputs of inner modules are not checked: they come from outputs that were, or from the
-program's own code. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the warning
-about a gradient waits until the step is over, and the warnings about all later values of the step wait with it.
+in outputs, which may be masks. Inputs of inner modules are not checked: they are outputs, which are checked, or the
+program's own code has made them. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So
+the warning about a gradient waits until its step is over, and warnings about later values of the same step wait, too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..system.text import counted
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
 _MAX_STEPS = 64
-"""The number of steps that are remembered: a warning waits for the next step, and the writer may lag."""
+"""The most steps that are remembered as skipped or as not skipped; the writer thread may lag behind training."""
 
 _LAG_STEPS = 3
-"""The number of steps for which the warning waits for rows of values on a device."""
+"""The warning waits for this many steps, because an earlier value that lies on a device may get its row late."""
 
 
 class NonFiniteValue(NamedTuple):
@@ -46,7 +46,7 @@ class NonFiniteValue(NamedTuple):
 
 
 class FirstNonFinite:
-    """The first value of this rank that is not finite. Methods run on the writer thread unless they name another."""
+    """The first value of this rank that is not finite. Methods run on the writer thread unless they say otherwise."""
 
     def __init__(self, *, rank: int, clock: Clock) -> None:
         self.first: NonFiniteValue | None = None
@@ -54,21 +54,23 @@ class FirstNonFinite:
         self._rank = rank
         self._clock = clock
         self._is_scalar = False
-        """Whether `first` is a number of the program's, such as the loss."""
+        """Whether `first` is a scalar, such as the loss."""
         self._is_said = False
         self._waiting: NonFiniteValue | None = None
         """A non-finite gradient of a step that may yet be skipped."""
         self._next: NonFiniteValue | None = None
-        """The step's first later non-finite value that is no gradient; it is the first if the step is skipped."""
+        """The first non-finite value after `_waiting` in its step that is no gradient; `first` if the step was skipped.
+        """
         self._loss = ""
         """The name of a non-finite loss that came after the waiting gradient in the same step; empty without one."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
         self._taken: deque[int] = deque(maxlen=_MAX_STEPS)
-        """The steps that were not skipped, as their rows have shown."""
+        """The steps whose rows have shown that the optimizer did not skip them."""
         self.lags = False
         """True if rows of values on a device may come some steps late. Set by the training thread."""
         self.is_told_by_rows = False
-        """True if an optimizer decides on its device whether to skip a step. Set by the training thread."""
+        """True if an optimizer decides on its device whether to skip a step; rows tell it. Set by the training thread.
+        """
 
     def skipped(self, step: int) -> None:
         """Note that `GradScaler` has skipped a step. Training thread."""
@@ -111,7 +113,7 @@ class FirstNonFinite:
                 self._taken.append(step)
 
     def _decide(self, waiting: NonFiniteValue) -> None:
-        """Decide whether the waiting gradient counts, now that its step is over."""
+        """Decide, once the step of a waiting gradient is over, whether this gradient is the value to warn of."""
         is_taken = waiting.step in self._taken or not (self.is_told_by_rows or waiting.step in self._skipped)
         if is_taken and self._loss:
             waiting = waiting._replace(counts=f"{waiting.counts}; {self._loss} of this step is not finite, either")
@@ -121,8 +123,8 @@ class FirstNonFinite:
     def look(self, command: str | None, *, is_last: bool = False) -> None:
         """Log the warning if there is a value to warn of and the log can take a line.
 
-        `command` tells where the value comes from; None where there is no run. `is_last` is True where no step follows,
-        and the writer thread has ended.
+        `command` is the shell command that shows where the value comes from; None where there is no run. `is_last` is
+        True if no step follows, and the writer thread has ended.
         """
         waiting = self._waiting
         if waiting is not None and (is_last or (not self.is_told_by_rows and self._clock.step > waiting.step)):

@@ -1,7 +1,7 @@
 """Hooks on optimizers: record parameters and final gradients before a step, state and learning rates after it.
 
 Hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at the
-start, change an argument except that a closure is wrapped, raise into training, or keep a parameter alive.
+start, change an argument except to wrap a closure, raise into training, or keep a parameter alive.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .step_gradients import LastGradient, wrap_closure
 _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
-"""The number of steps from one look at what an update leaves out to the next, after the early ones."""
+"""The number of steps between two checks of what an update leaves out, after the steps in `_EARLY_LOOKS`."""
 HERE_ALONE = '{"of_one_rank":true}'
-"""The note of a state that this rank alone has, because torch's ZeroRedundancyOptimizer shares out the parameters."""
+"""The note of a state that only this rank has, because ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
 
 
 class _GroupKey(NamedTuple):
-    """What must be as it was for a group of parameters and gradients to be recorded as it was."""
+    """What must be equal for parameters and gradients to be recorded together, as a group that was learned before."""
 
     whose: Hashable
-    """The parameters, and which of them have no gradient."""
+    """The ids of the parameters, and for each whether it has no gradient."""
     note: str | None
     masks: tuple[int, ...]
-    """What each set of rules keeps at the step."""
+    """The bits of KEEP_* of each rule set at the step."""
 
 
 class _Probed(NamedTuple):
@@ -53,17 +53,17 @@ class _Probed(NamedTuple):
 
     optimizer: weakref.ref[Optimizer]
     groups: dict[_GroupKey, ProbedGroup | None]
-    """The values that are measured together; None stands for values that must be measured one by one."""
+    """The groups of values that the probe measures with one call; None if the values must be measured one by one."""
     updates: Updates
 
 
 def find_live() -> list[Optimizer]:
-    """Return every live optimizer of this process. Only types are read, so that no lazy object is loaded."""
+    """Return every live optimizer of this process. Only the types of objects are read, to load no lazy object."""
     return live_instances(Optimizer)
 
 
 def updating(optimizer: Any) -> Any:
-    """Return the optimizer of this rank's parameters inside torch's ZeroRedundancyOptimizer; else the optimizer itself.
+    """Return the optimizer inside torch's ZeroRedundancyOptimizer, for this rank's parameters; any other one itself.
 
     None is returned for a ZeroRedundancyOptimizer that has not made its own optimizer yet.
     """
@@ -74,8 +74,8 @@ def updating(optimizer: Any) -> Any:
 def last_step(optimizers: list[Optimizer]) -> int | None:
     """Return the largest ``state["step"]`` of optimizers, or None where no state has a step.
 
-    This is the only place that reads a device. It skips a device while a graph is captured, or if the user forbids
-    waiting; then the steps on that device are ignored.
+    No other function here reads values from a device. A device is skipped while a graph is captured there, or if the
+    user forbids waiting; then the steps on this device are ignored.
     """
     recorded = [
         state["step"]
@@ -127,9 +127,9 @@ class OptimizerHooks:
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._probed: dict[int, _Probed] = {}
-        """By the id of an optimizer, which may have no hash."""
+        """What the probe knows of each optimizer, by the optimizer's id: an optimizer may have no hash."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
-        """The parameters that came after this step's scan of the modules; the next scan looks for them."""
+        """Parameters, by id, that turned up after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
         self._last_gradient: LastGradient | None = None
         self._has_rescanned = False
@@ -137,7 +137,7 @@ class OptimizerHooks:
         """Whether the manifest has the learning rates of all groups in `_groups`."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
-        """By the id of an optimizer, the ids of its parameter groups when it had most of them."""
+        """By optimizer id: the optimizer, and the ids of its parameter groups when it had most groups."""
         self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
@@ -157,7 +157,7 @@ class OptimizerHooks:
         Optimizer.__init__ = self._init  # type: ignore[method-assign]
 
     def names(self) -> list[dict[str, str]]:
-        """Return every optimizer that was seen, for the manifest."""
+        """Return the name and the class of every live optimizer that was seen, for the manifest."""
         return [
             {"name": name, "class": type(optimizer).__name__}
             for reference, name in self.known.values()
@@ -168,7 +168,7 @@ class OptimizerHooks:
         """Return the class name of an optimizer, with a number where several live optimizers share the class name.
 
         An optimizer that the program makes anew at each step keeps the name of the optimizer before it. A
-        ZeroRedundancyOptimizer has the name of the optimizer inside it, which is known no longer then.
+        ZeroRedundancyOptimizer takes over the name of the optimizer inside it.
         """
         known = self.known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
@@ -194,7 +194,7 @@ class OptimizerHooks:
         return name
 
     def know_groups(self, optimizer: Optimizer) -> list[int]:
-        """Return the ids of an optimizer's parameter groups; DeepSpeed's ZeRO 1 and 2 step with one group at a time."""
+        """Return the ids of all parameter groups of an optimizer; DeepSpeed's ZeRO 1 and 2 step with only one each."""
         known = self._groups.get(id(optimizer))
         if known is not None and known[0]() is optimizer and len(known[1]) >= len(optimizer.param_groups):
             return known[1]
@@ -204,7 +204,7 @@ class OptimizerHooks:
         return self._groups[id(optimizer)][1]
 
     def _numbers(self, optimizer: Optimizer) -> Sequence[int]:
-        """Return the number of each parameter group that an optimizer steps with, among all of its groups."""
+        """Return the number of each parameter group that an optimizer has now, among all groups that it has had."""
         groups, ids = optimizer.param_groups, self.know_groups(optimizer)
         if len(groups) == len(ids):
             return range(len(ids))
@@ -253,7 +253,7 @@ class OptimizerHooks:
         self._late.clear()
         roots = self._capture.roots
         names = {root.name for root in roots}
-        # DDP removes the DTensor parameters of tensor parallel modules for good when these modules first run.
+        # DDP removes the DTensor parameters of tensor parallel modules when these first run, so known rows stay.
         kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
         updated = [one for live in self._live() for one in _parameters(live)]
         self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root, updated)}
@@ -275,9 +275,9 @@ class OptimizerHooks:
         self._learn()
 
     def _repeats_at(self, site: str) -> dict[int, int]:
-        """Return how often this step has recorded each parameter at a site, by parameter.
+        """Return the last `repeat` of each parameter that this step has recorded at a site, by the parameter's id.
 
-        The counts belong to parameters and not to optimizers, because optimizers may share parameters, get more
+        The repeats belong to parameters and not to optimizers, because optimizers may share parameters, get more
         parameters later, and be made and deleted within a step.
         """
         if self._repeats_step != self._capture.clock.step:
@@ -288,7 +288,7 @@ class OptimizerHooks:
         return self._repeats[site]
 
     def _begins_update(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer begins an update; False if it goes on, as ZeRO does with one part after the other."""
+        """Whether an update begins with this call; False if the call continues one, as ZeRO steps group by group."""
         self._repeats_at("grad")
         first = next(map(id, _parameters(optimizer)), 0)
         return self._firsts.setdefault(id(optimizer), first) == first
@@ -327,7 +327,7 @@ class OptimizerHooks:
             self._note_rates()
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer):
-            # No forward can move the step: the root's own hooks are compiled away, or the root takes no hooks.
+            # No forward advances the step here: the root's own hooks are compiled away, or the root takes no hooks.
             moved = capture.clock.advance_if_stepped()
             if moved:
                 capture.step_changed()
@@ -426,7 +426,7 @@ class OptimizerHooks:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
 
     def _copied(self) -> list[torch.Tensor]:
-        """Return the parameters of all roots if the optimizers hold copies of them alone; else none."""
+        """Return all roots' parameters if the optimizers hold only copies, no parameter itself; else an empty list."""
         is_own_thread = all(root.thread in (None, threading.get_ident()) for root in self._capture.roots)
         if not is_own_thread or self.holds(set(self._rows)):
             return []
@@ -437,10 +437,10 @@ class OptimizerHooks:
         self, optimizer: Optimizer, parameters: list[torch.Tensor], note: str | None, moment: Moment,
         repeats: dict[int, int],
     ) -> Iterator[bool]:  # fmt: skip
-        """Record parameters and gradients together, and yield whether that was possible.
+        """Try to record parameters and gradients with one call, and yield whether they are recorded.
 
-        It is possible if they were recorded one by one, inside this context, at an earlier step, and if the probe
-        measured each of them then and does so now.
+        If they are not, the `with` block must record them one by one, and the probe learns them as a group. A later
+        step records the group with one call, if the probe can then measure each value of the group.
         """
         capture = self._capture
         probe, selection = capture.probe, capture.selection
@@ -490,7 +490,7 @@ class OptimizerHooks:
             updates.begin(group, tensors, at)
 
     def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
-        """Return the group of the same values at steps with other masks, with what is kept at this step.
+        """Return a group of the same values that was learned under other masks, with what is kept at this step.
 
         None is returned if there is no such group, or if the probe does not measure each of its values at this step.
         """
@@ -547,7 +547,7 @@ class OptimizerHooks:
                     rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
 
     def _note_rates(self) -> None:
-        """Note in the manifest which learning rate each parameter has; an optimizer is new, or has a new group."""
+        """Note the name of each parameter's learning rate in the manifest; called for new optimizers and new groups."""
         rates = {
             id(parameter): f"lr.{self.name_of(one)}.{number}"
             for one in self._live()
@@ -645,7 +645,7 @@ def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
 
 
 def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
-    """Yield every parameter of a root that an optimizer may update, with its rows; the last rows of a tensor count."""
+    """Yield each tensor that an optimizer may update for a root, with its rows; for a repeated one the last count."""
     for hooked, name, parameter in root.parameters():
         yield parameter, ModuleParameter(parameter, hooked, name)
         main = main_parameter(parameter)

@@ -4,11 +4,11 @@ The probe also has the size of each update: how far an optimizer's step has move
 
 A value is measured in the hook where it lies, and nothing is put on the channel. At the end of a step the numbers of
 all values are appended to a block in memory. A full block becomes rows of site ``probe``, one for each value (section 3
-of FORMAT.md). A value that turns non-finite gets the row of statistics, too, that a rule with ``keep=stats`` would have
-kept of it, so that every question sees the step, the call and the order in which values went wrong.
+of FORMAT.md). A value that turns non-finite also gets the row of statistics that a rule with ``keep=stats`` would keep,
+so that every question sees the step, the call and the order in which values went wrong.
 
-Of a value on a device, a kernel computes the norm. The norms of a step are copied to the host together and arrive a
-step or two later, so a value that turned non-finite has a row that says no more than this.
+For a value on a device, a kernel computes the norm. The norms of a step are copied to the host together and arrive one
+or two steps later, so the row of a value that turned non-finite says only that it did.
 
 Nothing here may wait for a device, or hold a tensor.
 """
@@ -55,26 +55,26 @@ if TYPE_CHECKING:
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
-"""The rows of the payload of a value that was not finite, or whose number of elements changed."""
+"""The rows of a payload, if in the block a value was not finite or its number of elements changed."""
 _BAD = slice(_NUM_NAN, _NUM_INF + 1)
 
 
 class StepNumbers(NamedTuple):
-    """The numbers of one step, by column."""
+    """The probe's numbers of one step. A value's index in them is its column."""
 
     step: int
     sums: npt.NDArray[np.float64]
-    """The sum of the squares of the finite elements; NaN where a value on a device was not finite."""
+    """For each value, the sum of the squares of its finite elements; NaN where a value on a device was not finite."""
     numels: npt.NDArray[np.float64]
-    """The elements that were seen; 0 where the value was not seen at this step."""
+    """For each value, the number of elements that were seen; 0 if the value was not seen at this step."""
     bad: dict[int, tuple[int, int]]
-    """The NaN and the infinite elements of the columns that have some."""
+    """By column, the numbers of NaN and of infinite elements, for values that have some."""
 
 
 def block_rows(
     columns: Sequence[ProbedSeries], steps: Sequence[StepNumbers]
 ) -> Iterator[tuple[int, torch.Tensor, str]]:
-    """Yield the number of each column that was seen at one of the steps, with the payload and the note of its row."""
+    """Yield, for each column that was seen at one of the steps, its index and the payload and note of its row."""
     every = steps[1].step - steps[0].step if len(steps) > 1 else 1
     block = np.zeros((4, len(columns), len(steps)))
     for at, one in enumerate(steps):
@@ -111,37 +111,37 @@ BLOCK_STEPS = 64
 _BLOCK_S = 30.0
 """The time after which a block ends, in seconds; a process that is killed loses the numbers of at most this time."""
 _MAX_COLUMNS = 1 << 16
-"""The most values; names may change with the data, and further values are not measured."""
+"""The most values that are measured; names, and so the number of values, may grow with the data."""
 _MAX_PLANS = 4096
 _WAIT_S = 5.0
-"""The longest wait for numbers on their way, in seconds, at the end of the recording."""
+"""The longest wait, in seconds, for norms that are on their way from a device when the probe is flushed."""
 _HELD_BYTES = 1 << 22
-"""The size up to which a value is measured with the interpreter's lock held, as `staging.copies` does."""
+"""A value of at most this many bytes is measured with the interpreter's lock held, as in `staging.copies`."""
 
 
 class ProbedGroup(NamedTuple):
-    """Values that are measured together, as the parameters and gradients of an optimizer are."""
+    """Values that are measured with one call, such as the parameters and gradients of an optimizer."""
 
     values: list[ProbedValue]
     keeps: list[int]
     """For each value the bits of KEEP_* other than KEEP_PROBE."""
     tensors: ManyTensors | None
-    """None if the values are on a device."""
+    """What the compiled loops need to measure the values; None if the values are on a device."""
 
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-        """Return the addresses of tensors of the group's values, as `addresses` does."""
+        """Return the data addresses of tensors of the group's values; None if the tensors do not fit the values."""
         return addresses(self.values, tensors, are_on_host=self.tensors is not None)
 
 
 class _ArrivingStep(NamedTuple):
-    """A step that is over, with those of its numbers that are still on their way."""
+    """The numbers of a step that is over, and the norms of its values that are still on their way to the host."""
 
     numbers: StepNumbers
     on_way: list[NormsOnWay]
 
 
 class KnownValue:
-    """A value in the host's memory that the probe has measured, with all that its next tensor need not be asked."""
+    """Measures later tensors of a value in host memory that the probe knows, with few checks of each tensor."""
 
     __slots__ = ("_column", "_dtype", "_numel", "_plan", "_probe")
 
@@ -150,7 +150,7 @@ class KnownValue:
         self._dtype, self._numel, self._plan = tensor.dtype, tensor.numel(), plan
 
     def saw(self, tensor: torch.Tensor, step: int) -> bool:
-        """Measure a tensor; return False, and count nothing, if it is of another kind or has elements not finite."""
+        """Measure a tensor; return False, and count nothing, if it does not fit or has elements that are not finite."""
         is_known = (
             tensor.dtype is self._dtype
             and tensor.numel() == self._numel
@@ -164,7 +164,7 @@ class KnownValue:
 
 
 class Probe:
-    """The numbers of one rank's values. Training threads call it."""
+    """Measures one rank's values at every step and keeps their numbers. Training threads call the methods."""
 
     def __init__(
         self, observe: Callable[..., None], on_device: DeviceProbe, on_step: Callable[[ProbedStep], None] | None,
@@ -175,8 +175,8 @@ class Probe:
         Args:
             observe: records a tensor, as `Capture.observe` does.
             on_device: measures values on devices.
-            on_step: takes the numbers of a step that is over; training thread.
-            on_trouble: takes a sentence about a value that has turned NaN or infinite; training thread.
+            on_step: is called with the numbers of each step that is over, on a training thread.
+            on_trouble: is called with a sentence about a value that has turned NaN or infinite, on a training thread.
             use_native: whether the compiled loops may be used.
         """
         self._observe = observe
@@ -184,30 +184,30 @@ class Probe:
         self._on_step, self._on_trouble = on_step, on_trouble
         self._kernels = native.load(use_native)
         self._changing = threading.RLock()
-        """Held while columns are added, a step is appended or a block is recorded; threads may train at once."""
+        """A lock, held while columns are added, a step is appended or a block is recorded; many threads may train."""
         self._columns: list[ProbedSeries] = []
         self._origins: list[Origin] = []
-        """The origin of the rows of each column that was recorded already."""
+        """For each column that was recorded before, the origin of its rows of site ``probe``."""
         self._by_key: dict[tuple[Origin, str, str], int] = {}
         """The number of each column, by its origin, its phase and its mode."""
         self._sums: list[float] = []
-        """The sum of the squares of the finite elements of each column at the current step."""
+        """For each column, the sum of the squares of the finite elements at the current step."""
         self._numels: list[int] = []
-        """The elements that each column has seen at the current step."""
+        """For each column, the number of elements that were seen at the current step."""
         self._bad: dict[int, tuple[int, int]] = {}
-        """The NaN and the infinite elements of the columns that have some at the current step."""
+        """By column, the numbers of NaN and of infinite elements at the current step, for columns that have some."""
         self._were_bad: dict[int, tuple[bool, float]] = {}
-        """For each column that was not finite when it was last seen: whether a NaN was there, and the largest share of
-        infinite elements."""
+        """For each column that was not finite when it was last seen: whether it had a NaN, and the largest fraction of
+        its elements that was infinite."""
         self._steps: list[StepNumbers] = []
-        """The steps of the block, of which the last has the most columns."""
+        """The numbers of each step of the block; the last step has the most columns."""
         self._step = 0
         self._has_values = False
         self._arriving: deque[_ArrivingStep] = deque()
         self._has_measured = False
         self._has_refused = False
         self._seen: dict[int, list[tuple[ProbedValue, int]]] = {}
-        """By thread, the list to which each value is appended as it is measured, with the bits of its KEEP_*."""
+        """For each thread inside `learning`, the values that were measured there, each with its bits of KEEP_*."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from ..format.fingerprint import compiled_weights
@@ -219,11 +219,11 @@ class Probe:
         self, origin: Origin, moment: Moment, phase: str, call: int, scope: str | None, chunk: Chunk | None,
         note: str | None, local: torch.Tensor, keep: int,
     ) -> int:  # fmt: skip
-        """Measure a value, and return which other bits of KEEP_* are in force for it.
+        """Measure a value, and return the other bits of KEEP_* with which the value is to be recorded.
 
-        These are the bits of `keep`, and statistics if the value has just turned non-finite, or more so than before. A
-        recompute is left out, and so is what is local to a rank before a reduction (`scope`). `local` are the plain
-        values, in the host's memory or on a device.
+        These are the bits of `keep` except KEEP_PROBE, and KEEP_STATS if the value has its first NaN, or a larger
+        fraction of infinite elements than before. A recompute is not measured, nor a value that is local to a rank
+        before a reduction (`scope`). `local` has the value's plain elements, in host memory or on a device.
         """
         keep &= ~KEEP_PROBE
         numel = local.numel()
@@ -266,13 +266,13 @@ class Probe:
         return keep | KEEP_STATS
 
     def again(self, origin: Origin, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return `KnownValue.saw` of a value of the forward that `saw` has measured; None of values on devices."""
+        """Return `KnownValue.saw` for a forward's value that `saw` has measured; None for a value on a device."""
         column = self._by_key.get((origin, "forward", mode))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
         return None if column is None or plan is None else KnownValue(self, column, tensor, plan).saw
 
     def saw_again(self, column: int, at: int, numel: int, plan: HostMeasure, step: int) -> bool:
-        """Measure the contiguous elements at an address; return False, and count nothing, if one is not finite."""
+        """Measure the contiguous elements at an address; return False, and count nothing, if any is not finite."""
         if self._seen:
             return False
         total = self._squares_at(at, plan)
@@ -285,13 +285,13 @@ class Probe:
         return True
 
     def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
-        """Remember that a value is not finite; return whether it has just turned so, or more so than before."""
+        """Remember that a value is not finite; return whether NaN is new, or a larger fraction of elements infinite."""
         had_nan, share_before = self._were_bad.get(column, (False, 0.0))
         now = self._were_bad[column] = had_nan or has_nan, max(share_before, share)
         return now != (had_nan, share_before)
 
     def _tell_trouble(self, origin: Origin, moment: Moment, *, is_nan: bool) -> None:
-        """Tell of a value that has turned non-finite. `GradScaler` finds its scale by gradients that do."""
+        """Report a value that has turned non-finite, except a gradient: `GradScaler` finds its scale by gradients."""
         if origin.site not in GRADIENTS and (is_nan or not may_mask(origin.site, origin.name)):
             where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
             self._on_trouble(f"{where} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
@@ -306,7 +306,7 @@ class Probe:
 
     @contextmanager
     def learning(self) -> Iterator[list[tuple[ProbedValue, int]]]:
-        """Yield a list to which each value is appended that this thread shows inside the context."""
+        """Yield a list that gets each value that `saw` measures on this thread in the context, with its keep bits."""
         seen: list[tuple[ProbedValue, int]] = []
         self._seen[threading.get_ident()] = seen
         try:
@@ -324,8 +324,8 @@ class Probe:
     ) -> ProbedGroup | None:
         """Return the group of the values that were `seen`, to be measured with one call.
 
-        It shares memory with one of the `others` that has the same values. None if the values were not those of the
-        tensors, each once, or if the loops cannot measure them.
+        The group shares memory with the one of `others` that has the same values. None is returned if the values do not
+        match the tensors one to one, or if the compiled loops cannot measure them.
         """
         values, keeps = [value for value, _ in seen], [keep for _, keep in seen]
         if not seen or [(one.dtype, one.numel) for one in values] != [(one.dtype, one.numel()) for one in tensors]:
@@ -343,8 +343,8 @@ class Probe:
     def saw_group(self, group: ProbedGroup, tensors: list[torch.Tensor], at: Sequence[int], moment: Moment) -> bool:
         """Measure the tensors of a group with one call, and return whether they were counted; `at` are their addresses.
 
-        They are not if a tensor on the host is not finite, or if no kernel measures one on a device. Then `saw` must
-        see each of them. The tensors must fit the group.
+        The tensors are not counted if a tensor on the host is not finite, or if no kernel can measure a tensor on a
+        device. Then call `saw` for each tensor. `ProbedGroup.addresses` must have accepted the tensors.
         """
         if group.tensors is None:
             seen = [
@@ -369,9 +369,9 @@ class Probe:
         self, tensors: Sequence[torch.Tensor], numels: Sequence[int], dtypes: Sequence[str],
         shapes: Sequence[tuple[int, ...]], keeps: Sequence[int],
     ) -> Callable[[], list[Measured]]:  # fmt: skip
-        """Measure small tensors that `saw_group` has just measured, with fingerprints by `keeps`.
+        """Measure the statistics of small host tensors known to `saw_group`, and fingerprints where `keeps` asks.
 
-        The result returns their statistics, on any thread.
+        Call the result, on any thread, to get the statistics.
         """
         assert self._kernels is not None, "groups on the host are measured by the compiled loops"
         weights = [
@@ -381,7 +381,7 @@ class Probe:
         return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
     def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: Moment) -> None:
-        """Take the sums of the squares of how far the sampled elements of parameters were moved."""
+        """Count an update: `sums` has, for each parameter, the sum of the squares of its sampled elements' changes."""
         for value, total in zip(updates, sums, strict=True):
             if math.isfinite(total):  # else the parameter says that it is not
                 self._sums[value.column] += total * max(value.numel / SAMPLED, 1.0)
@@ -392,13 +392,13 @@ class Probe:
     def saw_updates_on_device(
         self, updates: Sequence[ProbedValue], moved: Sequence[torch.Tensor], moment: Moment
     ) -> None:
-        """Launch the kernels that measure how far the sampled elements of parameters on a device were moved."""
+        """Launch the kernels that measure an update of parameters on a device; `moved` has the samples' changes."""
         torch._foreach_mul_(list(moved), [math.sqrt(max(one.numel / SAMPLED, 1.0)) for one in updates])
         seen = [SeenOnDevice(value, moment, 0, has_row=True) for value in updates]
         self._launched(self._on_device.measure_many(seen, list(moved)), moment)
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether operations on a parameter on a device may be launched now, and become part of no graph."""
+        """Whether operations on a parameter on a device may be launched now: no graph captures operations there."""
         return self._on_device.is_free(tensor)
 
     @property
@@ -406,7 +406,7 @@ class Probe:
         return self._kernels
 
     def updates_of(self, group: ProbedGroup) -> list[ProbedValue] | None:
-        """Return the parameters of a group as values of the site of updates; None if there is no room for them."""
+        """Return a group's parameters as values of the site ``update``; None if the probe has no columns left."""
         made = []
         for one in group.values:
             if one.origin.site != "param":
@@ -422,7 +422,7 @@ class Probe:
         return made
 
     def _sum_of_squares(self, local: torch.Tensor) -> float:
-        """Return the sum of the squares of all elements; NaN where the compiled loops cannot compute it."""
+        """Return the sum of the squares of a tensor's elements; NaN where the compiled loops cannot compute it."""
         key = (local.dtype, local.numel())
         plan = self._plans.get(key)
         if plan is None:
@@ -443,7 +443,7 @@ class Probe:
         return plan.kernels.sum_of_squares(at, plan.loops, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES)
 
     def _statistics(self, local: torch.Tensor) -> Measured:
-        """Return the statistics of a value with elements that are not finite, or of any value without the loops."""
+        """Return a value's statistics; needed if elements are not finite, or if there are no compiled loops."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             data = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self._kernels)
@@ -465,7 +465,7 @@ class Probe:
         return column
 
     def step_changes(self, step: int) -> None:
-        """End the last step, where `step` is another step, and append the numbers of steps that have arrived."""
+        """If `step` is a new step, end the previous one, and append the steps whose numbers have all arrived."""
         if not self._has_values or step == self._step:
             return
         with self._changing:
@@ -480,7 +480,7 @@ class Probe:
         self._has_values = False
 
     def _append_arrived(self, until_s: float = 0.0) -> None:
-        """Append the steps of which every number has arrived, in their order; wait for others `until_s`."""
+        """Append, in order, the steps whose numbers have all arrived; wait for others until the monotonic `until_s`."""
         while self._arriving:
             numbers, on_way = self._arriving[0]
             while on_way:
@@ -522,7 +522,7 @@ class Probe:
         self._forget_recovered(there, numbers.bad)
 
     def _forget_recovered(self, numels: npt.NDArray[np.float64], bad: Mapping[int, object]) -> None:
-        """Forget that values were not finite that were seen at a step (`numels` is not 0) and were finite then."""
+        """Forget that a value was not finite, if it was seen at a step (`numels` is not 0) and was finite then."""
         if self._were_bad:
             self._were_bad = {c: how for c, how in self._were_bad.items() if c in bad or not numels[c : c + 1].any()}
 
@@ -539,7 +539,7 @@ class Probe:
             self._record_block()
 
     def flush(self) -> None:
-        """Record the block, one row for each value, and begin another block. Wait for steps that are on their way."""
+        """Record the block, one row for each value, and begin another. May wait `_WAIT_S` for norms on their way."""
         with self._changing:
             self._append_arrived(time.monotonic() + _WAIT_S)
             self._record_block()
@@ -557,7 +557,7 @@ class Probe:
             self._observe(origin, moment, its.phase, 0, 0, KEEP_TENSOR, values, its.scope, note=note)
 
     def close(self) -> None:
-        """Record what is left."""
+        """End the current step, and record the block."""
         with self._changing:
             if self._has_values:
                 self._end_step()
@@ -565,9 +565,9 @@ class Probe:
 
 
 def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> list[int] | None:
-    """Return the addresses of tensors; None if one is not of the kind of its value, or cannot be measured together.
+    """Return the tensors' data addresses; None if a tensor does not fit its value or cannot be measured together.
 
-    On a device all addresses are 0, because kernels take the tensors.
+    On a device all addresses are 0, because kernels take the tensors themselves.
     """
     if len(tensors) != len(values):
         return None
@@ -587,10 +587,10 @@ def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *,
 
 
 class Updates:
-    """How far one optimizer moves its parameters: a sample of each is compared with that of the update before.
+    """Measures how far one optimizer's updates move its parameters, by comparing samples of the elements.
 
-    The sample is the same at every step: of a parameter of at most 1,024 elements each, of others 256 pieces of
-    4 elements that lie evenly apart. Whatever else writes into a parameter between two updates counts as moving it.
+    The sample is the same after every update: all elements of a parameter with at most 1,024; of a larger parameter,
+    256 evenly spaced pieces of 4. Whatever else writes into a parameter between two updates counts as a move, too.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -600,16 +600,16 @@ class Updates:
         self._is_param: list[bool] = []
         """For each value of the group, whether it is a parameter."""
         self._many: ManyTensors | None = None
-        """The parameters that lie in the host's memory."""
+        """What the compiled loops need to sample parameters in host memory; None for parameters on a device."""
         self._before: npt.NDArray[np.float64] | list[torch.Tensor] | None = None
-        """The sample of the update before."""
+        """The sampled elements as the last update left them; None before the first sample."""
         self._tensors: list[torch.Tensor] = []
         """The parameters, while the optimizer's step is under way."""
         self._at: list[int] = []
-        """The addresses of the parameters when they were last examined; what lies elsewhere may be of another kind."""
+        """The parameters' data addresses when last examined; a tensor at another address is examined again."""
 
     def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor], at: Sequence[int]) -> None:
-        """Take the tensors of a group that an update will move, which have these `addresses`."""
+        """Take the tensors of a group before an update; `at` has the tensors' data addresses."""
         if self._group is None or group.values is not self._group.values:
             self._know(group)
         self._tensors, self._at = list(compress(tensors, self._is_param)), list(compress(at, self._is_param))
@@ -628,7 +628,7 @@ class Updates:
                 self._values = []
 
     def end(self, moment: Moment) -> None:
-        """Measure the update that has begun, if one has."""
+        """Measure how far the update since `begin` has moved the parameters; does nothing without `begin`."""
         if self._many is not None and self._at != (at := [one.data_ptr() for one in self._tensors]):
             self._at = at
             if self._tensors and addresses(self._values, self._tensors, are_on_host=True) is None:
@@ -638,7 +638,7 @@ class Updates:
         self._tensors = []
 
     def _sample(self, moment: Moment | None = None) -> None:
-        """Take a sample, and show the probe how it differs from the one before if there is a `moment`."""
+        """Take a sample of the parameters; with a `moment`, give the probe the differences from the last sample."""
         tensors, before, kernels = self._tensors, self._before, self._probe.kernels
         if self._many is not None and kernels is not None:
             if not isinstance(before, np.ndarray):
@@ -657,7 +657,7 @@ class Updates:
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the sampled elements of a parameter on a device, of float32 or float64."""
+    """Return a copy of the sampled elements of a parameter on a device: float64 for float64, else float32."""
     numel = tensor.numel()
     if numel > SAMPLED and tensor.is_contiguous():
         tensor = tensor.as_strided((SAMPLED // _LINE, _LINE), ((numel - _LINE) // (SAMPLED // _LINE - 1), 1))
@@ -667,7 +667,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _LINE = 4
-"""The elements of a piece of a large parameter."""
+"""The number of neighbouring elements in each sampled piece of a large parameter."""
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
@@ -675,7 +675,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return each element of an expanded tensor once, with its number of repeats; complex elements as their parts."""
+    """Return each element of an expanded tensor once, and the number of repeats; a complex element as two real ones."""
     times = 1
     # `dtype.is_complex` keeps the interpreter's lock, and `tensor.is_complex()` may hand the lock to the writer thread.
     is_complex = tensor.dtype.is_complex

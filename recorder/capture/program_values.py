@@ -35,10 +35,10 @@ LOSS = "loss"
 _MAX_LOSSES = 64
 """The most losses of one step that are kept until the step ends."""
 _MAX_NAME_LENGTH = 1_024
-"""The most letters of a name. People give shorter ones, and a reader takes a batch with a longer one for damaged."""
+"""The most letters of a scalar's name. A reader takes a batch with a longer name for damaged."""
 _FOUND = '{"found":"backward"}'
 _MAX_SHARED = 8
-"""The most tensors of a module and micro-step whose objectives have names of their own; the others share the last."""
+"""The most tensors of a module and micro-step whose objectives get names of their own; later tensors share the last."""
 
 
 class Scalars:
@@ -50,10 +50,11 @@ class Scalars:
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """Step, keep bits and value of each loss that waits for the end of its step, as the program may give a loss."""
+        """The step, keep bits and value of each loss that waits for its step's end: the program may give its own loss.
+        """
         self._is_loss_given = False
         self._waits_for_loss = True
-        """True until a step ends in which a loss was found and the program gave none. After that step each loss is
+        """True until a step ends in which a loss was found and the program gave no loss. After that step each loss is
         recorded as it is found, so that a process that ends suddenly leaves the loss of its last step."""
 
     def step_changes(self, step: int) -> None:
@@ -141,10 +142,10 @@ class SharedTensor:
         self._names: list[str] = []
         self._number = ""
         self._arrived: dict[str, torch.Tensor] = {}
-        """By objective, the gradient divided by its norm, until those of all objectives are there."""
+        """By objective, its gradient divided by the gradient's norm; cleared once each objective has one."""
 
     def add(self, name: str) -> bool:
-        """Add an objective; return False if one of this name has the tensor already."""
+        """Add an objective by name; return False if the tensor already has an objective of this name."""
         if name in self._names:
             return False
         self._names.append(name)
@@ -153,7 +154,7 @@ class SharedTensor:
         return True
 
     def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Record the norm of the gradient of an objective, and its cosine with each that came before."""
+        """Record the norm of an objective's gradient, and its cosine with each gradient that came before."""
         try:
             self._owner.came_back[name] |= gradient is not None
             if gradient is not None and len(self._names) > 1 and self._owner.is_open:
@@ -187,31 +188,31 @@ class SharedTensor:
 
 
 class SharedTensors:
-    """Finds the tensors that several objectives share. The norms and cosines need no rule that records taps."""
+    """Finds the tensors that several objectives share, and records norms and cosines also without a rule for taps."""
 
     def __init__(self, capture: CaptureForHooks) -> None:
         self.capture = capture
         self._shared: weakref.WeakValueDictionary[tuple[object, ...], SharedTensor] = weakref.WeakValueDictionary()
         self._repeats: dict[Origin, int] = {}
         self._num_shared: dict[tuple[Origin, int | None], int] = {}
-        """By module and micro-step, the tensors so far that several objectives share."""
+        """By module and micro-step, the number of tensors so far that several objectives share."""
         self._step = -1
         self.came_back: dict[str, bool] = {}
-        """For each objective of a tensor, whether a gradient has come back from it."""
+        """For each objective by name, whether a gradient has come back from it."""
 
     @property
     def is_open(self) -> bool:
         return self.capture.is_open
 
     def repeat(self, step: int, origin: Origin) -> int:
-        """Return how often a scalar was recorded at this step before."""
+        """Count a scalar; return how often it was recorded before at this step."""
         self._at(step)
         number = self._repeats.get(origin, 0)
         self._repeats[origin] = number + 1
         return number
 
     def number(self, moment: Moment, origin: Origin) -> str:
-        """Return what the names end in at the next tensor that objectives of a module share in this micro-step."""
+        """Return the suffix of the scalars' names for the next tensor that several objectives of a module share."""
         self._at(moment.step)
         key = origin, moment.micro_step
         self._num_shared[key] = number = min(self._num_shared.get(key, 0) + 1, _MAX_SHARED)
@@ -224,7 +225,7 @@ class SharedTensors:
             self._num_shared.clear()
 
     def say_if_unused(self) -> None:
-        """Name the objectives from which no gradient has come back, if one has from another."""
+        """Report the objectives from which no gradient has come back, if one came back from another objective."""
         if any(self.came_back.values()):
             for name in [name for name, has_come in self.came_back.items() if not has_come]:
                 text = f"no gradient came back from the objective {name[:50]!r}, so it has no norm and no cosine"
@@ -233,7 +234,7 @@ class SharedTensors:
     def shared(
         self, tap: Origin, moment: Moment, phase: str, tensor: torch.Tensor, *, is_kept: bool
     ) -> SharedTensor | None:
-        """Return what the objectives of this tensor have in common; None for other taps, and for a loss."""
+        """Return the record of this tensor's objectives; None for other taps, for a loss, and if no rule needs it."""
         if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
             return None
         mask = self.capture.masks[self.capture.selection.rule_set_of_name("scalar", OBJECTIVE_COSINE)]
@@ -317,7 +318,7 @@ class LossFinder:
         self._scalars = scalars
         self._capture = scalars.capture
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        """The losses that `GradScaler` scaled last: each result, and the loss without its graph."""
+        """The losses that `GradScaler` scaled last: each scaled result, and the unscaled loss without its graph."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """The wrapped attributes: owner, name, the original function, and our wrapper."""
         self.look_at_rules()
@@ -402,7 +403,7 @@ class LossFinder:
         self._scaled = []
 
     def close(self) -> None:
-        """Remove the wrappers. If the program has wrapped one of them, the program's wrapper keeps working."""
+        """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
         for owner, name, original, wrapper in self._wrapped:
             if getattr(owner, name) is wrapper:
                 setattr(owner, name, original)

@@ -1,9 +1,9 @@
 """Passes commands that change the rules of a running recording from the writer thread to the training thread.
 
 Training takes commands as a step begins, and applies them from a later step on, so that every step has one set of rules
-from its first value to its last. Without commands, a step costs one check of an empty queue. Trouble, such as a value
-that turns NaN, is a command of the rank's own: the rules that keep statistics of some steps do so at the next steps,
-too. Nothing here may raise into training, wait, or touch a file.
+from its first value to its last. Without commands, a step costs one check of an empty queue. On trouble, such as a
+value that turns NaN, the rank gives itself a command: rules that keep statistics only at some steps keep them at the
+next steps, too. Nothing here may raise into training, wait, or touch a file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .hooks.graph_rows import TapRows
 from .hooks.root import Root
 
 _MORE_STEPS, _MOST_TROUBLES = 3, 3
-"""The number of steps of which more is kept after trouble, and how often in a run."""
+"""The number of steps that keep more after trouble, and the most times that this happens in a run."""
 
 
 class RuleCommands:
@@ -51,11 +51,11 @@ class RuleCommands:
     def __init__(
         self, own: Sequence[Rule], *, selection: RuleSelection, clock: Clock, roots: Sequence[Root], taps: TapRows
     ) -> None:
-        """Begin without commands. `own` are the rules that the run began with; `roots` gets later roots, too."""
+        """Begin without commands. `own` are the rules that the run began with; later roots are added to `roots`."""
         self.changed: Callable[[], None] = lambda: None
         """The function that the training thread calls after rules were added."""
         self.heeded: Callable[[str], None] = lambda text: None
-        """The function that the training thread calls with a sentence as more is kept because of trouble."""
+        """The function that the training thread calls, with a sentence, when more is kept because of trouble."""
         self._sparse = [rule for rule in own if rule.keep & KEEP_STATS and rule.steps != EVERY]
         self._trouble = ""
         self._num_troubles, self._heeded_until = 0, -1
@@ -98,7 +98,7 @@ class RuleCommands:
         return answers + [answer for answer in told if answer.number not in taken]
 
     def step_changes(self, step: int) -> None:
-        """Take the commands that have arrived, as a step begins. What was sent takes no effect before the next step."""
+        """Take the commands that have arrived, as a step begins. Those that were sent take effect at a later step."""
         if self._trouble:
             self._heed_trouble(step)
         while self._told:
@@ -173,11 +173,11 @@ def _shown(paths: Sequence[str]) -> str:
 
 
 _MAX_RULES = 256
-"""The most rules that commands may add to a run: even a rule that is not in force is checked once a step."""
+"""The most rules that commands may add to a run: each rule is checked once a step, even one that is not in force."""
 
 
 class _Taken(NamedTuple):
-    """A command with the facts at the moment when training took it."""
+    """A command, and the facts at the moment when training took the command."""
 
     command: Command
     next_step: int
@@ -190,7 +190,7 @@ class _Taken(NamedTuple):
 
 
 class _StepsInForce(NamedTuple):
-    """The steps at which a command is in force. If `until` lies before `since`, there is no such step."""
+    """The first and last step at which a command is in force. There is no step if `until` is less than `since`."""
 
     since: int
     until: int | None
@@ -209,7 +209,7 @@ class RuleChanges:
         self._taken: tuple[_Taken, ...] = ()
 
     def problem(self, command: Command) -> str | None:
-        """Return why a command is refused for every model; None where it can be taken."""
+        """Return why a command is refused, whatever the model is; None if it can be taken."""
         if command.kind == UNDO:
             target = next((one for one in self._taken if one.command.number == command.undoes), None)
             if target is None:
@@ -233,8 +233,8 @@ class RuleChanges:
     def take(self, command: Command, next_step: int, rules: tuple[Rule, ...], *, refused: str, note: str) -> None:
         """Take a command, or note that the command is refused. `next_step` is the first step that has not begun.
 
-        `rules` are the command's rules that are in the selection, even if the command is then `refused` for this
-        reason; the rules of a refused command never apply. `note` is a remark for people.
+        `rules` are the command's rules if they were added to the selection, even if the command was `refused` after
+        that; the rules of a refused command never apply. `note` is a remark for people.
         """
         self._taken = (*self._taken, _Taken(command, next_step, rules, refused, note))
 

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer's step: those that its closure computes, and whether the program cleared them."""
+"""The gradients of an optimizer's step: wraps a closure that computes them, and finds out whether they were cleared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of ``Optimizer.step`` with a closure that calls ``returned`` at its end; None if none."""
+    """Return ``Optimizer.step``'s arguments, with a closure that calls ``returned`` at its end; None without one."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
     # A positional argument counts as a closure only if the signature calls it so: a user's `step` may take the model
@@ -63,15 +63,15 @@ class _ClosureObject:
 
 
 _SMALL = 4096
-"""The most elements of the gradient that is compared with the gradient of the next update."""
+"""The most elements of a gradient that is compared with the same gradient at the next update."""
 _ALIKE = 0.9
-"""The cosine from which two gradients look alike: a sum of gradients hardly turns."""
+"""Two gradients look alike if their cosine is above this: a sum of gradients hardly turns."""
 _LEAST_ADDED = 0.1
-"""The least length of what a backward added, as a share of the gradient before."""
+"""The least norm of what a backward has added to a gradient, as a fraction of the gradient's norm before."""
 
 
 class LastGradient(NamedTuple):
-    """A small gradient as an update found it, with which the gradient of the next update is compared."""
+    """A copy of a small gradient as an update found it, to be compared with the gradient at the next update."""
 
     gradient: weakref.ref[torch.Tensor]
     values: torch.Tensor
@@ -80,11 +80,11 @@ class LastGradient(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
-        """Return the first small gradient in host memory; None if there is none.
+        """Return a copy of the first small gradient in host memory; None if there is none.
 
         Args:
             parameters: the parameters of one optimizer.
-            in_ddp: DDP averages the gradients. It then copies the average into the gradient after each backward.
+            in_ddp: whether DDP averages the gradients, and copies the average into the gradient after each backward.
         """
         for parameter in parameters:
             gradient = parameter.grad
@@ -98,11 +98,10 @@ class LastGradient(NamedTuple):
         return None
 
     def stands_uncleared(self) -> bool:
-        """Whether one backward was added to the gradient, and nothing else was done to it, since the last update.
+        """Whether, since the last update, one backward was added to the gradient and nothing else was done to it.
 
-        A gradient that was set to zero in place has another version. One that was set to zero behind the back of
-        autograd does not look like the last gradient any more, or, of the same batch, is about the last gradient itself
-        and not longer.
+        A gradient that was set to zero in place has another version. A gradient that was set to zero unseen by autograd
+        does not look like the last gradient any more; or, if the batch is the same, it is about equal and not longer.
         """
         now = self.gradient()
         if now is None or now._version != self.next_version:

@@ -1,11 +1,11 @@
 """What `recorder align` needs of each token, without the values: rows of ``keep=tokens``, each of a block of calls.
 
-A call of the model that is given tokens leaves the whole numbers it was given, the log-probabilities of its tokens by
-its logits, and of each value inside that a rule selects a sketch of every token (`numerics/units.py`). They wait where
-the model computes, until a block is full, so that a decoding step of few tokens has no row of its own.
+Three things are kept of a call of the model that is given tokens: its whole-number arguments, the log-probabilities of
+its tokens, and a sketch of every token (`numerics/units.py`) for each inner value that a rule selects. They stay where
+the model computes until a block is full, so that a decoding step of few tokens has no row of its own.
 
-The log-probability of a token is that by the logits of the token before it, so the logits of a call's last tokens wait
-for the next call, which is given what was chosen. Nothing here may wait for a device or hold a tensor of the program.
+A token's log-probability is computed from the logits of the token before it. So the logits of a call's last tokens wait
+for the next call, which is given the chosen tokens. Nothing here may wait for a device or hold a tensor of the program.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _BLOCK_BYTES = 1 << 20
 _BLOCK_S = 30.0
 """The time after which a block ends, in seconds; a process that is killed loses the tokens of at most this time."""
 _PIECE = 1 << 23
-"""The logits that are widened to float32 at once."""
+"""The number of logits that are widened to float32 at a time."""
 _MAX_PAIRS = 1 << 12
 _MAX_WHOLE = 64
-"""The most whole numbers of a token that are kept, such as the experts that a router has chosen."""
+"""The most whole numbers per token of a value that is kept, such as the experts that a router has chosen."""
 _MAX_NUMBER = (1 << 31) - 1
 _IDS = ("input_ids", "tokens", "ids", "idx")
-"""The names of the argument that has the tokens, best first; else the root's first argument of whole numbers has."""
+"""Names of the argument that has the tokens, best first; else the root's first argument of whole numbers has them."""
 _GIVEN = {
     "position_ids": "positions", "positions": "positions", "cache_position": "cache_position",
     "cu_seqlens": "lengths", "cu_seqlens_q": "lengths", "cu_seq_lens_q": "lengths",
     "logits_to_keep": "kept", "logits_indices": "kept", "write_index.0": "slots",
 }  # fmt: skip
-"""The arguments that say whose the tokens are, and what they are called in the rows."""
+"""Maps the arguments that tell which sample, and where in it, each token belongs to, to their names in the rows."""
 _OF_ATTENTION = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-"""What vLLM gives its attention: where each sample begins, its length, its blocks, and the place of each token."""
+"""vLLM's names for each sample's start, length and cache blocks, and each token's cache position."""
 _LOGITS = "logits_processor"
-"""The module of an engine that makes the logits."""
+"""The path of the module, in an engine, that makes the logits."""
 _NO_IDS = ("labels", "attention_mask", "mask", "cache_position", "position", "cu_seq", "past_key_value", "kv_cache")
-"""Beginnings of the names of other arguments that may be whole numbers."""
+"""Prefixes of the names of arguments that may be whole numbers but are not tokens."""
 
 
 class SaidTokens(threading.local):
-    """What `recorder.tokens` says of the call of the model that this thread is about to make."""
+    """What the program has said, by `recorder.tokens`, about the model call that this thread is about to make."""
 
     names: list[str] | None = None
     positions: torch.Tensor | None = None
@@ -62,7 +62,7 @@ SAID_TOKENS = SaidTokens()
 
 
 class _CallBlock:
-    """The values of one name since its last row."""
+    """What calls have left for one origin (a module and a name) since the origin's last row."""
 
     def __init__(self, origin: Origin, order: int) -> None:
         self.origin = origin
@@ -81,36 +81,36 @@ class _CallOfModel(threading.local):
     """The call of a model that this thread is in."""
 
     number: int | None = None
-    """None outside of calls that are given tokens."""
+    """The number of the call on this rank; None outside of calls that are given tokens."""
     module_path = ""
     ids: torch.Tensor | None = None
-    """Samples and their tokens; one sample of all tokens where they are flat."""
+    """The tokens [samples, tokens]; a flat argument counts as one sample."""
     num_kept = 0
     has_late_logits = False
-    """Whether an engine makes the logits behind the call."""
+    """Whether the logits are made after the call, by another module, as in vLLM and SGLang."""
     seen: dict[Origin, int]
-    """How often each value was seen in this call before."""
+    """For each value, its last occurrence in this call, counted from 0."""
 
 
 class TokenBlocks:
-    """The blocks of one rank. Threads that run models call it."""
+    """The token blocks of one rank. Threads that run models call the methods."""
 
     def __init__(self, observe: Callable[..., None]) -> None:
         """Begin empty. `observe` records a tensor, as `Capture.observe` does."""
         self._observe = observe
         self._call = _CallOfModel()
         self._changing = threading.RLock()
-        """Held while a block grows or is recorded; an engine may run in a thread beside others."""
+        """A lock, held while a block grows or is recorded: an engine may run in a thread beside others."""
         self._blocks: dict[Origin, _CallBlock] = {}
         self._num_calls = 0
         self._pending: dict[str, tuple[int, torch.Tensor | None]] = {}
-        """By root, its last call and the logits of the last tokens of the call, one row a token, once they are made."""
+        """By root: the number of its last call, and the logits of its last tokens, one row each, or None until made."""
         self._block_tokens: torch.Tensor | None = None
-        """The tokens of a block of vLLM's cache, on the device."""
+        """The number of tokens in a block of vLLM's cache, as a tensor on the device."""
         self._signs: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def call_begins(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note what a module is given, if these are tokens and no call around this one was given tokens."""
+        """Note a module's arguments if they have tokens, unless a call around this one was given tokens."""
         call = self._call
         if origin.module_path == _LOGITS:
             return  # an engine gives it the tokens once more
@@ -151,7 +151,7 @@ class TokenBlocks:
             self._add_chosen(origin, moment, after, logits, ids, parts.get("lengths"))
 
     def _given_by_vllm(self, layers: Any) -> dict[str, torch.Tensor]:
-        """Return whose the tokens are that vLLM gives its model, by what its attention is given of its paged cache."""
+        """Return, by name, tensors that tell which sample a token of vLLM belongs to, from its attention's metadata."""
         of = next(iter(layers.values())) if isinstance(layers, dict) else None
         if any(not isinstance(getattr(of, name, None), torch.Tensor) for name in _OF_ATTENTION):
             return {}
@@ -170,7 +170,7 @@ class TokenBlocks:
         self, origin: Origin, moment: Moment, after: int, logits: torch.Tensor, ids: torch.Tensor,
         lengths: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Add the log-probabilities, by the logits of the last call, of the tokens that this call is given next."""
+        """Add the log-probabilities, by the last call's logits, of the chosen tokens that this call is given."""
         facts = {"after": after, "packed": lengths is not None and len(ids) == 1}
         if lengths is not None and len(ids) == 1:  # each with each, as only a reader can tell who goes on
             first = ids[0, lengths.reshape(-1)[:-1].long().clamp(max=ids.shape[1] - 1)]
@@ -184,7 +184,7 @@ class TokenBlocks:
         self._add(origin, "chosen", moment, {**facts, "shape": tuple(told.shape)}, told)
 
     def call_ends(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Add the log-probabilities of a call's own tokens, if the module is the one that was given them."""
+        """Add the log-probabilities of a call's own tokens, if this module is the one that was given the tokens."""
         call, ids = self._call, self._call.ids
         if origin.module_path == _LOGITS and (waiting := self._pending.get(origin.root)) is not None:
             made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # not of drafts
@@ -212,10 +212,10 @@ class TokenBlocks:
         call.number = call.ids = None
 
     def saw(self, origin: Origin, moment: Moment, value: torch.Tensor, *, is_sure: bool) -> None:
-        """Add the sketch of a module's value inside a call; of whole numbers, the numbers themselves.
+        """Add a sketch of a module's value inside a call; of whole numbers, add the numbers themselves.
 
-        `is_sure` is False for a plain tensor in a tensor parallel region, which may be a chunk: of columns, as readers
-        tell by its shape, or of tokens.
+        `is_sure` is False for a plain tensor in a tensor parallel region. It may be a chunk: of columns, which readers
+        see by its shape, or of tokens.
         """
         call, ids = self._call, self._call.ids
         if call.number is None or ids is None or not value.numel():
@@ -272,7 +272,6 @@ class TokenBlocks:
             self._observe(block.origin, moment, "forward", 0, 0, KEEP_TENSOR, torch.cat(parts), note=note)
 
     def flush(self) -> None:
-        """Record what the blocks hold."""
         with self._changing:
             for block in self._blocks.values():
                 self._record(block)
@@ -284,7 +283,7 @@ def is_whole(chunk: Chunk) -> bool:
 
 
 def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whose the tokens are that SGLang gives its model, by its batch and the place of each token in its cache."""
+    """Yield, by name, the tensors that tell which request each token that SGLang gives its model belongs to."""
     of = {name.removeprefix("forward_batch."): one for name, one in arguments.items()}
     slots, lengths, requests = (of.get(name) for name in ("out_cache_loc", "seq_lens", "req_pool_indices"))
     places = of.get("req_to_token_pool.req_to_token")
@@ -298,7 +297,7 @@ def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[st
 
 
 def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:
-    """Return the argument that has the tokens; unknown ones where a root's positions alone are said."""
+    """Return the argument that has the tokens; for a root of which only positions were said, unknown tokens (-1)."""
     named = next((arguments[name] for name in _IDS if name in arguments and _is_whole(arguments[name])), None)
     if named is not None or not is_root:
         return named
@@ -312,7 +311,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 
 def _past(arguments: Mapping[str, torch.Tensor], length: int) -> int | None:
-    """Return the tokens, with padding, that a call finds in its cache, where the shapes of its arguments tell it."""
+    """Return how many tokens, padding included, a call finds in its cache; None if no argument's shape tells it."""
     mask = arguments.get("attention_mask")
     if mask is not None:
         return max(0, mask.shape[1] - length) if mask.dim() == 2 else None
@@ -321,7 +320,7 @@ def _past(arguments: Mapping[str, torch.Tensor], length: int) -> int | None:
 
 
 def _given(arguments: Mapping[str, torch.Tensor], grid: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what tells whose the tokens are: positions, lengths, masks and places in the cache."""
+    """Yield, by name, tensors that tell which sample a token belongs to: positions, lengths, masks, cache places."""
     yield from ((_GIVEN[name], one) for name, one in arguments.items() if name in _GIVEN and _is_whole(one))
     packed, mask = arguments.get("cu_seq_lens_q"), arguments.get("attention_mask")
     if packed is None and mask is not None:
@@ -338,7 +337,7 @@ def _given(arguments: Mapping[str, torch.Tensor], grid: tuple[int, ...]) -> Iter
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each token by the logits of its row, in float32, a piece of the rows at a time."""
+    """Return the log-probability of each token by the logits of its row, in float32, for some rows at a time."""
     num = max(1, _PIECE // logits.shape[1])
     told = []
     for first in range(0, len(logits), num):

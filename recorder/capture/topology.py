@@ -1,10 +1,10 @@
 """Finds which process of the job this is: rank, attempt and the run's name, from the environment and the process group.
 
 Besides `config`, only this module reads the environment. The writer thread asks the process group's store, with a
-deadline, over a connection of the recorder's own, because training may use its connection in a barrier. A call of
-torch's store client never returns if the store is stopped; and if it does return in a thread while the interpreter
-shuts down, the process aborts. So a `JobStore` sets a timeout on the connection's socket, and the thread that ends the
-recording can cut the connection. Nothing here issues a collective.
+deadline, over a connection of the recorder's own, because training may be using the other connection in a barrier. A
+call of torch's store client never returns if the store is stopped; and if it does return in a thread while the
+interpreter shuts down, the process aborts. So a `JobStore` sets a timeout on the connection's socket, and the thread
+that ends the recording can cut the connection. Nothing here issues a collective.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ class JobStore:
     """
 
     def __init__(self, client: Any, connection: socket.socket, prefix: str) -> None:
-        """Take a connection; `open_job_store` makes one."""
         self._client = client
         self._connection = connection
         self._prefix = prefix
