@@ -1,1 +1,1 @@
-"""Where a trainer and an engine part, token by token: tokens of rows, modules in order, weights, and the reply."""
+"""Compares a trainer with an inference engine, token by token: where their values first differ, and why."""

@@ -1,4 +1,4 @@
-"""Where a trainer and an engine part: tokens, log-probabilities, weights, and the first module beyond noise."""
+"""Compares a trainer and an engine: tokens, log-probabilities, weights, and the first module to differ beyond noise."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from .tokens import ENGINE, TRAINER, Side
 from .weights import EQUAL, MERGED, UNKNOWN, WRONG, ModelParameters, WeightState, compare_weights, told_weight
 
 CLIP = 0.2
-"""A ratio of probabilities that is farther from 1 is clipped, as PPO clips it by default."""
+"""A ratio of probabilities (trainer over engine) is clipped if it is farther than this from 1, PPO's default."""
 ASSUMED = "assumed, for the type and for what rounding does before a module"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aligned:
-    """What `align` has found."""
+    """The result of `align`."""
 
     num_tokens: int
-    """The tokens that both sides have."""
+    """The number of tokens that both sides have."""
     num_samples: int
     joined_by: str
-    """``names`` that the program gave, or ``tokens``."""
+    """How samples of the two sides were matched: by the ``names`` that the program gave, or by their ``tokens``."""
     num_unknown: int
-    """The calls of both sides of which nobody can tell the tokens."""
+    """The number of calls, on both sides together, whose tokens are not known."""
     step: int
-    """The trainer's step whose calls are compared, the first of them."""
+    """The first of the trainer's steps whose tokens are compared."""
     tokens: list[TokensApart]
     logprobs: LogprobsApart | None
     values: list[ValueApart]
-    """All compared values, in the order of execution."""
+    """All compared values, in the trainer's order of execution."""
     experts: dict[str, ExpertsApart]
-    """By block of experts."""
+    """For each block with a router, by its module path, how the choices of experts differ."""
     bounds: str
     parting: Parting | None
     search: Search
     weights: list[WeightState]
     weights_step: int | None
-    """The trainer's step whose parameters the engine should have; None if no call of the engine says."""
+    """The trainer's step whose parameters the engine should have; None if no parameters were compared."""
     notes: list[str]
 
     @property
     def told(self) -> str:
-        """The answer, as a sentence."""
+        """The result, as a sentence."""
         wrong = [state for state in self.weights if state.state in WRONG]
         if self.parting is not None:
             value, of = self.parting.value, f" ({self.parting.class_name})" if self.parting.class_name else ""
@@ -90,7 +90,7 @@ class Aligned:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing is beyond noise."""
+        """Whether no value differs beyond noise, and no tokens and no weights differ."""
         is_wrong = any(state.state in WRONG for state in self.weights) or any(one.is_finding for one in self.tokens)
         return self.parting is None and not is_wrong
 
@@ -103,18 +103,18 @@ def align(
     renames: Renames = NO_RENAMES,
     step: str | None = None,
 ) -> Aligned:
-    """Compare what a trainer and an engine compute of the same tokens.
+    """Compare what a trainer and an engine compute for the same tokens.
 
     Args:
-        trainer: the run of the trainer; its order of execution counts.
-        engine: the run of the engine, which wrote the tokens; None if the trainer's run has both, as where one program
-            generates and trains: then its calls with gradients are the trainer's, and those that decode the engine's.
-        noise: further runs of the engine, such as one with other batches: what they differ in is noise.
-        renames: names of the engine's modules.
-        step: the trainer's steps to compare, as in rules; None: all. Of a token in several steps the first counts.
+        trainer: the run of the trainer; values are compared in its order of execution.
+        engine: the run of the engine that wrote the tokens; None if one program generates and trains. Then calls with
+            gradients in the trainer's run are the trainer's, and calls that decode are the engine's.
+        noise: further runs of the engine, such as one with other batches; their differences from it are noise.
+        renames: the trainer's names for modules that the engine names differently.
+        step: the trainer's steps to compare, as in rules; None for all. A token in several steps counts in the first.
 
     Raises:
-        LookupFailedError: the tokens of a run's calls were not recorded, or the two have no token in common.
+        LookupFailedError: the tokens of a run's calls were not recorded, or the two runs have no token in common.
     """
     if engine is None:
         ours, theirs = Side(trainer, step=step, part=TRAINER), Side(trainer, renames=renames, part=ENGINE)
@@ -153,7 +153,7 @@ def align(
 
 
 def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
-    """Return how far the log-probabilities of the tokens are apart; None if no token has one on both sides."""
+    """Return how far the log-probabilities of the two sides are apart; None if no token has one on both sides."""
     apart = joined.logprobs[0] - joined.logprobs[1]
     known = np.flatnonzero(~np.isnan(apart))
     if not known.size:
@@ -169,7 +169,7 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
 
 
 def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
-    """Pair the modules of a model with those of one inside a wrapper, as PEFT has it; nothing where names are alike."""
+    """Return the renames if one run has the other run's model inside a wrapper, as with PEFT; else no renames."""
     ours, theirs = ({path for _, path in run.modules if path} for run in (trainer, engine))
     for outer, inner in ((ours, theirs), (theirs, ours)):
         last = f".{min(inner, default='')}"
@@ -196,7 +196,7 @@ _FEW = 8
 
 
 def reply_of(trainer: Run, engine: Run | None, found: Aligned, *, limit: int | None, of_weights: bool) -> Reply:
-    """Return the reply. The exit code is 1 if the two part, or if tokens or weights differ."""
+    """Return the reply of `recorder align`. The exit code is 1 if values (beyond noise), tokens or weights differ."""
     most = _FEW if limit is None else limit or None
     is_wrong = any(state.state in WRONG for state in found.weights) if of_weights else not found.is_fine
     return Reply(

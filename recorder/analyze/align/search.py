@@ -1,7 +1,7 @@
-"""How far a trainer and an engine are apart, and the first value that parts beyond noise, at which token, and why.
+"""Finds how far a trainer and an engine are apart, and the first value that differs beyond noise: where, and why.
 
-Every value that both sides have is compared token by token, in the order of execution. The reasons for the first one
-beyond its bound are tried in turn: weights, inputs (positions and other whole numbers), dtype, then the module.
+Every value that both sides have is compared token by token, in the order of execution. The reasons for the first value
+beyond its bound are tried in this order: weights, inputs (positions and other whole numbers), dtype, the module itself.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .weights import EQUAL, MERGED, OTHER, TRAINER_ONLY, UNKNOWN, WRONG, WeightS
 
 Flags = npt.NDArray[np.bool_]
 _SMALL = 0.5
-"""A token whose sketch is smaller than this share of the median token's counts as so large: one in 100 is by chance."""
+"""Norms below this fraction of the median token's count as this large: 1 sketch in 100 is so small by chance."""
 
 
 class LogprobsApart(NamedTuple):
-    """The log-probabilities of the tokens, the trainer's minus the engine's."""
+    """Statistics of the tokens' log-probabilities, the trainer's minus the engine's."""
 
     num_tokens: int
     mean: float
     mean_abs: float
     k3: float
-    """The k3 estimate of the divergence KL(engine | trainer): the mean of (r - 1) - log r, r the trainer's probability
-    over the engine's (Schulman, "Approximating KL divergence", 2020)."""
+    """The k3 estimate of the divergence KL(engine | trainer): the mean of (r - 1) - log r, where r is the trainer's
+    probability over the engine's (Schulman, "Approximating KL divergence", 2020)."""
     clipped: float
     largest: TokenAt
 
 
 class ValueApart(NamedTuple):
-    """How far one value of the two sides is apart, over all tokens that both have, by its sketch."""
+    """How far one value is apart on the two sides, over all tokens that both have, measured on its sketches."""
 
     module_path: str
     site: str
@@ -46,7 +46,7 @@ class ValueApart(NamedTuple):
     dtype_engine: str
     num_tokens: int
     num_beyond: int
-    """The tokens that are farther apart than `bound`."""
+    """The number of tokens at which the value is farther apart than `bound`."""
     median: float
     largest: float
     bound: float
@@ -57,7 +57,7 @@ class ValueApart(NamedTuple):
 
 
 class PositionsApart(NamedTuple):
-    """How far a value is apart in a range of positions."""
+    """How far one value is apart on the two sides, at the tokens in a range of positions."""
 
     first: int
     last: int
@@ -66,25 +66,25 @@ class PositionsApart(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """The first value beyond its bound, and why."""
+    """The first value that differs beyond its bound, and why."""
 
     value: ValueApart
     class_name: str
     first: TokenAt
     worst: TokenAt
     at_once: tuple[int, int]
-    """Of the tokens that the engine ran at once, as a prompt: how many are beyond the bound, of how many."""
+    """Of the tokens that the engine ran together, as a prompt: the number beyond the bound, and the number of all."""
     one_by_one: tuple[int, int]
-    """The same of those for which it went on from its cache."""
+    """Of the tokens that the engine decoded with a cache: the number beyond the bound, and the number of all."""
     positions: list[PositionsApart]
     reason: str
-    """``weights``, ``inputs``, ``dtype`` or ``module``."""
+    """The kind of cause: ``weights``, ``inputs``, ``dtype`` or ``module``."""
     text: str
-    """The reason as a sentence."""
+    """The cause of the difference, as a sentence."""
 
 
 class ComparedTokens(NamedTuple):
-    """How far one value is apart at each token."""
+    """How far one value is apart on the two sides, at each token."""
 
     name: ValueName
     slots: Integers
@@ -93,19 +93,19 @@ class ComparedTokens(NamedTuple):
 
 
 class ExpertsApart(NamedTuple):
-    """The tokens for which the two sides' routers chose other experts."""
+    """For how many tokens the routers of the two sides chose different experts."""
 
     num_other: int
     num_tokens: int
     load_trainer: list[int]
-    """How often each expert was chosen, by its number."""
+    """For each expert, by its number, how often the trainer's router chose it."""
     load_engine: list[int]
 
 
 def apart_by_token(a: Floats, b: Floats) -> Floats:
-    """Return how far two values are apart at each token: the norm of the difference over the larger norm of the two.
+    """Return, for each token, how far two values are apart: the norm of the difference over the larger norm of both.
 
-    A token is infinitely far apart where one side has a NaN or an infinity that the other has not.
+    The result is infinite for a token where one side has a NaN or an infinity that the other side does not have.
     """
     is_finite = np.isfinite(a) & np.isfinite(b)
     is_other = ~is_finite & (a != b) & ~(np.isnan(a) & np.isnan(b))
@@ -118,32 +118,32 @@ def apart_by_token(a: Floats, b: Floats) -> Floats:
 
 
 BOUNDS = {"float64": 2e-10, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}
-"""How far a token's values may be apart, relatively, in the first modules and without a measured noise. What rounds
-once per value (the 16-bit types) is a dozen roundings; float32 adds up in another order, too, which is some hundred
-roundings. A sketch shows up to twice of either."""
+"""By dtype, the largest relative difference of a token that rounding explains in the first modules, if no noise was
+measured. In 16-bit types, which round once per value, it is a dozen roundings; in float32, which also sums in another
+order, some hundred. A sketch may show twice the difference of the values."""
 _TIMES_BEFORE = 4.0
-"""Rounding grows from module to module, and a fault begins at once: what counts is so many times as far apart as any
-value before it."""
+"""Rounding grows slowly from module to module, and a fault begins at once: a value counts as differing only if it is
+this many times as far apart as any value before it."""
 _TIMES_NOISE = 10.0
-"""A difference counts that is more than so many times what a second run of the engine shows at the value."""
+"""A difference counts if it exceeds this many times the difference that a run of noise shows at the same value."""
 _CERTAIN = 0.5
-"""What is beyond this share of the bound that noise sets may be a fault at all tokens."""
+"""A difference of more than this fraction of the bound from a run of noise may still be a fault at all tokens."""
 _FLOOR = 0.1
-"""With a measured noise the bound is at least this share of the one without: a repeat may hit no noise by luck."""
+"""A bound from measured noise is at least this fraction of the bound without it: a repeat may show no noise by luck."""
 _NO_ADAPTER, _NUM_ERRORS = 2e-3, 6.0
-"""An adapter was not merged if the engine has its output less than so many times, give or take six standard errors."""
+"""An adapter is not merged if its factor in the engine is below the first number plus so many standard errors."""
 _MAX_AGREEING = 16
-"""What parts is followed by another value that parts within so many outputs: those of one layer of a transformer, since
-the norm of the first residual may hide a scale from all of attention."""
+"""A value beyond its bound counts only if one of so many later outputs is, too. One transformer layer has that many,
+and the norm of the first residual may hide a wrong scale from all of the attention."""
 _TELLING = 1e-3
-"""Where values differ by more, rounding may hide a fault that moves log-probabilities."""
+"""Where rounding makes values differ by more than this, it may hide a fault that changes log-probabilities."""
 _NUM_BINS = 8
 _MAX_EXPERTS = 64
-"""The most whole numbers of a token that can be the experts which a router has chosen for it."""
+"""The largest number of experts per token. A value with more whole numbers per token is not a router's choice."""
 
 
 class Search:
-    """Compares value after value, and finds the first that parts."""
+    """Compares the two sides value by value, and finds the first value that differs beyond its bound."""
 
     def __init__(
         self, trainer: Side, engine: Side, noise: Sequence[Side], joined: JoinedTokens, weights: Sequence[WeightState]
@@ -155,27 +155,27 @@ class Search:
         self.values: list[ValueApart] = []
         self.experts: dict[str, ExpertsApart] = {}
         self._num_chosen: list[tuple[int, str]] = []
-        """The number of values before each router that chooses so many experts on one side alone, and a sentence."""
+        """By router with another number of experts in the engine: the number of values before it, and a sentence."""
         self._merged: dict[str, float] = {}
-        """How many times the engine has the adapter of each module that it has merged."""
+        """By path of each module into which the engine has merged an adapter, the factor of the adapter."""
         self.few_compared = ""
-        """How few of the engine's modules both sides have, as a clause; empty where they are a fifth of all."""
+        """A clause that says how few modules or values were compared on both sides; empty if it is at least a fifth."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
-        """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
+        """The largest of `BOUNDS` for the dtypes so far: a coarse dtype's rounding errors stay in all later values."""
         self.unsure: ValueApart | None = None
-        """The farthest value of those whose difference may be rounding or a fault, as no run of noise tells."""
+        """Among the values whose difference may be either rounding or a fault, the one that is farthest apart."""
         self.set_aside = ""
-        """Why a run of noise measures none."""
+        """Why a run that was given as noise cannot measure noise; empty if every such run can."""
         self.noise = [(side.run.name, own) for side in noise if (own := self._measured(side))]
         self._before = 0.0
-        """The largest difference of a token, in the values so far that do not part."""
+        """The largest difference of any token, among the values so far that stayed within their bounds."""
         self._is_rerouted = np.zeros(len(joined.tokens), bool)
-        """The tokens for which a router has chosen other experts so far."""
+        """For each token, whether any router so far has chosen different experts for it on the two sides."""
 
     def find(self) -> Parting | None:
-        """Compare all values, and return the first that parts and that others follow; None if none does."""
+        """Compare all values; return the first beyond its bound that later modules confirm, None if there is none."""
         compared, unsure = self.compared, list[ValueApart]()
         for name, rows in self._trainer.values.items():
             row = next(iter(rows.values()))
@@ -184,7 +184,7 @@ class Search:
             if row.dtype not in BOUNDS or (pair := self.joined.pair(name)) is None:
                 continue
             apart, (bound, explained) = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
-            # In a 16-bit type, rounding swaps experts that are all but tied, and the token goes another way from there.
+            # In a 16-bit type, rounding swaps experts of almost equal score, and the token then takes another path.
             is_beyond = (apart > bound) & ~(self._is_rerouted[pair.slots] & (self._coarsest > _TELLING))
             if not is_beyond.any():
                 self._before = max(self._before, float(apart.max()))
@@ -224,18 +224,18 @@ class Search:
         return None if first is None else self._parting(first, compared[first])
 
     def _bound(self, name: ValueName, pair: ValuePair) -> tuple[float, float]:
-        """Return the difference from which on a value parts, and the one up to which it agrees for certain."""
+        """Return the difference beyond which a value counts as differing, and the one up to which it surely agrees."""
         self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]))
         assumed = max(self._coarsest, _TIMES_BEFORE * self._before)
         if not (measured := [own[name] for _, own in self.noise if name in own]):
             return assumed, _TELLING
         bound = max(_TIMES_NOISE * max(measured), _FLOOR * self._coarsest)
-        # Two runs of an engine in one 16-bit type may round alike at each token, and then measure next to nothing.
+        # Two runs of an engine in one 16-bit type may round every token alike, and then they show almost no noise.
         rounds_alike = self._coarsest > _TELLING and pair.dtype_trainer == pair.dtype_engine
         return max(bound, assumed) if rounds_alike else bound, max(_TELLING, _CERTAIN * bound)
 
     def _measured(self, side: Side) -> dict[ValueName, float]:
-        """Return by value how far a repeat is from the engine at most; nothing, and a note, if that is no noise."""
+        """Return, by value, how far a run of noise is from the engine; empty, with a note, if it measures no noise."""
         found, types, why, num = dict[ValueName, float](), set[str](), "", 0
         for name in self._trainer.values:
             pair, other = self.joined.pair(name), side.pick(side.like(name))
@@ -260,7 +260,7 @@ class Search:
         return {} if why else found
 
     def _is_followed(self, number: int) -> bool:
-        """Whether the modules that run next part, too; else nothing uses what parts, or it cancels, as a shift does."""
+        """Return whether later modules differ, too; else the differing value is unused, or its difference cancels."""
         one, following = self.compared[number], self.compared[number + 1 :]
         later = [other for other in following if other.name.site == "output" and other.name[0] != one.name[0]]
         is_of_positions = self._is_of_positions(number)
@@ -269,7 +269,7 @@ class Search:
         return not later or any(other.is_beyond.any() for other in later[: 1 if is_of_positions else _MAX_AGREEING])
 
     def _is_of_positions(self, number: int) -> bool:
-        """Whether a value is the output of a module that computes of positions or tokens alone, or is handed it."""
+        """Return whether a value is the output of a module on positions or token ids, or is given this output."""
         one = self.compared[number]
         if one.name.site == "input":
             outputs = [at for at, of in enumerate(self.compared[:number]) if of.name.site == "output"]
@@ -281,7 +281,7 @@ class Search:
         return any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
 
     def _judged(self, state: WeightState, number: int | None) -> WeightState:
-        """Call what the trainer alone has merged if, before what parts, its module agrees, or what uses its block."""
+        """Decide on a parameter that the trainer alone has: it counts as merged if an output that it affects agrees."""
         if state.state != TRAINER_ONLY or not self.values:
             return state
         theirs, path = {name.module_path for name in self._engine.values}, state.module_path
@@ -299,9 +299,9 @@ class Search:
         return state._replace(state=told or (MERGED if is_merged else UNKNOWN if at > until else TRAINER_ONLY))
 
     def _adapter_of(self, path: str, is_merged: bool) -> str:
-        """Return what the engine has of an adapter whose module is given the same; "" if nobody can tell.
+        """Return the state of a module's adapter, if the module's inputs are equal on both sides; empty if unknown.
 
-        Sketches add up: merged is what the base layer computes, and so many times what `lora_B` does; DoRA rescales it.
+        Sketches are linear: merged output is the base layer's plus a multiple of `lora_B`'s; DoRA rescales it.
         """
         parts = tuple(f"{path}.{part}." for part in ("base_layer", "lora_B", "lora_magnitude_vector"))
         names = (name for name in self._trainer.values if f"{name.module_path}.".startswith(parts))
@@ -397,7 +397,7 @@ class Search:
             code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
             return "module", f"{before}, {code}"
         if not any(one.module_path == path and one.site == "input" for one in self.values):
-            # A first token sees itself alone: no mask, scale or position moves what attention hands on of it.
+            # The first token attends to itself alone: no mask, scale or position changes its output of attention.
             is_beyond = self.compared[number].is_beyond
             first = is_beyond[self.joined.positions[self.compared[number].slots] == 0]
             is_at_all = first.size and first.all() and is_beyond.mean() > 0.9
@@ -408,7 +408,7 @@ class Search:
         return "module", f"{before}, so the module itself computes something else"
 
     def _wrong_until(self, number: int) -> list[WeightState]:
-        """Return the wrong parameters of modules that run until a value, and that do not agree; near ones first."""
+        """Return the wrong parameters of modules that run before a value and do not agree; its own module's first."""
         path, order = self.values[number].module_path, list(dict.fromkeys(name[0] for name in self._trainer.values))
         outputs = [one for one in self.values[:number] if one.site == "output"]
         agree = {one.module_path for one in outputs if one.largest < _FLOOR * one.bound}
@@ -429,7 +429,7 @@ class Search:
 
     @functools.cached_property
     def _is_shifted(self) -> Flags:
-        """The tokens of samples that one side has as a whole at other positions, which rotary positions forgive."""
+        """For each token, whether one side has the whole sample at shifted positions, which rotary positions allow."""
         joined = self.joined
         shift = joined.given[:, 0] - joined.given[:, 1]
         at = np.flatnonzero(joined.is_joined & (joined.given >= 0).all(axis=1))

@@ -1,4 +1,4 @@
-"""Which samples and tokens the two sides share, and how the samples differ that they do not share."""
+"""Finds which samples and tokens a trainer and an engine share, and how the samples differ that they do not share."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from ...system.text import counted
 from .tokens import Array, Floats, Integers, Side, ValueName
 
 _MAX_SAMPLES = 32
-"""The most samples without a partner that are looked at, and eight times as many of the trainer's beside each."""
+"""The most unmatched samples of the engine that are examined, each against eight times as many of the trainer."""
 _MAX_SHIFT = 4
 _LEAST_SHARED = 4
-"""The least tokens that a sample shares with one of the engine, as a prompt, to be told beside it."""
+"""A sample of the trainer is named beside an unmatched one of the engine if so many of their first tokens are equal."""
 _LEAST_ALIKE = 0.8
-"""The least share of tokens that stay alike where tokens were inserted; a completion of another prompt has fewer."""
+"""The least fraction of tokens that are equal but for inserted ones; another prompt's completion has less."""
 _NUM_LOOKED_AT = 64
-"""The first tokens of two samples by which they are found to be one."""
+"""How many of the first tokens of two samples are compared to find out whether they are the same sample."""
 
 
 class TokensApart(NamedTuple):
-    """One sample whose tokens differ, or a remark about samples."""
+    """One sample whose tokens differ on the two sides, or a remark about samples."""
 
     text: str
     is_finding: bool
     sample: str = ""
     position: int | None = None
-    """The first position at which the tokens differ."""
+    """The first position in the sample at which the tokens differ."""
 
 
 class Match(NamedTuple):
-    """The trainer's sample that a sample of the engine is."""
+    """The trainer's sample that corresponds to a sample of the other side."""
 
     number: int
     shift: int
-    """How many more tokens the trainer's has in front; negative where the engine's has more."""
+    """How many more tokens the trainer's sample has in front; negative if the other side's sample has more."""
     num_joined: int
-    """The positions, from 0, that are the same token on both sides; with a shift, where samples are packed alone."""
+    """The number of equal tokens on both sides, from position 0 on. With a shift, 0 unless the sample is packed."""
 
 
 def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | None]:
-    """Return the trainer's sample for each sample of another side, which nobody else is; None without one."""
+    """Return, for each sample of the other side, the trainer's sample that matches it; None if there is none."""
     if by_name:
         numbers = {sample.name: number for number, sample in enumerate(trainer.samples)}
         return [_match(trainer, numbers.get(sample.name), sample.tokens) for sample in other.samples]
@@ -68,7 +68,7 @@ def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | 
 
 
 def _packed(trainer: Side, theirs: list[int]) -> Match | None:
-    """Return the trainer's sample that has all of a sample of the engine behind other tokens, which are no padding."""
+    """Return the trainer's sample that has the engine's whole sample behind other tokens, which are no padding."""
     for number, ours in enumerate(sample.tokens for sample in trainer.samples):
         for at in range(_MAX_SHIFT + 1, len(ours) - max(len(theirs), _MAX_SHIFT) + 1) if theirs else ():
             if ours[at] == theirs[0] and ours[at : at + len(theirs)] == theirs and len(set(ours[:at])) > 1:
@@ -77,7 +77,7 @@ def _packed(trainer: Side, theirs: list[int]) -> Match | None:
 
 
 def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
-    """Return the trainer's sample, of some, that shares most tokens with one of the engine; None if all share few."""
+    """Return which of these samples of the trainer shares the most tokens with the engine's; None if all share few."""
     tries = [
         (_num_same(ours, theirs, shift), -abs(shift), -number, shift)
         for number in numbers
@@ -93,7 +93,7 @@ def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Ma
 
 
 def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None]) -> list[TokensApart]:
-    """Return what is to say about samples that differ; nothing where the engine's samples are the trainer's."""
+    """Return what to say about samples that differ; empty if all of the engine's samples equal the trainer's."""
     told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, match)]
     if absent := matches.count(None):
         text = f"{absent} of the engine's {counted(len(engine.samples), 'sample')} are not in the trainer"
@@ -110,14 +110,14 @@ def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None])
 
 
 def _is_inserted(ours: Sequence[int], theirs: Sequence[int], shift: int) -> bool:
-    """Whether two samples are alike but for tokens that one has in front, or somewhere between."""
+    """Return whether two samples are equal except for tokens inserted into one of them, in front or in between."""
     begin = _num_shared(ours, theirs)
     length = min(len(ours) - max(shift, 0), len(theirs) - max(-shift, 0), _NUM_LOOKED_AT)
     return begin + _num_same(ours[begin:], theirs[begin:], shift) >= _LEAST_ALIKE * length
 
 
 def _num_shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many tokens two samples share from the first on."""
+    """Return how many of the first tokens of two samples are equal."""
     both = min(len(ours), len(theirs))
     return next((at for at in range(both) if ours[at] != theirs[at]), both)
 
@@ -135,12 +135,12 @@ def _match(trainer: Side, number: int | None, theirs: Sequence[int]) -> Match | 
 
 
 def _num_alike(tokens: Sequence[int]) -> int:
-    """Return how many tokens in front are one and the same, as padding is."""
+    """Return how many tokens at the start of a sample are one and the same token, as padding is."""
     return next((number for number, token in enumerate(tokens) if token != tokens[0]), 0)
 
 
 def _num_prompt(side: Side, sample: int) -> int:
-    """Return how many tokens of a sample were in calls that do not go on from a cache."""
+    """Return how many tokens of a sample were in calls that do not continue from a cache: the prompt's length."""
     ends = (
         call.positions[(call.samples == sample) & ~call.is_continued].max(initial=-1) for call in side.calls.values()
     )
@@ -185,21 +185,21 @@ def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[To
 
 
 class TokenAt(NamedTuple):
-    """One token of one sample."""
+    """One token of one sample, and how far a value is apart there."""
 
     sample: str
     position: int
     """The position in the sample, from 0; padding does not count."""
     token: int
     apart: float
-    """How far the value, or the log-probability, is apart there."""
+    """How far the value, or the log-probability, is apart at this token."""
 
 
 class ValuePair(NamedTuple):
-    """One value on both sides, one row a token."""
+    """One value on both sides, with one row for each token."""
 
     slots: Integers
-    """The numbers of the tokens."""
+    """For each row, the number of its token (its slot in `JoinedTokens`)."""
     trainer: Floats
     engine: Floats
     dtype_trainer: str
@@ -207,7 +207,7 @@ class ValuePair(NamedTuple):
 
 
 class JoinedTokens:
-    """The tokens that both sides have, each with a number (its slot), in the order of the trainer's samples."""
+    """The tokens that both sides have. Each token has a number, its slot, in the order of the trainer's samples."""
 
     def __init__(self, trainer: Side, engine: Side, others: Sequence[tuple[Side, Sequence[Match | None]]]) -> None:
         """Number the tokens of all sides. `others` are the engine and runs of noise, with their samples' matches."""
@@ -226,28 +226,28 @@ class JoinedTokens:
         self.tokens = np.array([token for sample in trainer.samples for token in sample.tokens], np.int64)
         ours, theirs = _by_slot(trainer, num_slots), _by_slot(engine, num_slots)
         self.given = np.stack([ours[:, 1], theirs[:, 1]], axis=1).astype(np.int64)
-        """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
+        """By slot, the positions that the models of trainer and engine were given; -1 if none was recorded."""
         self.is_continued = theirs[:, 2] > 0
         self.begins, self.bases = np.arange(num_slots) - theirs[:, 5].astype(np.int64), bases[self.samples]
-        """The first slots of each token's sample in the engine and in the trainer, who may have packed it."""
+        """By slot, the slots where its sample begins in the engine, and in the trainer, who may have packed it."""
         self.is_joined = (ours[:, 0] * theirs[:, 0]) > 0
         joined = np.flatnonzero(self.is_joined)
         self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
         joined = joined[np.argsort(ours[joined, 3], kind="stable")]
         self.step = int(ours[joined[0], 3]) if joined.size else 0
-        """The first step of the trainer whose tokens are joined."""
+        """The first step of the trainer that has a token in common with the engine."""
         self.logprobs = np.stack([ours[:, 4], theirs[:, 4]])
-        """The log-probability of each token on both sides, NaN where it is not known."""
+        """By slot, the log-probability of the token in the trainer and in the engine; NaN where it is not known."""
         self.steps = dict(np.stack([theirs[joined, 3], ours[joined, 3]], axis=1).astype(np.int64).tolist())
-        """By step of the engine, the last step of the trainer that has tokens of it."""
+        """By step of the engine, the last step of the trainer that has a token of the engine's step."""
 
     def at(self, slot: int, apart: float) -> TokenAt:
-        """Return a token as people know it."""
+        """Return the token with this number, with its position and its sample's name."""
         number, position = int(self.samples[slot]), int(self.positions[slot])
         return TokenAt(self.name_of(number), position, int(self.tokens[slot]), apart)
 
     def pair(self, name: ValueName, engine: ValueName | None = None) -> ValuePair | None:
-        """Return a value, and the same or another one of the engine, at the tokens of both; None if there are none."""
+        """Return a value of the trainer and of the engine, at the tokens that both have; None if there are none."""
         ours, theirs = self._trainer.pick(name), self._engine.pick(engine or self._engine.like(name))
         if ours is None or theirs is None or ours[3] != theirs[3]:
             return None
@@ -258,7 +258,7 @@ class JoinedTokens:
 
 
 def _by_slot(side: Side, num_slots: int) -> Floats:
-    """Return by slot: 1, the position given, is it continued, step of its first call, log-probability, own position."""
+    """Return columns by slot: 1, given position, is continued, first step, log-probability, position in sample."""
     found = np.zeros((num_slots, 6))
     found[:, 4] = np.nan
     for key, call in reversed(side.calls.items()):
@@ -273,5 +273,5 @@ def _by_slot(side: Side, num_slots: int) -> Floats:
 
 
 def wide(values: Array) -> Floats:
-    """Return values in float64, in which they are compared."""
+    """Return values as float64, the type in which they are compared."""
     return np.asarray(values.astype(np.float64))

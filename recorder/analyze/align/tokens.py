@@ -1,9 +1,9 @@
-"""Which token of which sample each row of a run's values belongs to, from the rows of ``keep=tokens``.
+"""Finds the sample and the position of the token in each row of a run's values, from the rows of ``keep=tokens``.
 
-A call of the model says it by its arguments (`input_ids`, `attention_mask`, `position_ids`, `cache_position`,
-`cu_seqlens`, or the places in a paged cache), or the program says it by `recorder.tokens`. Hashes of the tokens of a
-sample, up to and with each one, find the sample of the other run whatever its batches, paddings and orders are. This
-module must never guess: what goes on from a cache without a recorded beginning has no tokens, and is counted.
+A call of the model tells them by its arguments (`input_ids`, `attention_mask`, `position_ids`, `cache_position`,
+`cu_seqlens`, or the places in a paged cache), or the program tells them by `recorder.tokens`. Hashes of all tokens up
+to and including each one find a sample in the other run, whatever the batches, padding and order there. This module
+must never guess: a call that continues from a cache without a recorded beginning has no tokens, and is counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class CallKey(NamedTuple):
-    """What tells the calls of a model apart."""
+    """The numbers that identify one call of the model."""
 
     attempt: int
     rank: int
@@ -38,7 +38,7 @@ class CallKey(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one call has of a value: the sketch, or the whole numbers, of its tokens."""
+    """One value in one call: a sketch for each of the call's tokens, or the value's whole numbers."""
 
     shape: tuple[int, ...]
     numbers: Array
@@ -48,22 +48,22 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class SampleTokens:
-    """The tokens of one sample, as the calls of a run have shown them."""
+    """The tokens of one sample, as far as the calls of a run have shown them."""
 
     name: str | None
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    """The hash of the tokens up to and with each token."""
+    """For each token, the hash of the tokens up to and including it."""
     num_drafts: int = 0
-    """The last tokens that no later call has gone on from: speculation, of which some may be thrown away."""
+    """The number of tokens at the end that no later call continues: they are speculative, and some may be discarded."""
 
     @property
     def sure(self) -> list[int]:
-        """The tokens without the drafts."""
+        """The tokens of the sample without the speculative ones at the end."""
         return self.tokens[: len(self.tokens) - self.num_drafts]
 
     def put(self, position: int, token: int) -> None:
-        """Set the token at a position, and forget those behind it: speculation that was thrown away."""
+        """Set the token at a position, and drop all later tokens: they were speculative, and are discarded."""
         del self.tokens[position:], self.hashes[position:]
         missing = position - len(self.tokens)  # in a sample with a name: an engine found them in the cache of another
         self.tokens += [-1] * missing
@@ -75,30 +75,30 @@ class SampleTokens:
 
 
 class TokensOfCall(NamedTuple):
-    """The tokens of one call of the model, without padding; one element of each array for each token."""
+    """The tokens of one call of the model, without padding. All arrays but `kept` have one element for each token."""
 
     step: int
     grid: tuple[int, int]
-    """The samples, and the tokens of each, as the model got them; one sample of all where they are flat or packed."""
+    """The shape (samples, tokens) in which the model got the tokens; one sample has all if they are flat or packed."""
     kept: Integers
-    """The columns for which the model computed logits, where it was told which."""
+    """The columns of `grid` for which the model computed logits; empty if the call did not choose columns."""
     at: Integers
-    """The flat index in `grid`."""
+    """The flat index of the token in `grid`."""
     samples: Integers
-    """The number of the sample, in the order in which the run's samples have begun."""
+    """The number of the token's sample, in the order in which the run's samples begin."""
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
     hashes: npt.NDArray[np.uint64]
-    """The hash of the sample's tokens up to and with this one; the sample has another one where it was thrown away."""
+    """The hash of the sample's tokens up to and including this one; the sample has another if this was discarded."""
     is_continued: npt.NDArray[np.bool_]
-    """Whether the call goes on with the sample from a cache, as a decoding step does."""
+    """Whether the call continues the token's sample from a cache, as a decoding step does."""
     given: Integers
-    """The position that the model was given; -1 where it was given none that was recorded."""
+    """The position that the model was given for the token; -1 if no position was recorded."""
     logprobs: Floats
-    """The log-probability of the token by the logits of the token before it; NaN where it is not known."""
+    """The log-probability of the token, from the logits at the token before it; NaN where it is not known."""
 
     def rows_of(self, shape: tuple[int, ...]) -> tuple[int, Integers] | None:
-        """Return the number of a value's rows, and the row of each token (-1: none); None if its rows are no tokens."""
+        """Return the number of a value's rows, and the row of each token (-1: none); None if rows are not tokens."""
         rows = token_rows(shape, self.grid, len(self.kept))
         if rows is None:
             return None
@@ -116,7 +116,7 @@ class TokensOfCall(NamedTuple):
 def sequences_of(
     grid: Array, real: Array, positions: Array | None, lengths: Array | None, names: Sequence[str]
 ) -> Iterator[tuple[int, Integers]]:
-    """Yield the row and the columns of each sample of a call: several samples of one row where it is packed."""
+    """Yield the row and the columns of each sample of a call; a packed row has several samples."""
     labels = np.array(names, object)
     for row in range(len(grid)):
         columns = np.flatnonzero(real[row])
@@ -132,7 +132,7 @@ def sequences_of(
 
 
 def fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:
-    """Return positions in the shape of the tokens, where they have it or stand for each row alike."""
+    """Return positions in the shape of the tokens; None unless they have this size, or are one row for all samples."""
     if given is None or given.size == 0:
         return None
     if given.size == shape[0] * shape[1]:
@@ -141,7 +141,7 @@ def fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:
 
 
 def past_of(facts: Mapping[str, Any], given: Mapping[str, Array], positions: Array | None, length: int) -> int:
-    """Return the number of tokens, with padding, that a call finds in its cache."""
+    """Return the number of tokens, including padding, that a call finds in its cache."""
     if "cache_position" in given and given["cache_position"].size:
         return int(given["cache_position"].flat[0])
     if facts["past"] is not None:
@@ -152,19 +152,19 @@ def past_of(facts: Mapping[str, Any], given: Mapping[str, Array], positions: Arr
 
 
 _MAX_POSITION = 1 << 24
-"""Positions from here on are no positions of tokens, but of a file that somebody has damaged."""
+"""A position from this number on is taken for damage in the file."""
 TRAINER, ENGINE = "trainer", "engine"
-"""The parts of a run of one program that trains and generates: calls with gradients, and calls that decode."""
+"""The two parts of a run of a program that trains and generates: calls with gradients, and calls that decode."""
 
 
 class ValueName(NamedTuple):
-    """A value of the model, whichever call it is of."""
+    """The name of a value of the model, the same in every call."""
 
     module_path: str
     site: str
     name: str
     occurrence: int
-    """The number of the module's call within a call of the model, from 0."""
+    """The number of the module's call within one call of the model, counted from 0."""
 
 
 class Side:
@@ -173,11 +173,11 @@ class Side:
     def __init__(
         self, run: Run, *, step: str | None = None, renames: Renames = NO_RENAMES, part: str | None = None
     ) -> None:
-        """Read the rows of tokens of some steps, and of the `TRAINER` or `ENGINE` of a run that has both."""
+        """Read the tokens of some steps. `part` selects the `TRAINER` or `ENGINE` calls of a run that has both."""
         self.run = run
         self._given: dict[CallKey, Piece] = {}
         self.values: dict[ValueName, dict[CallKey, Piece]] = {}
-        """What the calls have of each value, in the order of execution."""
+        """For each value, in the order of execution, what each call recorded."""
         self.texts: dict[int, str] = {}
         self._logprobs: dict[str, dict[CallKey, Piece]] = {"logprobs": {}, "chosen": {}}
         blocks = sorted(token_blocks(run.writers), key=lambda block: block.order)
@@ -203,15 +203,15 @@ class Side:
             self._join([key for key, call in self.calls.items() if not written.isdisjoint(call.samples.tolist())])
 
     def name_of(self, sample: int) -> str:
-        """Return a sample as people know it: the name that the program gave, or its number in the run."""
+        """Return the name of a sample for messages: the name that the program gave, or its number in the run."""
         name = self.samples[sample].name
         return f"sample {sample}" if name is None else f"sample {name!r}"
 
     def like(self, name: ValueName) -> ValueName | None:
-        """Return the value that is another side's of this name; None if this side's module computes another one.
+        """Return this side's counterpart of another side's value; None if this side's module computes something else.
 
-        Modules of engines name their input otherwise, return a bias or a residual, too, and leave the residual to the
-        module that follows, which adds it.
+        A module of an engine may name its input differently, return a bias or a residual as well, and leave the
+        residual to the next module, which adds it.
         """
         info = self.run.modules.get((self.root, name.module_path))
         if info is not None and info.class_name.endswith("AndMul"):  # which is given two projections in one
@@ -227,9 +227,9 @@ class Side:
         return name._replace(name="0") if is_first else name
 
     def number(self, bases: Integers, limits: Integers, num_slots: int) -> None:
-        """Give each token a number, its slot, which `pick` returns: the base of its sample and its position.
+        """Give each token a number, its slot: the base of its sample plus its position. `pick` returns these slots.
 
-        Tokens at positions from the sample's limit on have none, and drafts that were thrown away.
+        A token whose position reaches its sample's limit, or that was discarded as speculative, has no slot.
         """
         hashes = np.array([one for sample in self.samples for one in sample.hashes], np.uint64)
         lengths = np.array([len(sample.hashes) for sample in self.samples], np.int64)
@@ -243,14 +243,14 @@ class Side:
         self._is_taken = np.zeros(num_slots, bool)
 
     def ran_inside(self, path: str) -> set[str]:
-        """Return the modules inside a module of which a call has a value."""
+        """Return the paths of the submodules of a module that have a value in at least one call."""
         inside = {name: rows for name, rows in self.values.items() if path and name[0].startswith(f"{path}.")}
         return {name.module_path for name, rows in inside.items() if not self.calls.keys().isdisjoint(rows)}
 
     def pick(self, name: ValueName | None) -> tuple[Array, Integers, str, int] | None:
-        """Return a value, one row a token; the slot of the token of each row; the dtype; a token's elements.
+        """Return a value with one row for each token, each row's slot, the dtype, and a token's number of elements.
 
-        Of a token that several calls have shown it is the first. None if no call has the value.
+        If several calls have a token, the first counts. The result is None if no call has the value.
         """
         self._is_taken[:] = False
         pieces: list[Array] = []
@@ -293,7 +293,7 @@ class Side:
                 self.values.setdefault(value, {}).setdefault(key, piece)
 
     def _copies(self) -> set[tuple[int, int]]:
-        """Return the attempts and ranks that have the tokens of a rank before them, as in tensor parallelism."""
+        """Return each (attempt, rank) whose tokens equal those of an earlier rank, as in tensor parallelism."""
         tokens: dict[tuple[int, int], list[bytes]] = {}
         for key, piece in sorted(self._given.items()):
             tokens.setdefault(key[:2], []).append(piece.numbers.tobytes())
@@ -302,18 +302,18 @@ class Side:
     def _join(self, keys: Sequence[CallKey]) -> None:
         self.samples: list[SampleTokens] = []
         self.padding: set[int] = set()
-        """The tokens that stand where a mask hides them."""
+        """The tokens that appear where a mask hides them."""
         self.calls: dict[CallKey, TokensOfCall] = {}
         self.num_unknown = 0
-        """The calls with tokens that go on from a cache whose beginning was not recorded."""
+        """The number of calls with unknown tokens, as after a cache whose beginning was not recorded."""
         self._named: dict[str, int] = {}
         for _, of_rank in itertools.groupby(keys, lambda key: key[:2]):
             self._last: tuple[int, TokensOfCall] | None = None
-            """The last call whose tokens are known, with its number."""
+            """The number of the last call whose tokens are known, and these tokens."""
             self._cache: dict[tuple[int, ...], tuple[int, int]] = {}
-            """The sample and the position of the token at each place of a cache: a slot, or a row and its columns."""
+            """By place in the cache (a slot, or a row and a column), the token's sample and its position there."""
             self._shown: list[int] = []
-            """The samples of the call before; none where it went on from a cache, as a repeat is scored anew."""
+            """The samples of the previous call; empty after a call with a cache, as a repeat is then scored anew."""
             for key in of_rank:
                 self._join_call(key, self._given[key])
 
@@ -368,7 +368,7 @@ class Side:
             at = range(first, first + len(own)) if index is None else index[row, columns].tolist()
             of = self.samples[sample]
             for column, position, token in zip(columns.tolist(), at, own, strict=True):
-                # Nobody can tell whose token it is where those before it were never shown; a name tells it.
+                # After tokens that were never shown, a token can be placed only in a sample with a name.
                 if 0 <= position < _MAX_POSITION and (position <= len(of.tokens) or of.name is not None):
                     of.put(position, token)
                     told.append((row * length + column, sample, position, of.hashes[-1], at[0] > 0))
@@ -390,7 +390,7 @@ class Side:
         self._last = key.number, call
 
     def _repeated(self, number: int, start: int, tokens: list[int]) -> tuple[int, int] | None:
-        """Return the sample that a sequence goes on with by the position that was said, or repeats, and no position."""
+        """Return the previous call's sample, and -1, if a sequence repeats it, or its stated position follows it."""
         sample = self._shown[number] if number < len(self._shown) else -1
         known = self.samples[sample].tokens if sample >= 0 else []
         repeats = 0 < len(known) < len(tokens) and tokens[: len(known)] == known  # as without a cache
@@ -399,10 +399,10 @@ class Side:
     def _sample(
         self, name: str | None, place: tuple[int, ...] | None, other: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """Return the sample of a sequence, which may begin with it, and the position of its first token.
+        """Return the sample of a sequence, a new one if it begins here, and the position of the sequence's first token.
 
-        The sample is -1 if nobody can tell it. `place` is that of the last token in the cache; `other` is what stands
-        where the sequence puts its first token, or what it repeats.
+        The sample is -1 if unknown. `place` is where the cache has the token before the sequence; `other` is the token
+        (sample, position) that the cache has where the first token goes, or the sample that is repeated.
         """
         owner, position = self._cache.get(place, (-1, -1)) if place is not None else other or (-1, -1)
         if name is not None and name in self._named:
@@ -422,7 +422,7 @@ class Side:
         return len(self.samples) - 1, position + 1
 
     def _add_logprobs(self, key: CallKey, call: TokensOfCall, lengths: Integers) -> None:
-        """Fill in the log-probabilities of a call's tokens: by its own logits, and by those of the call before."""
+        """Fill in the log-probabilities of a call's tokens, from its own logits and from those of the call before."""
         length = call.grid[1]
         row, column = np.divmod(call.at, length)
         by_own, by_last = (self._logprobs[name].get(key) for name in ("logprobs", "chosen"))

@@ -1,7 +1,7 @@
-"""Which parameters of an engine are the trainer's, of which step, and which are not: by fingerprints, else by numbers.
+"""Finds which parameters of an engine equal the trainer's, and of which step: by fingerprints, else by numbers.
 
-A parameter that an engine has fused out of several (`qkv_proj`, `gate_up_proj`) is held against the sum of the
-fingerprints of its slices, each at its place, so that a slice that is stale is named without a value.
+A parameter that an engine has fused out of several (`qkv_proj`, `gate_up_proj`) is compared with the sum of the
+fingerprints of its slices, each moved to its place. So a stale slice is named without reading any element.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ TRAINER_ONLY, ENGINE_ONLY, MERGED, OTHER = "in the trainer alone", "in the engin
 WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY, OTHER)
 _MODULUS = 1 << 64
 _ROUNDED = 2**-8
-"""How far the norms of a tensor in two types may be apart, relatively: a rounding of bfloat16."""
+"""The largest relative difference between the norms of one tensor in two dtypes: one rounding of bfloat16."""
 
 
 class WeightState(NamedTuple):
-    """What one parameter of the two sides is."""
+    """How one parameter compares on the two sides."""
 
     name: str
-    """The full name in the trainer; in the engine alone, its name there."""
+    """The full name in the trainer; the name in the engine if the trainer does not have the parameter."""
     state: str
-    """One of the constants of this module."""
+    """The result of the comparison: one of this module's constants, such as `EQUAL`."""
     step: int | None = None
-    """The step of the trainer whose value the engine has; None if it is of no recorded step."""
+    """The step of the trainer at which it has the engine's value; None if no recorded step has it."""
     behind: int | None = None
-    """By how many updates the engine's value is older than the one that the trainer computed with."""
+    """The number of updates by which the engine's value is older than the one that the trainer computed with."""
     fused: str = ""
-    """The engine's fused parameter that this is a slice of; empty if it is a parameter of its own."""
+    """The engine's fused parameter of which this parameter is a slice; empty if it is not fused."""
 
     @property
     def module_path(self) -> str:
@@ -49,7 +49,7 @@ class WeightState(NamedTuple):
 
 
 class ParameterRow(NamedTuple):
-    """The columns of a parameter's row in the global view; named as in the registry of columns."""
+    """The columns of a parameter's row in the global view, and `at`, the index of the row there."""
 
     at: int
     step: int
@@ -64,7 +64,7 @@ class ParameterRow(NamedTuple):
 
 
 class ModelParameters:
-    """The rows of a run's parameters, in the order of the model."""
+    """The rows of one model's parameters in a run, in the order of the model."""
 
     def __init__(self, run: Run, root: str, renames: Renames = NO_RENAMES) -> None:
         self.modules = {path: info for (own, path), info in run.modules.items() if own == root}
@@ -77,7 +77,7 @@ class ModelParameters:
         return self._global.array(row.at)
 
     def by_name(self, until: int | None = None) -> dict[str, _Parameter]:
-        """Return each parameter by its full name, of the steps up to one."""
+        """Return each parameter by its full name, with its rows up to the step `until`."""
         rows: dict[str, dict[int, ParameterRow]] = {}
         for row in self.rows:
             if until is None or row.step <= until:
@@ -88,16 +88,16 @@ class ModelParameters:
 class _Parameter(NamedTuple):
     newest: ParameterRow
     rows: Mapping[int, ParameterRow]
-    """The newest row of each step."""
+    """By step, the newest row of the parameter."""
 
 
 def compare_weights(
     trainer: ModelParameters, engine: ModelParameters, steps: Mapping[int, int]
 ) -> tuple[int | None, list[WeightState]]:
-    """Return the step of the trainer that counts, and the state of each parameter in the order of the trainer's model.
+    """Return the trainer's step to compare with, and the state of each parameter, in the order of the trainer's model.
 
-    What counts is the last call of the engine that has parameters and tokens that the trainer has, too. `steps` has, by
-    step of the engine, the trainer's step with its tokens.
+    The engine's side is its last step with recorded parameters and with tokens that the trainer has, too. `steps` maps
+    each step of the engine to the step at which the trainer has its tokens.
     """
     recorded = {row.step for row in engine.rows}
     last = max((step for step in steps if step in recorded), default=None)
@@ -125,7 +125,7 @@ def compare_weights(
 
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
-    """Whether a parameter is recorded under another name, too, which is the name on the other side."""
+    """Return whether another name has the same parameter, by its fingerprint: the other side may use only that name."""
     prints = {other.newest.fingerprint for path, other in own.items() if path != name}
     return one.newest.fingerprint is not None and one.newest.fingerprint in prints
 
@@ -150,7 +150,7 @@ def _state(
 
 
 def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
-    """Return the state of a parameter that equals the trainer's of these steps, where `now` is the step that counts."""
+    """Return the state of a parameter, from the trainer's steps with the engine's value, and the right step `now`."""
     if now in steps:
         return WeightState(name, EQUAL, now, 0, fused)
     known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps
@@ -163,7 +163,7 @@ def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str
 
 
 def _fused(ours: Mapping[str, _Parameter], theirs: Mapping[str, _Parameter], now: int) -> Iterator[WeightState]:
-    """Yield the state of each of the trainer's parameters that the engine has as a slice of a fused one."""
+    """Yield the state of each of the trainer's parameters that is a slice of a fused parameter in the engine."""
     for name, whole in theirs.items():
         row = whole.newest
         if name in ours or not row.shape:
@@ -190,7 +190,7 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    # All slices of the step `now` are tried first, then one older slice, then the slices of one older step together.
+    # The steps of the slices are tried in this order: `now` for all, another step for one, one other step for all.
     offsets = np.cumsum([0, *(ours[name].newest.shape[0] for name in names)]).tolist()
     row = whole.newest
     places = [

@@ -35,9 +35,9 @@ MAX_RANKS = 64
 _STATISTICS = ("mean", "std", "absmax", "l2")
 _COUNTS = ("nan_count", "inf_count")
 _MAX_TENSOR_BYTES = 64 << 20
-"""The size of the largest tensor that is drawn as a picture."""
+"""The largest size, in bytes, of a tensor that is drawn as a picture."""
 _MAX_TILES, _LEAST_SIDE, _MAX_SIDE, _GAP = 16, 3, 512, 1
-"""The most tiles of a picture, the limits of a tile's side, and the gap between two tiles, in pixels."""
+"""The most tiles of a picture; in pixels, the smallest and largest side of a tile, and the gap between two tiles."""
 _MAX_BUCKETS = 512
 """The most buckets of a histogram that Weights & Biases accepts."""
 _COLUMNS = tuple(dict.fromkeys((*NAMING, *_STATISTICS, *_COUNTS, "zero_count", "histogram", "time_ns", "note")))
@@ -47,7 +47,7 @@ Step = Mapping[str, "float | Histogram | Picture"]
 
 
 Add = Callable[[int, float, Step], None]
-"""A function that adds a step, its time in seconds and its values to a run on a page; steps come in order."""
+"""A function that writes a step, its time in seconds and its values to one run on the board; steps come in order."""
 
 
 class BoardExport:
@@ -57,10 +57,10 @@ class BoardExport:
         self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False,
         mapper: Mapper = map_serially,
     ) -> None:  # fmt: skip
-        """Find the ranks that are written.
+        """Find the ranks to write.
 
         Raises LookupFailedError if there are too many ranks, or the selection can match nothing, and UnsupportedError
-        if the package that writes is not installed.
+        if the package that writes the board's files is not installed.
         """
         if payload:
             raise LookupFailedError(f"payload is for parquet: leave it out of an export to {to}")
@@ -162,7 +162,7 @@ def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]
 
 
 def _tag(row: Mapping[str, Any]) -> str:
-    """Return a tag: ``output/blocks.0.mlp.up``, then the name at the site and unusual columns as ``key=value``."""
+    """Return a value's tag, such as ``output/blocks.0.mlp.up``, then the name at the site, and unusual columns."""
     path = as_level(row["module_path"]) or ("" if row["site"] == "scalar" else ROOT)
     levels = [as_level(row["site"]), path, as_level(row["name"])]
     return "/".join([*filter(None, levels), *unusual_levels({**row, "rank": None})])
@@ -176,9 +176,9 @@ def is_picture(site: str, shape: tuple[int, ...]) -> bool:
 
 
 def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8] | None:
-    """Return a tensor of four dimensions as tiles of a picture of shape (height, width, 3).
+    """Return a picture of a tensor with four dims: tiles, of shape (height, width, 3); None if nothing is finite.
 
-    A parameter is drawn by its filters, other values by the channels of the first sample. Black is the least value.
+    Each tile is a filter of a parameter, or a channel of another value's first sample. Black is the smallest element.
     """
     if array.shape[1] == 3:
         tiles = array[: _MAX_TILES if site == "param" else 1].transpose(0, 2, 3, 1)
@@ -202,7 +202,7 @@ def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint
 
 
 Opener = Callable[[Path, str, Run], AbstractContextManager[Add]]
-"""A function that opens a run of the page in a folder, under a name, for a recorded run."""
+"""A function that opens a run on the board: in a folder, under a name, for a recorded run."""
 
 
 def _tensorboard() -> Opener:

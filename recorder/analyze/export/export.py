@@ -1,9 +1,9 @@
 """Writes runs in other formats: statistics as Parquet, tensors as npz or safetensors, and the catalog of a run.
 
 An export overwrites no file unless it is asked to. The catalog is one Parquet file with a row for each row on disk, but
-without the payloads. Ranks come in blocks, and each block is sorted by attempt, step, rank and seq. So every file of
-the run is read about once, and memory holds one block. Readers can find both a step and a rank by the statistics of the
-row groups.
+without the payloads. Its rows come in blocks of ranks, and each block is sorted by attempt, step, rank and seq. So
+every file of the run is read about once, and memory holds one block. Readers can find both a step and a rank by the
+statistics of the row groups.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Exported(NamedTuple):
 
     path: Path
     num_rows: int
-    """The number of rows of a table, or of tensors."""
+    """The number of written rows, or of written tensors."""
     num_bytes: int
     """The size of the file."""
     notes: list[str]
     problems: list[str]
-    """Global tensors whose ranks contradict each other, so that the file has the ranks' rows instead; and values that
-    cannot be read and are not in the file."""
+    """Messages about global tensors whose ranks contradict each other, so that the file has the ranks' own rows
+    instead, and about values that are not in the file because they cannot be read."""
     is_whole: bool
-    """False if something is damaged, or if values lack ranks."""
+    """False if something that was read is damaged, or if the values of some ranks are missing."""
 
 
 def reply_of(run: Run, done: Exported, to: str) -> Reply:
@@ -76,7 +76,7 @@ class Export:
         self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False,
         mapper: Mapper = map_serially,
     ) -> None:  # fmt: skip
-        """Find the rows or tensors to write. `mapper` works on ranges of steps, here and in `write`.
+        """Find the rows or tensors to write. `mapper` reads ranges of steps, here or in other processes.
 
         Raises LookupFailedError if nothing is selected or has values, or the format is unknown.
         """
@@ -96,7 +96,7 @@ class Export:
         self._names: dict[RowId, str] = {}
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
-        """The sum of the payload bytes that `report` is called with; 0 if the sum is not known in advance."""
+        """The number of payload bytes that `write` passes to `report` in total; 0 if it is not known in advance."""
 
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
         """Write the file, which gets its name once it is complete.
@@ -163,7 +163,7 @@ class Export:
         return num_rows
 
     def _light(self) -> Iterator[Any]:
-        """Yield rows without payloads. Without the global view these are the rows on disk, of all attempts."""
+        """Yield rows without payloads: rows of the global view, or else all rows on disk, of all attempts."""
         if self._options.across_ranks:
             for chosen in self._tensors.chosen(METADATA_COLUMNS, self._partial):
                 yield chosen.table
@@ -179,7 +179,7 @@ class Export:
         order: deque[list[tuple[tuple[int, int], int, int]]] = deque()
 
         def small() -> Iterator[tuple[int, int, list[int]]]:
-            """Yield batches of rows that are read together. `order` receives them and the large rows between them."""
+            """Yield batches of small rows to read together. `order` gets all batches, also those of large rows."""
             for chosen in self._tensors.chosen(("at", "num_bytes"), self._partial):
                 steps = chosen.first, chosen.last
                 columns = (chosen.table.column(name).to_pylist() for name in ("at", "num_bytes"))
@@ -215,7 +215,7 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Reads rows with their decoded bytes. Rows that lack ranks have no bytes unless the options include them."""
+    """Reads rows with their decoded bytes. A row that lacks ranks' values has no bytes unless the options allow it."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = SelectedRows(run, selection, options)
@@ -269,9 +269,9 @@ def export(
         rank: ranks, written like steps.
         across_ranks: whether to write the global tensors instead of the ranks' own.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
-        layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
-        partial: whether to write the present parts of tensors that lack ranks; else such tensors are left out.
-        payload: whether Parquet has the values, too: column `data` holds each tensor's decoded bytes, so that
+        layouts: with `across_ranks`, how chunks of some tensors lie on the ranks; see `Run.view`.
+        partial: whether to write tensors of which the chunks of some ranks are missing; else these are left out.
+        payload: whether to write the values into Parquet, too: column `data` has each tensor's decoded bytes, so that
             `recorder.decode` takes a row.
         force: whether to replace a file that exists.
 
@@ -298,7 +298,7 @@ def format_of(path: Path) -> str:
 
 
 def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row without bytes, or the rows with its bytes: several for a large tensor, the first with statistics."""
+    """Yield a row without bytes, or with its bytes: in several rows for a large tensor, the first with statistics."""
     if row["encoding"] is None or not has_bytes:
         yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return

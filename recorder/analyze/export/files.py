@@ -34,7 +34,7 @@ T = TypeVar("T")
 Report = Callable[[int], None]
 _INDEX = "index.json"
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
-"""The fixed time of all members of the archive, so that equal tensors make equal files."""
+"""The fixed modification time of each member of an npz archive, so that equal tensors make equal files."""
 _MAX_HEADER_BYTES = 100_000_000
 """The largest header that the readers of safetensors accept."""
 SAFETENSORS_TYPES: dict[str, str] = {
@@ -44,7 +44,7 @@ SAFETENSORS_TYPES: dict[str, str] = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
 _AS_PARTS = {"complex32": "F16", "complex128": "F64"}
-"""Types that safetensors does not have, written with real and imaginary part along one more dimension."""
+"""The complex types that safetensors lacks, with the type of their parts, which lie along one more dim."""
 _AS_BYTES = ("float4_e2m1fn_x2",)
 """Types with two elements in a byte, written as bytes because readers disagree on their shape."""
 
@@ -109,12 +109,12 @@ def write_safetensors(
 
 
 def widest_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the order in which `write_safetensors` takes tensors: offsets are multiples of the element size."""
+    """Return the tensors, widest element first, so that each offset in the file is a multiple of the element size."""
     return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
 
 
 def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:
-    """Return the type that numpy's files can hold, and whether the values must be widened for it."""
+    """Return the type in which a numpy file can hold values of this dtype, and whether they must be widened for it."""
     if dtype.startswith("float8") or dtype == "bfloat16":
         return np.dtype("<f4"), True
     return numpy_dtype(dtype), False
@@ -133,7 +133,7 @@ _TERMINATED = 143
 
 @contextmanager
 def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that gets its name if the block ends without an error, and else leaves nothing behind.
+    """Open a file that gets its final name if the `with` block ends without an error, and else is removed.
 
     `force` replaces a file of the same name; None means that the user cannot ask for this. Raises WriteError if the
     name is taken, or the file cannot be written.
@@ -156,9 +156,9 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
 
 @contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
-    """Make a new folder that gets its name if the block ends without an error; the block syncs its files itself.
+    """Make a folder that gets its final name if the `with` block ends without an error, and else is removed.
 
-    Raises WriteError if the path exists and is no empty directory, or cannot be written.
+    The block syncs the files. Raises WriteError if the path exists and is no empty directory, or cannot be written.
     """
     _check_outside_runs(path)
     if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
@@ -171,7 +171,7 @@ def published_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _unfinished(path: Path, make: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
-    """Make a file or a folder under a temporary name, which is removed unless the block gives it the final one."""
+    """Make a file or folder under a temporary name; the `with` block renames it, or else it is removed at the end."""
     temporary = path.with_name(f".recorder-{os.getpid()}.tmp")
     with _sigterm_raises():
         try:
@@ -192,7 +192,7 @@ def _unfinished(path: Path, make: Callable[[Path], T]) -> Iterator[tuple[Path, T
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end the block by SystemExit, which removes unfinished files. A program's own handler stays."""
+    """Let SIGTERM end the `with` block by SystemExit, to remove unfinished files. A program's own handler stays."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

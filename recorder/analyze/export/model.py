@@ -1,4 +1,4 @@
-"""A model at one step of a run, as a file that torch loads: safetensors, or a folder of `torch.distributed.checkpoint`.
+"""Writes a model at one step of a run for torch: as safetensors, or as a folder of `torch.distributed.checkpoint`.
 
 The names of the model's state dict come from the manifests, which are untrusted. This module must never write a tensor
 that lacks a chunk or whose replicas differ, and never hold more than one tensor. torch is imported only for a folder of
@@ -31,17 +31,17 @@ from .files import published_file, published_folder, write_safetensors
 from .tensors import Entry, Span, SpansOf, row_spans, whole
 
 CHUNK_BYTES = 16 << 20
-"""The size of the largest chunk. A rank that loads the checkpoint reads only the chunks that it needs."""
+"""The size of a checkpoint's largest chunk. A rank that loads the checkpoint reads only the chunks that it needs."""
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 _VERSION = "1.0.0"
-"""The version that torch writes into the metadata. Readers that do not know this member ignore it."""
+"""The version that torch writes into a checkpoint's metadata. Readers that do not know this member ignore it."""
 
 
 def write_checkpoint(folder: Path, spans_of: SpansOf, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
     """Write tensors into an empty folder. The metadata file is written last, because it makes the folder a checkpoint.
 
-    Raises UnsupportedError if this torch does not have an element type.
+    Raises UnsupportedError if this version of torch lacks the dtype of a tensor.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -88,7 +88,7 @@ def write_checkpoint(folder: Path, spans_of: SpansOf, entries: Sequence[Entry], 
 
 
 def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of boxes of at most `max_numel` elements that follow each other in a tensor's memory."""
+    """Yield the offsets and sizes of boxes, of at most `max_numel` elements, that follow each other in memory."""
     dim, inner = 0 if 0 in shape else len(shape), 1
     while dim and inner * shape[dim - 1] <= max_numel:
         dim, inner = dim - 1, inner * shape[dim - 1]
@@ -129,16 +129,16 @@ def _sync(file: BinaryIO) -> None:
 
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
-"""The sites of parameters, or of gradients. The first site decides which steps can be exported."""
+"""The sites to write, for parameters or gradients. The first site of each decides which steps can be exported."""
 _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
 _NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
 _MAX_NAMES = 1_000_000
-"""The most names of a model, because in an untrusted manifest modules may be shared without end."""
+"""The most names of a model that are accepted: an untrusted manifest may share modules without end."""
 FORMATS = ("dcp", "safetensors")
 _ONLY_DCP = ("complex32", "complex128", "float4_e2m1fn_x2")
-"""Types that safetensors does not have, and for which a substitute type would fit no model."""
+"""The dtypes that safetensors does not have, and for which a substitute dtype would fit no model."""
 _RESERVED = "__metadata__"
 
 
@@ -158,7 +158,7 @@ class Model:
         """Find the tensors of `what`, which is ``param`` or ``grad``. No tensor is read yet.
 
         `root` names the model if the run has several. `step` is by default the last step with such tensors. `layouts`
-        are those of `Run.view`. Raises LookupFailedError if there is no such model or step, or none of its values were
+        is as in `Run.view`. Raises LookupFailedError if there is no such model or step, or no values of the model were
         recorded.
         """
         if what not in SITES:
@@ -203,7 +203,7 @@ class Model:
 
     @property
     def step_before(self) -> int | None:
-        """The last earlier step with recorded values; None if there is none."""
+        """The last step before this one that has recorded values; None if there is none."""
         return max((step for step in self._steps if step < self.step), default=None)
 
     def _mine(self, table: Any) -> Any:
@@ -248,7 +248,7 @@ class Model:
             self.notes.append(f"{counted(len(gone), 'parameter')} {when}: {listed(gone)}")
 
     def _names_before(self) -> set[str]:
-        """Return the names with a gradient at the previous step: a kill within a step leaves only some gradients."""
+        """Return the names with a gradient at the recorded step before: a kill in a step leaves only some gradients."""
         if self.step_before is None:
             return set()
         table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
@@ -282,7 +282,7 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
 
 
 def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
-    # If a tie was broken later, the name has rows of its own.
+    # A name whose tie was broken later has rows of its own.
     names = {name: name if name in rows else tied for name, tied in known.names.items()}
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
@@ -291,13 +291,13 @@ def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[s
 
 
 def _is_part(name: str, taken: set[str]) -> bool:
-    """Return whether a row has only a part of a parameter, such as ``weight._scale``."""
+    """Return whether a name is that of a part of a parameter, such as ``weight._scale``."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in taken for i in range(1, len(parts)))
 
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row that the update used, among several rows of a name; a global row comes before ranks' own rows."""
+    """Return, of the rows of one name, the one that the update used; a global row comes before the ranks' own rows."""
 
     def order(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["repeat"], row["scope"] in (None, "final"), row["rank"] is None
@@ -320,10 +320,9 @@ class StateDict(NamedTuple):
     """The names in a model's state dict."""
 
     names: dict[str, str]
-    """The names of the state dict, in order, each with its name in rows, which differs for tied or shared parameters.
-    """
+    """By name in the state dict, in order, the name of the parameter's rows, which differs if it is tied or shared."""
     left_out: set[str]
-    """The names of buffers that are not persistent."""
+    """The names of buffers that are not persistent, and so not in the state dict."""
 
 
 def state_dict_of(run: Run, root: str) -> StateDict:
@@ -349,7 +348,7 @@ def state_dict_of(run: Run, root: str) -> StateDict:
 
 
 def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
-    """Add the names below further paths of shared modules, the innermost first, so that outer modules repeat them."""
+    """Add the names of shared modules below their further paths, innermost first, so that outer modules repeat them."""
     for alias, path in sorted(aliases.items(), key=lambda pair: -pair[1].count(".")):
         for name, recorded in list(names.items()):
             if not path or name.startswith(f"{path}."):
@@ -359,12 +358,12 @@ def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
 
 
 class Stages(NamedTuple):
-    """The parameters and buffers of a model by stage of a pipeline."""
+    """Which stages of a pipeline have which parameters and buffers of a model."""
 
     owners: dict[str, set[int]]
-    """The pipeline stages that have a parameter or buffer, by its name."""
+    """For each parameter or buffer, by its name, the numbers of the stages that have it."""
     missing: list[int]
-    """The stages for which no rank has a manifest."""
+    """The numbers of the stages for which no rank has a manifest."""
 
 
 def stages_of(run: Run) -> Stages:

@@ -1,8 +1,8 @@
-"""The tables of many runs: `runs`, `rows`, `probe` and `findings`, asked by SQL, or kept in an Iceberg catalog.
+"""The tables `runs`, `rows`, `probe` and `findings` about many runs, queried by SQL or kept in an Iceberg catalog.
 
-`rows` has a row for each row on disk, without payloads, in ranges of steps of which memory holds one. A catalog takes a
-run's part of each table as a whole, in one transaction, and `runs` last: a kill leaves a run that is registered again.
-pyiceberg and duckdb are imported where a caller asks for them.
+`rows` has a row for each row on disk, without its payload; memory holds one range of steps at a time. A catalog takes
+each table of a run as a whole, in one transaction, and `runs` last: if that is killed, the run is registered again
+later. pyiceberg and duckdb are imported where a caller asks for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...run.step_ranges import Attempts, Mapper, map_serially
 from ..check.check import check
 
 _MAX_ROWS = 1 << 19
-"""The most rows in memory at once, at 1 to 2 kB each; a step may have more."""
+"""The most rows in memory at once, at 1 to 2 kB each; a single step may have more rows."""
 _OF_RUN = [("run_id", pa.string()), ("day", pa.date32())]
 TABLES: dict[str, pa.Schema] = {
     "rows": pa.schema([*_OF_RUN, *((n, SCHEMA.field(n).type) for n in METADATA_COLUMNS)]),
@@ -55,16 +55,16 @@ TABLES: dict[str, pa.Schema] = {
         ]
     ),
 }  # fmt: skip
-"""The tables, `runs` last. `day` is the day in UTC on which a run was created."""
+"""The schemas of the tables, `runs` last. `day` is the day in UTC on which a run was created."""
 
 
 def tables_of(
     run: Run, names: Collection[str] = tuple(TABLES), *, max_rows: int = _MAX_ROWS, mapper: Mapper = map_serially
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the tables of a run in parts, each with its name; no part has more than about `max_rows` rows.
+    """Yield the tables of a run in parts, each with its table's name; no part has more than about `max_rows` rows.
 
-    Rows of steps that a restart repeated are left out, and so is what is damaged, of which `num_problems` is the count.
-    `mapper` reads ranges of steps for the findings, in this process or in others.
+    Rows of steps that a restart repeated are left out. Damaged rows are left out, too; the column `num_problems` has
+    the number of damages. `mapper` reads ranges of steps for the findings, in this process or in others.
     """
     makers: dict[str, Callable[[Run, int], Iterator[Any]]]
     makers = {"rows": _rows, "probe": _probe, "findings": partial(_findings, mapper=mapper), "runs": _run}
@@ -127,17 +127,17 @@ def _rows(run: Run, max_rows: int) -> Iterator[Any]:
 
 
 CONFIGURED = "recorder"
-"""The name of the catalog that is used without `--catalog`, where pyiceberg is configured for one."""
+"""The name of the catalog that is used without `--catalog`, if pyiceberg's configuration has a catalog of this name."""
 _BY_RUN = ("rows", "probe")
-"""The tables with many rows a run, whose files are kept apart by run and day."""
+"""The tables with many rows for each run; their files are partitioned by run and day."""
 _MAX_FILES = 64
-"""The most files of a table that is not kept apart: more are written anew as one."""
+"""The most files of a table that is not partitioned; a table with more files is rewritten as one."""
 _KEPT = timedelta(days=1)
-"""How long readers may use what a later registration has replaced."""
+"""How long files that a later registration has replaced are kept for their readers."""
 
 
 def is_configured(name: str) -> bool:
-    """Return whether pyiceberg is configured for a catalog of this name. UnsupportedError: there is no pyiceberg."""
+    """Return whether pyiceberg is configured for a catalog of this name; raise UnsupportedError without pyiceberg."""
     try:
         from pyiceberg.utils.config import Config
     except ImportError:
@@ -149,9 +149,9 @@ class RunTables:
     """The tables in an Iceberg catalog."""
 
     def __init__(self, where: str, *, is_new: bool = False) -> None:
-        """Open the catalog of a name that pyiceberg is configured for, or else of a folder, with SQLite.
+        """Open a catalog by its name in pyiceberg's configuration, or else the SQLite catalog in a folder of this name.
 
-        LookupFailedError is raised if there are no tables; with `is_new` they are made.
+        Raises LookupFailedError if the folder has no catalog, unless `is_new` is True: then the catalog is made.
         """
         is_folder = not is_configured(where)
         from pyiceberg.catalog import load_catalog
@@ -184,11 +184,11 @@ class RunTables:
         return table
 
     def has(self, run: Run) -> bool:
-        """Return whether the run is registered as it is now."""
+        """Return whether the tables have the run in its present size and state."""
         return self._registered.get(run.run_id) == (run.opened_bytes, state_of(run))
 
     def register(self, run: Run, mapper: Mapper = map_serially) -> int:
-        """Put the run into the tables, in place of what they have of it; return the number of its rows.
+        """Write the run into the tables, in place of its earlier rows there; return the number of its rows in `rows`.
 
         `mapper` reads ranges of steps for the findings, in this process or in others.
         """
@@ -206,7 +206,7 @@ class RunTables:
         return num_rows
 
     def tidy(self) -> None:
-        """Join small files, and remove those that only versions of yesterday and before have."""
+        """Join the files of a table that has many, and remove those that only table versions older than a day use."""
         for name, table in self._tables.items():
             if name not in _BY_RUN and len(table.inspect.files()) > _MAX_FILES:
                 table.overwrite(table.scan().to_arrow())
@@ -216,7 +216,7 @@ class RunTables:
                 table.io.delete(path)
 
     def dataset(self, name: str) -> Any:
-        """Return a table as a pyarrow dataset, of which DuckDB reads the columns and files that a question needs."""
+        """Return a table as a pyarrow dataset, of which DuckDB reads only the columns and files that a query needs."""
         import pyarrow.dataset as ds
         from pyiceberg.io.pyarrow import PyArrowFileIO
 
@@ -235,7 +235,7 @@ class RunTables:
 
 @contextmanager
 def opened_tables(where: str, *, is_new: bool = False) -> Iterator[RunTables]:
-    """Open `RunTables`; raise LookupFailedError if the catalog's database is locked or does not answer meanwhile."""
+    """Open `RunTables`; raise LookupFailedError if the catalog's database is locked, or fails in the `with` block."""
     is_configured(where)  # raises UnsupportedError without pyiceberg, which brings SQLAlchemy
     from sqlalchemy.exc import OperationalError
 
@@ -249,16 +249,16 @@ def opened_tables(where: str, *, is_new: bool = False) -> Iterator[RunTables]:
 
 
 class Answered(NamedTuple):
-    """The answer to a question in SQL."""
+    """The columns and rows that an SQL query returns."""
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
 
 
 def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
-    """Ask DuckDB about the tables of some runs, of which only those that the question names are made, or of a catalog.
+    """Run an SQL query with DuckDB on a catalog, or on those tables of some runs that the query names.
 
-    LookupFailedError is raised if the question does more than read, and with DuckDB's own words if it is wrong.
+    LookupFailedError is raised if the query does more than read, and with DuckDB's own words if it is wrong.
     """
     try:
         import duckdb

@@ -1,4 +1,4 @@
-"""The tensors of a run one after the other: which are selected, how they are named in files, and their bytes in spans.
+"""The tensors of a run to export: which are selected, how they are named in files, and their bytes in spans.
 
 The name of a tensor depends only on its row, and is never a path that leads upwards. Spans are bounded: a large tensor
 is read here, span by span. Several small tensors may be read at once by another process.
@@ -34,7 +34,7 @@ _BATCH_ITEMS = 65_536
 
 T = TypeVar("T")
 RowId = tuple[tuple[int, int], int]
-"""A range of steps, and the index of a row among all rows of the range."""
+"""Identifies a row: a range of steps, and the index of the row among all rows of the range."""
 
 
 class Span(NamedTuple):
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
 
 
 class SelectedRows:
-    """The selected rows of a run by ranges of steps: of the ranks' own rows, or of the global view."""
+    """Reads the selected rows of a run in ranges of steps: the ranks' own rows, or rows of the global view."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
         self._selection = selection
@@ -72,7 +72,7 @@ class SelectedRows:
         self._held: tuple[tuple[int, int], Any] | None = None
 
     def all_of(self, first: int, last: int) -> Any:
-        """Return the `GlobalRows` of some steps. The last result is cached."""
+        """Return the `GlobalRows` of a range of steps. The last result is cached."""
         if self._held is None or self._held[0] != (first, last):
             self._held = None
             self._held = (first, last), self._view.rows(first, last)
@@ -95,7 +95,7 @@ def view_of(run: Run, options: GlobalOptions) -> GlobalView:
 
 
 class Chosen(NamedTuple):
-    """The selected rows of some steps."""
+    """The selected rows of a range of steps."""
 
     first: int
     last: int
@@ -111,7 +111,7 @@ class Chosen(NamedTuple):
 class Choosing:
     """Finds the selected rows of ranges of steps.
 
-    `with_values` leaves out rows without values, and rows that lack ranks unless the options include them.
+    `with_values` leaves out rows without values, and rows that lack the values of ranks unless the options allow it.
     """
 
     def __init__(
@@ -162,15 +162,15 @@ class Tensors:
         self._mapper = mapper
         self._large = SelectedRows(run, selection, options)
         self.problems = Problems(selection)
-        """Contradictions in the part of the global view that was read."""
+        """Contradictions between ranks, in the part of the global view that was read."""
         self.is_damaged = False
         """Whether anything that was read is damaged, here or in a worker process."""
 
     def chosen(self, columns: Sequence[str], partial: MissingRanks, *, with_values: bool = False) -> Iterator[Chosen]:
         """Yield the selected rows, by ranges of steps in their order.
 
-        Every selected row is added to `partial`. `with_values` leaves out rows without values, and rows that lack ranks
-        unless the options include them.
+        The ranks that selected rows lack are added to `partial`. `with_values` leaves out rows without values, and rows
+        that lack ranks unless the options include them.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         step_ranges = global_step_ranges(view_of(self._run, self._options))
@@ -181,7 +181,7 @@ class Tensors:
             yield one
 
     def entries(self, partial: MissingRanks) -> list[Entry]:
-        """Return the selected tensors that have values, in their order; every selected row is added to `partial`.
+        """Return the selected tensors that have values, in order; `partial` gets the ranks that selected rows lack.
 
         Raises LookupFailedError if nothing is selected, or no selected row has values.
         """
@@ -216,7 +216,7 @@ class Tensors:
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 
     def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[RowId, str]:
-        """Return the rows, given by steps, index and type, whose values cannot be read, with the reason."""
+        """Return the rows whose values cannot be read, with the reason; `rows` has steps, index and dtype of each."""
         unreadable: dict[RowId, str] = {}
         for first, last, at, dtype in rows:
             try:
@@ -227,7 +227,7 @@ class Tensors:
         return unreadable
 
     def in_turn(self, entries: Sequence[Entry]) -> SpansOf:
-        """Return a function for the bytes of tensors, which must be called in exactly this order.
+        """Return a function that yields a tensor's bytes; it must be called for the tensors in exactly this order.
 
         Several small tensors are read at once, large ones span by span. The spans raise CorruptError if the bytes are
         not those that were written.
@@ -262,7 +262,7 @@ def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iterator[list[T]]:
-    """Yield batches of consecutive items with one key, of at most `BATCH_BYTES`; `size_of` gives key and bytes."""
+    """Yield batches of consecutive items with equal keys, of at most `BATCH_BYTES`; `size_of` returns key and bytes."""
     batch: list[T] = []
     last, total_bytes = None, 0
     for item in items:
@@ -277,7 +277,7 @@ def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iter
 
 
 def _read(column: str, text: str | None) -> Any:
-    """Decode a column of JSON. A text that is no JSON is returned unchanged."""
+    """Decode the text of a column of JSON. A text that is no JSON is returned unchanged."""
     if text is None or column in ("scale", "layout_source"):
         return text
     try:
@@ -297,13 +297,13 @@ _DEFAULTS: dict[str, Any] = {
     "micro_step": 0, "call": 0, "repeat": 0, "mode": "train", "root": "model", "scope": None, "rank": None
 }  # fmt: skip
 ROOT = "(root)"
-"""The level that represents the empty path. A module of this name would be spelled %28root%29."""
+"""The level of a tensor's name that stands for the empty module path. A module of this name is spelled %28root%29."""
 NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
 """The columns from which the name of a tensor is derived."""
 
 
 def tensor_name(row: Mapping[str, Any]) -> str:
-    """Return a name such as ``step=3/layers.0.mlp/output``, then the name at the site, and unusual columns."""
+    """Return a tensor's name: ``step=3/layers.0.mlp/output``, then the name at the site, and unusual columns."""
     levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
     if row["name"]:
         levels.append(as_level(row["name"]))

@@ -1,1 +1,1 @@
-"""Proofs about a program: that recording changes nothing, and that a resumed run is the one that was interrupted."""
+"""Proofs about a program: recording does not change it, and a resumed run continues the interrupted one exactly."""

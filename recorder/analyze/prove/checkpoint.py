@@ -1,6 +1,6 @@
-"""Shows whether a checkpoint holds what the run held: `prove_checkpoint` launches a program, and reads what it saved.
+"""Shows whether a checkpoint holds the run's state: `prove_checkpoint` launches a program, and reads what it saved.
 
-Files of `torch.save`, `torch.distributed.checkpoint` and safetensors are read, under whatever names a program keeps its
+Files of `torch.save`, `torch.distributed.checkpoint` and safetensors are read, whatever names a program gives its
 state. torch is imported where a checkpoint is read, and only there. A class that a file names is never imported.
 """
 
@@ -38,19 +38,19 @@ from .launches import (
 from .resume import LEFTOVER, OLD, BothLaunches, Pair, is_leftover, votes_of
 
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(_reconstruct|scalar)|numpy\.(ndarray|dtype)")
-"""The names in a file that make arrays of numpy, as a random state has, and nothing else."""
+"""The names in a file that rebuild numpy's arrays, as in a random state; no other name of numpy is accepted."""
 _GENERATOR_BYTES = {5056: "cpu", 16: "cuda"}
-"""The sizes of torch's random states."""
+"""By size in bytes of a random state of torch, the kind of generator that has it."""
 _CLOCKS_APART_NS = 1_000_000_000
-"""How far the clock of a file system may be behind that of this process."""
+"""By how many nanoseconds a file system's clock may be behind that of this process."""
 _MOVED = "moved"
-"""In place of a digest: the checkpoint has a random state, which has moved on before the step began."""
+"""Replaces the digest of a random state in the checkpoint that was no longer current at the beginning of any step."""
 _HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
-"""The kinds of values that a checkpoint should hold."""
+"""The kinds of values that a checkpoint should hold; the kind is the first word of a value's key."""
 
 
 class _StandIn:
-    """In place of an object whose class is the program's own; its attributes are those of the object."""
+    """Replaces an object of a program's own class, which is not imported; it has the object's attributes."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -59,12 +59,12 @@ class _StandIn:
 @dataclass(slots=True)
 class _SavedValue:
     path: str
-    """The keys that lead to the value, with dots between. The number of a parameter in an optimizer follows a ``#``."""
+    """The keys that lead to the value, joined by dots. A ``#`` stands before a parameter's number in an optimizer."""
     value: Any
     _described: dict[str, str] = field(default_factory=dict)
 
     def described(self, like: str) -> str:
-        """Return the value as the probe describes values: the part of a tensor that a described value is, or all."""
+        """Return the value's description as the probe makes it, of the same part of the tensor as `like` has."""
         part = like.partition("[")[2]
         if part not in self._described:
             value = self.value
@@ -82,19 +82,19 @@ class _SavedValue:
 
 @dataclass(slots=True)
 class Contents:
-    """What a checkpoint holds."""
+    """The values and the random states in a checkpoint."""
 
     leaves: dict[str, list[_SavedValue]] = field(default_factory=dict)
-    """The values by their paths; several where the ranks' files have the same paths."""
+    """The values by their paths; a path has several values if several ranks' files have this path."""
     random_states: list[tuple[str, str]] = field(default_factory=list)
-    """What has a random state of this form (``cpu``, ``cuda``, ``python`` or ``numpy``), and the state's digest."""
+    """For each random state, the kind of generator (``cpu``, ``cuda``, ``python``, ``numpy``), and its digest."""
     saved_ns: int = 0
-    """When the last file was written; nanoseconds since 1970."""
+    """The time at which the newest file was written, in nanoseconds since 1970."""
     unread: list[str] = field(default_factory=list)
-    """The names of files that could not be read, with the reason."""
+    """The names of the files that could not be read, each with the reason."""
 
     def add(self, value: Any, path: str = "", *, by_number: bool = False) -> None:
-        """Add all values of a tree of dicts, lists and objects."""
+        """Add all values in a tree of dicts, lists and objects."""
         inner: Mapping[Any, Any] | None = None
         if (state := _random_state(value)) is not None:
             self.random_states.append(state)
@@ -113,7 +113,7 @@ class Contents:
 
 
 def _random_state(value: Any) -> tuple[str, str] | None:
-    """Return the random state that a value is, with the digest that the probe takes of it."""
+    """Return the kind of generator and the probe's digest if a value is a random state; else None."""
     probe = import_module("recorder_probe")
     if hasattr(value, "untyped_storage"):
         is_state = str(value.dtype) == "torch.uint8" and value.dim() == 1 and value.numel() in _GENERATOR_BYTES
@@ -130,9 +130,9 @@ def _random_state(value: Any) -> tuple[str, str] | None:
 
 
 def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
-    """Read the newest checkpoint in a folder, or the one that `place` is, of the files that have changed since a time.
+    """Read the newest checkpoint in the folder `place`, or `place` itself, from the files changed since `since_ns`.
 
-    Raises LookupFailedError if there is none.
+    Raises LookupFailedError if there is no checkpoint.
     """
     every = {path: time_ns for path in (place, *place.rglob("*")) if (time_ns := _saved_at(path)) >= 0}
     times = {path: time_ns for path, time_ns in every.items() if time_ns >= since_ns}
@@ -155,7 +155,7 @@ def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
 
 
 def _saved_at(path: Path) -> int:
-    """Return when a checkpoint was saved as this file, or in this folder, in nanoseconds; -1 if it is no checkpoint."""
+    """Return when the checkpoint in this file or folder was saved, in nanoseconds since 1970; -1 if it is none."""
     metadata = path / ".metadata"
     if metadata.is_file():
         return metadata.stat().st_mtime_ns
@@ -165,7 +165,7 @@ def _saved_at(path: Path) -> int:
 
 
 def _of_one_checkpoint(files: Sequence[Path], num_ranks: int) -> Iterator[Path]:
-    """Yield files, the newest first, without those of earlier steps: names that differ in a number that is no rank."""
+    """Yield the files of the newest step: names of other steps differ from it in a number that is no rank."""
     newest: dict[str, list[int]] = {}
     for path in files:
         numbers = [int(number) for number in re.findall(r"\d+", path.name)]
@@ -200,21 +200,21 @@ def _real_or_stand_in(name: str) -> Any:
 
 
 class _Match:
-    """The values of a checkpoint under the keys of one rank's values, by name, or else by content."""
+    """Finds the values of a checkpoint that are one rank's values, by name or else by content."""
 
     def __init__(self, seen: RankSeen, contents: Contents) -> None:
         self.now: dict[str, str] = {}
         self.used: set[str] = set()
-        """The paths of the values that the rank has."""
+        """The paths of the checkpoint's values that were found to be values of the rank."""
         self._leaves = contents.leaves
         self._looked: dict[str, list[str]] = {}
-        """The digests of each key, those of the last step first."""
+        """For each key, the digests that the probe saw as steps began, the last step first."""
         for look in reversed(seen.looks):
             for key, digest in look.digests.items():
                 if key.partition(" ")[0] in _HELD:
                     self._looked.setdefault(key, []).append(digest)
         self._paths: dict[str, list[tuple[str, str]]] = {}
-        """Each path, and the path with names in place of the parameters' numbers, by the path's last part."""
+        """By the last part of a path: the path, and the same path with parameters' names in place of their numbers."""
         for path, name in self._with_names().items():
             self._paths.setdefault(name.rpartition(".")[2], []).append((path, name))
         self._match(
@@ -223,11 +223,11 @@ class _Match:
         self._match_random_states(contents.random_states)
 
     def _with_names(self) -> dict[str, str]:
-        """Return each path with the name of a parameter in place of its number in an optimizer."""
+        """Return, by path, the path with a parameter's name in place of the parameter's number in an optimizer."""
         parameters = {key.removeprefix("param ") for key in self._looked}
         owners: dict[str, None] = {}
         owner_of: dict[str, str] = {}
-        """The names of parameters by the digests of their state."""
+        """By the digest of an optimizer state, the name of its parameter."""
         for key, digests in self._looked.items():
             parts = key.removeprefix("optim ").split(".")
             if key.startswith("optim "):
@@ -252,7 +252,7 @@ class _Match:
                 yield path
 
     def _match(self, keys: Sequence[str]) -> None:
-        """Match keys, the longest names first, because ``average.0.weight`` ends with ``0.weight``, too."""
+        """Match keys with paths, the longest names first, because ``average.0.weight`` ends with ``0.weight``, too."""
         contents = {leaf.described(""): path for path, leaves in self._leaves.items() for leaf in leaves}
         for key in keys:
             paths = list(self._named(key))
@@ -286,7 +286,7 @@ class _Match:
 
 
 def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
-    """Return whether a checkpoint holds what the run held as one of its steps began."""
+    """Judge whether a checkpoint holds the state that the run had at the beginning of one of its steps."""
     notes = [f"not read: {listed(contents.unread, MAX_LISTED)}"] if contents.unread else []
     pairs: list[Pair] = []
 
@@ -315,7 +315,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         why = "it is stale, unless it is saved in the background or in the middle of the step"
         notes.append(f"the checkpoint was written after step {step} had begun: {why}")
     aside: dict[str, dict[str, None]] = {}
-    """Random states that need not be those of the step, by the words that say why."""
+    """Random states that need not be those of the step, by the reason in words."""
     for rank, match in matches.items():
         digests = run.ranks[rank].looks[start].digests
         then = {
@@ -360,7 +360,7 @@ def _extra(contents: Contents, matches: Mapping[int, _Match], looks: Sequence[Lo
 
 
 def prove_checkpoint(launches: Launches, command: Sequence[str], place: Path) -> Proven:
-    """Run a program for some steps, and judge whether the last checkpoint that it has saved holds what it should.
+    """Run a program for some steps, and judge whether its last checkpoint holds the state of the run.
 
     Raises LookupFailedError if the program has saved no checkpoint.
     """

@@ -1,6 +1,6 @@
-"""Launches a program under the probe, and reads what the probe saw of each rank: what all proofs need.
+"""Launches a program under the probe, and reads what the probe saw of each rank, for all proofs.
 
-A proof launches the program several times and compares. torch is never imported here.
+A proof launches the program several times, and compares the launches. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ NOUNS = {
     "batch": "batch",
     "grad": "gradient",
 }
-"""What a value of each kind is called; the kind is the first word of a key of `Look.digests`."""
+"""For each kind of value, its noun in messages; the kind is the first word of a key of `Look.digests`."""
 GENERATORS = {"cpu": "the CPU", "cuda": "the GPU", "python": "Python", "numpy": "NumPy"}
 MAX_LISTED = 4
 """The most values that a message names."""
 
 
 def values_named(keys: Iterable[str]) -> str:
-    """Return which values of one kind these are: ``parameters w, b``, ``random state of the CPU``."""
+    """Return words that name values of one kind, such as ``parameters w, b`` or ``random state of the CPU``."""
     keys = list(dict.fromkeys(keys))
     kind = keys[0].partition(" ")[0]
     if kind == "rng":
@@ -63,27 +63,27 @@ def values_named(keys: Iterable[str]) -> str:
 
 
 def on_ranks(ranks: Collection[int]) -> str:
-    """Return on which ranks something is: `` on ranks 0, 1``; empty for no ranks."""
+    """Return words that name ranks, such as `` on ranks 0, 1``; empty if there are no ranks."""
     return f" on {named('rank', sorted(ranks))}" if ranks else ""
 
 
 def count_kinds(keys: Iterable[str]) -> Counter[str]:
-    """Return how many values there are of each kind, by the plural of the kind's noun."""
+    """Return how many values there are of each kind, under the plural of the kind's noun."""
     nouns = {kind: plural(noun, 2) for kind, noun in NOUNS.items()} | {"other": "values beside the model"}
     return Counter(nouns[kind] for key in keys if (kind := key.partition(" ")[0]) in nouns)
 
 
 class Look(NamedTuple):
-    """The state of one rank around one update by one optimizer."""
+    """The digests of one rank's values around one update by one optimizer."""
 
     step: int
     digests: Mapping[str, str]
-    """The digest of each value; a key is kind and name with a space between: ``param blocks.0.weight``."""
+    """The digest of each value, by its kind and name with a space between, such as ``param blocks.0.weight``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeen:
-    """The steps and the printed lines of one rank in one launch."""
+    """What the probe saw of one rank in one launch: the updates, and the printed lines."""
 
     pid: int
     looks: tuple[Look, ...]
@@ -111,7 +111,7 @@ class Observed:
 
     @property
     def steps(self) -> list[int]:
-        """The step of each update, by any optimizer, that was seen on every rank."""
+        """For each update, by any optimizer, that was seen on every rank: the step of the update."""
         return [look.step for look in min((rank.looks for rank in self.ranks.values()), key=len, default=())]
 
 
@@ -144,9 +144,9 @@ def read_observed(folder: Path, exit_code: int) -> Observed:
 _PROBE, _PROBE_STEPS, _PROBE_RESUME = "_RECORDER_PROBE", "_RECORDER_PROBE_STEPS", "_RECORDER_PROBE_RESUME"
 """The environment variables that configure `recorder_probe`, which does not import this package."""
 RESUMED = "resumed"
-"""The folder, inside that of a killed launch, for the processes that go on; `recorder_probe` makes it as well."""
+"""The subfolder of a killed launch's folder in which the resumed processes write; `recorder_probe` makes it, too."""
 _END_S = 90.0
-"""The seconds that a program may take to end once all its ranks have done their steps."""
+"""How many seconds a program may take to end once all its ranks have done their steps."""
 _POLL_S = 0.2
 _TAIL_LINES = 15
 
@@ -156,7 +156,7 @@ class Proven(NamedTuple):
 
     proof: Proof
     runs: tuple[Run, ...]
-    """The runs in which the verdict is kept: several if the ranks could not agree on one, none without a recording."""
+    """The runs in which the verdict is stored: several if the ranks found no common one, none without a recording."""
     said: str
     """The last lines that the command wrote if it failed; else empty."""
 
@@ -180,10 +180,10 @@ def reply_of(proved: Proven) -> Reply:
 
 
 class Launches:
-    """The launches of one proof, each of which leaves what its probes write in a temporary folder of its own."""
+    """The launches of one proof. The probes of each launch write into a temporary folder of their own."""
 
     def __init__(self, environ: Mapping[str, str], num_steps: int, report: Callable[[str], None]) -> None:
-        """`environ` records, with the user's settings. `report` is called with a text about the next launch."""
+        """`environ` turns recording on, with the user's settings. `report` gets a text before each launch."""
         self.environ = environ
         self.num_steps = num_steps
         self._report = report
@@ -192,7 +192,7 @@ class Launches:
         self._temporary = tempfile.TemporaryDirectory(prefix="recorder-prove-")
         self._commands: list[str] = []
         self._said = ""
-        """The last lines that the last failed launch wrote."""
+        """The last lines of the output of the last launch that failed."""
 
     def __enter__(self) -> Launches:
         return self
@@ -206,8 +206,8 @@ class Launches:
     ) -> Observed:  # fmt: skip
         """Run a command until each rank has made its steps, and return what the probes saw.
 
-        With `resume` the probe looks at each step's state before the step: ``killed`` or `RESUMED`. Raises
-        LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.
+        With `resume` (``killed`` or `RESUMED`), the probe reads the state before each step. Raises LookupFailedError if
+        two processes trained as one rank, and OSError if the command cannot be run.
         """
         self._commands.append(shlex.join(command))
         self._report(f"{len(self._commands)}: {what}")
@@ -236,7 +236,7 @@ class Launches:
     def launch_to_resume(
         self, command: Sequence[str], again: str, resumed_command: Sequence[str], num_resumed_steps: int | None = None
     ) -> tuple[Observed, Observed]:
-        """Run the command until its ranks kill themselves, and run the other command, unless the launcher restarts."""
+        """Run the command until its ranks kill themselves; then run the other one, unless the launcher restarts."""
         folder = Path(self._temporary.name) / "killed"
         what = f"to be killed at the end of step {self.num_steps - 1}"
         killed = self.launch(what, command, resume="killed", folder=folder)
@@ -251,7 +251,7 @@ class Launches:
         return killed, resumed
 
     def proven(self, proof: Proof, *recorded: Observed) -> Proven:
-        """Write the certificate into the runs that launches have recorded, and return it with these runs."""
+        """Write the proof into the runs that these launches have recorded, and return it with these runs."""
         seen = [rank for launch in recorded for rank in launch.ranks.values()]
         commands = tuple(dict.fromkeys(self._commands))
         proof = replace(proof, commands=commands, commit=_commit(), time_ns=time.time_ns())
@@ -266,7 +266,7 @@ class Launches:
         return Proven(proof, runs, self._said)
 
     def runs_of(self, *recorded: Observed) -> tuple[Run, ...]:
-        """Return the runs that launches have recorded. Runs that were there before the first launch do not count."""
+        """Return the runs that these launches have recorded. Runs from before the first launch do not count."""
         pids = {rank.pid for launch in recorded for rank in launch.ranks.values()}
         runs = []
         for found in runs_in(self._recordings, without=self._before) if self._recordings.is_dir() else ():
@@ -293,7 +293,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 
 def _is_done(folder: Path) -> bool:
-    """Return whether the probe has ended the program on all ranks, so that the exit code is not the program's own."""
+    """Return whether the probe ended the program on all ranks; then the exit code is not the program's own."""
     if (folder / RESUMED).is_dir():  # the launcher started the ranks anew after they were killed
         folder = folder / RESUMED
     num_done = len(list(folder.glob("*.done")))

@@ -1,8 +1,8 @@
 """Shows whether a program trains the same with the recorder (`prove`), or on another number of ranks (`prove_world`).
 
-`judge` compares two plain launches with a recorded one, without any process or file. Sums over other ranks round
-otherwise: how far rounding goes is measured by a launch whose inputs are moved by one part in the last place; see
-`recorder.analyze.diff.noise`. torch is never imported here.
+`judge` compares two launches without the recorder with a recorded one; it starts no process and opens no file. On
+another number of ranks, sums are rounded differently. A launch whose inputs are changed in the last place measures how
+far rounding goes; see `recorder.analyze.diff.noise`. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class _Difference(NamedTuple):
 
 class _Course(NamedTuple):
     step: int | None
-    """The first step with a difference, with its differences on all ranks."""
+    """The first step with a difference on any rank, None if there is none; `differences` are all those of this step."""
     differences: Sequence[_Difference]
     compared: Mapping[str, int]
     """The number of values that were compared, by kind."""
 
 
 def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: int) -> Proof:
-    """Return whether the recorder has changed the training.
+    """Judge whether the recorder has changed the training.
 
-    Differences between the two plain launches, `plain` and `again`, are the program's own. Each launch was asked to
-    make `num_steps` steps.
+    Two launches without the recorder, `plain` and `again`, show by which differences the program does not repeat
+    itself. Each launch was asked to make `num_steps` steps.
     """
     notes: list[str] = []
     num_steps_compared = min(plain.num_steps, recorded.num_steps)
@@ -140,7 +140,7 @@ def _described(differences: Sequence[_Difference]) -> str:
 
 
 def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes: list[str]) -> tuple[str, int]:
-    """Return the first difference in the lines that ranks printed, and how many lines were compared."""
+    """Return in words how the lines that a rank printed differ under the recorder, and how many were compared."""
     num_compared = num_left_out = 0
     problem = ""
     for rank in plain.ranks:
@@ -178,13 +178,13 @@ def prove(launches: Launches, command: Sequence[str]) -> Proven:
 
 
 _NUM_RANKS = re.compile(r"(--nproc[-_]per[-_]node|--num[-_]processes|-np)(=(.*))?")
-"""The option of torchrun, `accelerate launch` or mpirun that says how many ranks are started."""
+"""Matches the option of torchrun, `accelerate launch` or mpirun that says how many ranks are started."""
 _RULES = "site=param,buffer,grad,optim keep=tensor,stats,fingerprint; site=input,output,grad_output keep=stats"
-"""What is recorded unless the user has rules: state and gradients in full, which tell rounding from an error best."""
+"""The recording rules unless the user has some: state and gradients in full, which best tell rounding from an error."""
 
 
 def asked_ranks(command: Sequence[str]) -> str:
-    """Return how many ranks a command starts, as it says; empty if it does not say."""
+    """Return, as text, how many ranks a command's options ask for; empty if no option says so."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if option := _NUM_RANKS.fullmatch(word):
             return option[3] or following
@@ -192,7 +192,7 @@ def asked_ranks(command: Sequence[str]) -> str:
 
 
 def on_other_ranks(command: Sequence[str], num_ranks: int) -> list[str]:
-    """Return a command that starts another number of ranks. Raises LookupFailedError if it has no option for that."""
+    """Return the command with another number of ranks. Raises LookupFailedError if it has no option for the number."""
     changed = list(command)
     for i, word in enumerate(command):
         if option := _NUM_RANKS.fullmatch(word):
@@ -205,13 +205,13 @@ def on_other_ranks(command: Sequence[str], num_ranks: int) -> list[str]:
 
 
 class Batches(NamedTuple):
-    """How the batches of two launches on other ranks compare."""
+    """How the batches of two launches on different numbers of ranks compare."""
 
     problem: str
-    """What is read otherwise at the first step at which other samples are read; empty if there is none."""
+    """How the samples differ, at the first step at which they do; empty if they never do."""
     step: int | None
     order: str
-    """Whether the samples of each step come in the same order."""
+    """In words, whether the samples of each step come in the same order; empty if the samples differ."""
     num_samples: int
 
 
@@ -235,7 +235,7 @@ def compare_batches(one: Observed, other: Observed, start: int) -> Batches:
 
 
 def _samples(seen: Observed, i: int) -> list[str]:
-    """Return the digests of the samples of a step: of the first micro-batch of each rank, then of the next one."""
+    """Return the digests of the samples of step `i`: all ranks' first micro-batches, then all second ones."""
     batches = [
         [batch for look in rank.looks if look.step == i for batch in of_kind(look.digests, "batch").values()]
         for rank in seen.ranks.values()
@@ -245,7 +245,7 @@ def _samples(seen: Observed, i: int) -> list[str]:
 
 
 def judge_world(one: Observed, other: Observed, runs: Sequence[Run], start: int) -> Proof:
-    """Return whether two launches on other ranks train one model. `runs` are theirs, and that which shows rounding."""
+    """Judge whether two launches on different numbers of ranks train one model; the third run shows rounding."""
     batches = compare_batches(one, other, start)
     notes: list[str] = []
     compared = {"samples": batches.num_samples}
@@ -294,9 +294,9 @@ def _farthest(one: Run, other: Run) -> str:
 def prove_world(
     launches: Launches, command: Sequence[str], other_command: Sequence[str], resumed_command: Sequence[str] = ()
 ) -> Proven:
-    """Run a program on its ranks, once more with moved inputs, and on other ranks, and judge whether it is one model.
+    """Run a program on its own number of ranks, there again with moved inputs, and on other ranks; compare the models.
 
-    With a command that resumes it, the program is killed first, and all of these go on from its checkpoint.
+    Given a command that resumes it, the program is first killed, and these three launches continue from its checkpoint.
     """
     if launches.environ.keys().isdisjoint(("RECORDER_RULES", "RECORDER_PRESET")):
         launches.environ = {**launches.environ, "RECORDER_RULES": _RULES}

@@ -1,4 +1,4 @@
-"""Shows whether a resumed program is the one that was interrupted: `prove_resume` kills it, resumes it and compares.
+"""Shows whether a resumed program continues as the interrupted one: `prove_resume` kills, resumes and compares it.
 
 The launch that is killed runs some steps past its last checkpoint. So it also shows how the program goes on without an
 interruption. `judge_resume` compares the two launches, without any process or file. torch is never imported here.
@@ -16,18 +16,18 @@ from ...system.text import counted, listed, named
 from .launches import MAX_LISTED, Launches, Look, Observed, Proven, count_kinds, on_ranks, values_named
 
 _STATE = ("param", "buffer", "optim", "update", "setting", "schedule", "scaler", "flag", "other", "variable", "rng")
-"""The kinds of state, causes before effects."""
+"""The kinds of state; a kind that causes differences in another one comes before it."""
 _BESIDE = ("other", "variable", "rng")
-"""The kinds of state that a resumed process may have more of, such as what it has loaded."""
+"""The kinds of state of which a resumed process may have more, such as the checkpoint that it loaded."""
 _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
 """The kinds of values that show at which step the resumed run goes on."""
 _WORKERS = "other DataLoader.num_workers"
-"""The key by which the probe says that worker processes load the data; their random states are not seen."""
+"""The key with which the probe says that worker processes load the data; the workers' random states are not seen."""
 _Digests = Mapping[str, str]
 
 
 class Pair(NamedTuple):
-    """One update of one rank in both launches."""
+    """The digests of one rank's values at one update, in both launches."""
 
     step: int
     rank: int
@@ -43,9 +43,9 @@ LEFTOVER = f"the first launch already began from a checkpoint that is {OLD}; its
 
 
 def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proof:
-    """Return whether the resumed launch goes on as the killed launch did.
+    """Judge whether the resumed launch continues as the killed launch did.
 
-    Steps are those of the killed launch, which was killed at the end of its step ``num_steps - 1``.
+    Step numbers are those of the killed launch, which was killed at the end of its step ``num_steps - 1``.
     """
     notes: list[str] = []
     updates: list[list[Pair]] = []
@@ -123,13 +123,13 @@ def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
 
 
 def is_leftover(launch: Observed) -> bool:
-    """Return whether a launch has loaded a checkpoint: its optimizers have made steps as it begins."""
+    """Return whether a launch began from a checkpoint: its optimizers have a state other than zero before any step."""
     first = [item for seen in launch.ranks.values() for item in seen.looks[0].digests.items()]
     return any(key.startswith("optim ") and digest[0] != "=" and " zero " not in digest for key, digest in first)
 
 
 def start_of(killed: Observed, resumed: Observed) -> int | None:
-    """Return the update of the killed launch with which the resumed launch goes on; None if it starts anew."""
+    """Return the killed launch's update with which the resumed launch continues, by index; None if it starts anew."""
     votes = votes_of(killed, resumed)
     if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
         return None
@@ -137,9 +137,9 @@ def start_of(killed: Observed, resumed: Observed) -> int | None:
 
 
 def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
-    """Return at which updates of the killed launch most values of a kind were what the resumed launch begins with.
+    """Return, by update of the killed launch, the kinds of values of which most equal the resumed launch's first ones.
 
-    A kind that was most equal at update 0 has no vote: it was not restored, or never changes.
+    A kind whose values agree most at update 0 has no vote: it was not restored, or it never changes.
     """
     votes: dict[int, list[str]] = {}
     for kind in _ALIGNING:
@@ -157,18 +157,18 @@ def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
 
 
 class BothLaunches:
-    """The updates that both launches have made."""
+    """Compares the updates that both launches have made."""
 
     def __init__(self, killed: Observed, updates: Sequence[Sequence[Pair]], notes: list[str]) -> None:
-        """`notes` takes differences that change nothing, such as random states that no step draws from."""
+        """Differences that do not matter, such as random states that no step draws from, are added to `notes`."""
         self._killed = killed
         self._updates = updates
         self._notes = notes
         self.suspects: list[str] = []
-        """Differences as the last update that was compared began, which are a loss if gradients differ as well."""
+        """Differences before the last compared update; they are a loss of state only if gradients differ as well."""
 
     def state_findings(self, i: int) -> list[str]:
-        """Return in words each way in which a kind of state differs as an update begins."""
+        """Return in words how each kind of state differs before update `i`; values that differ alike share a text."""
         texts: list[str] = []
         self.suspects = []
         for kind in _STATE:
@@ -241,7 +241,7 @@ class BothLaunches:
         return f"{values_named(keys)} {how}{on}"
 
     def batch_findings(self) -> Iterator[tuple[int, str]]:
-        """Yield each way in which ranks read other batches, after the first step at which they do."""
+        """Yield the first step at which ranks read other batches, and how in words; once for each way and step."""
         ranks_of: dict[tuple[int, str], list[int]] = {}
         for rank, seen in self._killed.ranks.items():
             pairs = [pair for update in self._updates for pair in update if pair.rank == rank]
@@ -252,7 +252,7 @@ class BothLaunches:
             yield step, f"the resumed run {text} ({named('rank', ranks)}, step {step})"
 
     def gradients(self, i: int) -> str:
-        """Return which gradients of a step differ, on which ranks; empty if none do."""
+        """Return in words which gradients of update `i` differ, and on which ranks; empty if none does."""
         places = [
             (key, pair.rank)
             for pair in self._updates[i]
@@ -265,7 +265,7 @@ class BothLaunches:
 
 
 def _reading(pairs: Sequence[Pair], looks: Sequence[Look]) -> str:
-    """Return in words which batches a resumed run reads in place of its own; `looks` are those of the killed launch."""
+    """Return in words which batches a resumed run reads instead of the right ones; `looks` are of the killed launch."""
     then, now = (list(of_kind(digests, "batch").values()) for digests in (pairs[0].then, pairs[0].now))
     if now and len(now) < len(then) and then[-len(now) :] == now:
         return f"makes the step from {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
@@ -290,12 +290,12 @@ def _reading(pairs: Sequence[Pair], looks: Sequence[Look]) -> str:
 
 
 def _distance(earlier: _Digests, later: _Digests) -> int:
-    """Return how many new iterators of DataLoaders lead from one random state of the CPU to another; 0 if none do."""
+    """Return how many new iterators of DataLoaders lead from one random state of the CPU to the other, or 0."""
     return next((int(key[6:]) for key, state in of_kind(earlier, "ahead").items() if state == later["rng cpu"]), 0)
 
 
 def of_kind(digests: _Digests, kind: str) -> dict[str, str]:
-    """Return the digests of one kind, in their order."""
+    """Return the digests of the values of one kind, in their order."""
     return {key: digest for key, digest in digests.items() if key.startswith(f"{kind} ")}
 
 
@@ -304,6 +304,6 @@ def _has_other_batches(pair: Pair) -> bool:
 
 
 def prove_resume(launches: Launches, command: Sequence[str], resumed_command: Sequence[str]) -> Proven:
-    """Run a program until it has made some steps, kill it, resume it, and judge whether it goes on as it did."""
+    """Run a program for some steps, kill it, resume it, and judge whether it continues as the killed one did."""
     killed, resumed = launches.launch_to_resume(command, "resumed", resumed_command)
     return launches.proven(judge_resume(killed, resumed, num_steps=launches.num_steps), killed, resumed)

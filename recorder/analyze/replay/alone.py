@@ -31,7 +31,7 @@ from torch import nn
 
 VERSION = 1
 ROUNDING = 64
-"""The number of units in the last place of the largest value up to which a difference counts as rounding."""
+"""A difference counts as rounding up to this many units in the last place of the tensor's largest element."""
 EQUAL, ROUNDED, TOTAL, DIFFERENT = "bit-equal", "within rounding", "not judged", "different"
 _TYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -153,7 +153,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
 
 
 class _Call(NamedTuple):
-    """A recorded call, with the device on which it is run, and its dtype there (None for the recorded dtypes)."""
+    """A recorded call, with the device and the dtype in which it is run (None: the recorded dtypes)."""
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
@@ -351,7 +351,7 @@ class _Enter(torch.autograd.Function):
 
 
 _Inputs = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""For each argument name, the leaf that gets the gradient, and the tensor that is passed to the module."""
+"""For each argument, by name, the leaf tensor that gets the gradient, and the tensor that the module is given."""
 
 
 def _inputs(call: _Call) -> _Inputs:

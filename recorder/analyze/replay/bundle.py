@@ -34,7 +34,7 @@ VERSION = 1
 """The version of the folder's format. The script in the folder accepts no other version."""
 BUNDLE, TENSORS, SCRIPT = "bundle.json", "tensors.safetensors", "replay.py"
 _KEY = ("attempt", "root", "micro_step", "call", "mode")
-"""The columns that all rows of one call share, besides module, step and rank."""
+"""The columns that have equal values in all rows of one call, besides module, step and rank."""
 _COLUMNS = (*_KEY, "site", "name", "phase", "scope", "repeat", "rank", "module_path", "dtype", "shape", "encoding")
 _ALONE = Path(__file__).with_name("alone.py")
 
@@ -49,7 +49,7 @@ class RecordedCall:
     key: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     gradients: Sequence[Mapping[str, Any]]
-    """The rows of the gradients of the module's and its submodules' parameters that come from this call alone."""
+    """The gradient rows of the parameters of the module and its submodules; empty unless this call alone made them."""
 
 
 def recorded_calls(
