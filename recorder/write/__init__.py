@@ -1,1 +1,1 @@
-"""Writes `Staged` records to shards on disk, on one thread. Must never import torch or the modules that read."""
+"""Writes `Staged` records to shards on disk, on one thread. Never imports torch or the modules that read runs."""

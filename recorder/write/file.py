@@ -1,8 +1,8 @@
-"""Makes the system calls on files that are being written, and owns the memory that they are written from.
+"""Makes the system calls on files that are being written, and owns the memory from which the files are written.
 
 Only this module opens, writes, syncs or renames a shard, so that tests can replace `Disk` by a disk that is slow, full
-or failing. Syncs have a thread of their own. Nothing here may copy more than a part of a block of a payload, or write
-into the memory of a payload.
+or failing. Syncs have a thread of their own. Nothing here may write into the memory of a payload, or copy more of a
+payload than its incomplete last block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..system.processes import Descriptor, private_memory, require_ours
 GRAIN_BYTES = 4096
 """The alignment in bytes of the addresses, lengths and offsets of direct writes; no common disk needs more."""
 HEAD_BYTES = 2 * GRAIN_BYTES
-"""The bytes before an appended part. Arrow writes the schema there, and the previous tail overwrites it."""
+"""The bytes of memory before a part that is appended. Arrow writes a schema there, which never goes to the file."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
 """The mode of a new file for each value of the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
@@ -39,15 +39,15 @@ _AT_CWD, _NO_REPLACE = -100, 1
 class Disk:
     """The disk as the writer sees it. Every method may raise OSError, and may block.
 
-    If other code has closed a descriptor, its use raises EBADF, even if the number is another file's now.
+    A call with a descriptor that other code has closed raises EBADF, even if another file has its number now.
     """
 
     file_mode = 0o600
     """The mode of new files; users who may read new files may also enter new directories."""
     keeps_reserve = False
-    """True to keep a descriptor in reserve, for a process that runs out of descriptors; see `release_reserve`."""
+    """True to keep a descriptor in reserve, which is closed once the process runs out of descriptors."""
     syncs: SyncThread | None = None
-    """The thread on which `persist` syncs, so that its wait is bounded; None to wait as long as a sync takes."""
+    """The thread on which `persist` syncs, so that the wait for a sync is bounded; None to wait without a bound."""
     _reserve: Descriptor | None = None
 
     def make_directory(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class Disk:
         os.rmdir(path)
 
     def create(self, path: Path) -> int:
-        """Create a file, never through a link; raise FileExistsError if it exists."""
+        """Create a file, never through a symbolic link; raise FileExistsError if it exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = self._open(path, flags)
         if self.file_mode != Disk.file_mode:
@@ -71,7 +71,7 @@ class Disk:
         return descriptor
 
     def set_direct(self, descriptor: int, wanted: bool) -> bool:
-        """Switch writes past the page cache on or off; return False if the file system cannot."""
+        """Switch writes past the page cache on or off; return False if the file system cannot do this."""
         try:
             require_ours(descriptor)
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -81,7 +81,7 @@ class Disk:
         return True
 
     def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
-        """Write `data` and the buffers `behind` it, perhaps less than all; return the number of bytes written."""
+        """Write `data` and then the buffers `behind`, perhaps not all bytes; return the number of bytes written."""
         require_ours(descriptor)
         return os.pwritev(descriptor, [data, *behind], offset)
 
@@ -131,7 +131,7 @@ class Disk:
         return Descriptor.of(os.open(path, flags, self.file_mode))
 
     def is_linked(self, descriptor: int) -> bool:
-        """Return True if the file still has a name, because writes to a file in a removed directory give no error."""
+        """Return True if the file still has a name. Writes to a file in a removed directory give no error."""
         require_ours(descriptor)
         return os.fstat(descriptor).st_nlink > 0
 
@@ -183,7 +183,7 @@ class PageMemory:
         self.data = self._map(nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Make `data` at least this long; the content of `data` is lost if it has to grow."""
+        """Make `data` at least `nbytes` long; the content of `data` is lost if it has to grow."""
         if len(self.data) < nbytes:
             self.data = self._map(nbytes)
 
@@ -194,10 +194,10 @@ class PageMemory:
 
 
 class AppendFile:
-    """A file that grows part by part, past the page cache where possible; each part is laid out in shared memory first.
+    """A file that grows part by part, past the page cache if possible; each part is laid out in a `PageMemory` first.
 
-    A direct write covers complete blocks: the last block is padded with zeros, and written again with the next part.
-    Only values are written from their own memory, and that memory is never written to.
+    A direct write, past the page cache, covers complete blocks: the last block is padded with zeros, and written again
+    with the next part. Only values are written from their own memory, and that memory is never written to.
     """
 
     def __init__(self, disk: Disk, path: Path, memory: PageMemory, *, is_direct: bool) -> None:
@@ -207,7 +207,7 @@ class AppendFile:
         self.synced_end = 0
         """The number of bytes that a successful sync has covered."""
         self.is_sick = False
-        """True after a failed sync, which must not be repeated: the kernel may drop pages and report success."""
+        """True after a failed sync. The file must not be synced again: the kernel may drop pages and report success."""
         self._disk = disk
         self._memory = memory
         self._descriptor = disk.create(path)
@@ -220,12 +220,12 @@ class AppendFile:
         return self._grain > 1
 
     def next_start(self, nbytes: int) -> int:
-        """Return the position for the next part, of at most `nbytes`. `append` overwrites the bytes before the part."""
+        """Return where in memory the next part of at most `nbytes` must begin; `append` overwrites memory before it."""
         self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
         return HEAD_BYTES + len(self._tail)
 
     def append(self, nbytes: int) -> None:
-        """Write the `nbytes` at `next_start`. After an OSError the part counts as never appended."""
+        """Append `nbytes` of memory at `next_start` to the file. After an OSError they count as never appended."""
         self._require_linked()
         data, tail_bytes = self._memory.data, len(self._tail)
         start = HEAD_BYTES + tail_bytes
@@ -237,7 +237,7 @@ class AppendFile:
         self.end += nbytes
 
     def gap(self, lead_bytes: int) -> int:
-        """Return the padding that after `lead_bytes` of the next part leads to a multiple of `GRAIN_BYTES`."""
+        """Return how many bytes of padding after `lead_bytes` of the next part reach a multiple of `GRAIN_BYTES`."""
         return -(self.end + lead_bytes) % GRAIN_BYTES
 
     def append_bytes(self, data: bytes) -> None:
@@ -247,7 +247,7 @@ class AppendFile:
         self.append(len(data))
 
     def append_around(self, lead: bytes, values: npt.NDArray[np.uint8], trail: bytes) -> None:
-        """Append a part with `values` in its middle, which are written from their own memory.
+        """Append `lead`, `values` and `trail` as one part. `values` are written from their own memory.
 
         The values begin at a multiple of `GRAIN_BYTES` in memory and, as `lead` includes the `gap`, in the file.
         """
@@ -312,7 +312,7 @@ class AppendFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or self._grain == 1:
                     raise
-                # The disk has larger blocks, or a write was cut short within a block: try again through the page cache.
+                # The disk's blocks are larger, or a write ended within a block: try again through the page cache.
                 self._disk.set_direct(self._descriptor, False)
                 self._grain = 1
 
@@ -354,7 +354,7 @@ def publish(disk: Disk, path: Path, final: Path) -> None:
         disk.replace(path, final)  # nobody else writes in this directory
         return
     if has_both_names:
-        # With both names the file is readable, and readers prefer the final name, which is made durable first.
+        # A file with both names is readable, and readers prefer the final name. The final name is made durable first.
         with contextlib.suppress(OSError):
             disk.persist_directory(path.parent)
             disk.unlink(path)
@@ -368,7 +368,7 @@ def name_newly(disk: Disk, path: Path, final: Path) -> bool:
 
     Raises:
         FileExistsError: the name is taken.
-        OSError: the disk can do neither.
+        OSError: the disk refused both the link and the rename.
     """
     try:
         disk.link(path, final)
@@ -391,7 +391,7 @@ def _round_up(nbytes: int, grain: int) -> int:
 
 
 _LONGEST_SYNC_S = 10.0
-"""The longest time that the writer waits for a sync, while new records fill the pool."""
+"""The longest time in seconds that the writer waits for one sync; meanwhile new records fill the pool."""
 _SHORTEST_SYNC_S = 0.05
 _SYNC_AT_END_S = 0.2
 
@@ -401,7 +401,7 @@ class StuckError(TimeoutError):
 
 
 class SyncThread:
-    """Runs one sync at a time. Only the writer thread calls methods other than `hurry`."""
+    """Runs syncs on a thread, one at a time. Only the writer thread calls methods other than `hurry`."""
 
     def __init__(self) -> None:
         self._until_s = float("inf")
@@ -410,14 +410,14 @@ class SyncThread:
         self._given_up: _Sync | None = None
 
     def hurry(self, until_s: float) -> None:
-        """Set the time of `time.monotonic` after which nobody waits for a sync. Any thread."""
+        """Set the time (`time.monotonic`) by which waits for syncs end, as `close` waits no longer. Any thread."""
         self._until_s = until_s
 
     def do(self, sync: Callable[[], None]) -> None:
         """Sync, and wait a bounded time for the sync.
 
         Raises:
-            StuckError: the sync was not tried.
+            StuckError: an earlier sync has not returned, so this sync was not tried.
             OSError: the sync failed, or (`ETIMEDOUT`) its result is not known yet.
         """
         if self._given_up is not None and not self._given_up.is_done.is_set():
@@ -431,7 +431,7 @@ class SyncThread:
         left_s = self._until_s - time.monotonic()
         longest_s = (
             min(_LONGEST_SYNC_S, max(left_s, _SHORTEST_SYNC_S)) if left_s > 0 else _LONGEST_SYNC_S
-        )  # no more waiting after `until_s`, as the recording must end
+        )  # after `until_s`, `close` waits for this thread no more
         if not request.is_done.wait(longest_s):
             self._given_up = request
             raise TimeoutError(errno.ETIMEDOUT, f"a sync has not come back within {longest_s:.1f} s")

@@ -1,4 +1,4 @@
-"""The ledger of one writer: observed = written + dropped (by reason) + passed; it also counts deleted rows.
+"""The ledger of one writer, in rows: observed = written + dropped (by reason) + passed; deleted rows are counted, too.
 
 `drop` is called from hooks, signal handlers and finalizers, so it takes no lock and never waits. An error of the disk
 becomes a drop reason, a pause before the next attempt, and one log line for each kind of trouble. The log never raises
@@ -17,7 +17,7 @@ from typing import Any
 from ..system.log import LimitedLog
 
 INTERRUPTED = "interrupted"
-"""The reason for rows that were numbered, but neither recorded nor dropped, because capture was interrupted."""
+"""The drop reason for rows that got a number but were neither recorded nor dropped when capture was interrupted."""
 ABANDONED = "abandoned_at_close"
 CLOSED = "closed"
 WRITER_DEAD = "writer_dead"
@@ -27,9 +27,9 @@ DISK_FLOOR = "disk_floor"
 DISK_FULL = "disk_full"
 NO_MEMORY = "no_memory"
 DUMP_BYTES = "dump_bytes"
-"""The reason for rows of a dump that exceed the bound on the bytes of all dumps."""
+"""The drop reason for rows of a dump that exceed the limit on the bytes of all dumps together."""
 WRITE_ERROR = "write_error"
-"""A prefix of drop reasons; a colon and the name of the errno follow it."""
+"""The prefix of the drop reasons for other disk errors; a colon and the name of the errno follow."""
 
 
 class _Tally:
@@ -50,7 +50,7 @@ class _Tally:
 
 
 class Ledger:
-    """Counts rows until it is closed. After that its numbers never change, and they add up."""
+    """Counts rows until it is closed. Then its numbers add up and stay, except the number of suspect rows."""
 
     def __init__(self, observed: Callable[[], int]) -> None:
         """Begin at zero. `observed` returns the number of rows that were numbered so far; any thread may call it."""
@@ -62,7 +62,7 @@ class Ledger:
         self._retired_bytes = 0
         self._suspect = self._synced = 0
         self._lock = threading.RLock()
-        """The lock on counts between the writer thread and readers, even a signal handler; `drop` never takes it."""
+        """The lock on counts that the writer thread changes and others read, even signal handlers. Not for `drop`."""
         self._final: dict[str, Any] | None = None
 
     def drop(self, reason: str, num_rows: int = 1) -> None:
@@ -87,24 +87,24 @@ class Ledger:
             self._retired_bytes += num_bytes
 
     def add_synced(self, num_rows: int) -> None:
-        """Count written rows that have reached the medium."""
+        """Count written rows that a sync has made durable."""
         with self._lock:
             self._synced += num_rows
 
     def add_suspect(self, num_rows: int) -> None:
-        """Count written rows that may not have reached the medium. The last syncs may call this after `close`."""
+        """Count written rows that may not be durable. The last syncs may call this after `close`."""
         with self._lock:
             self._suspect += num_rows
             if self._final is not None and self._suspect:
                 self._final = {**self._final, "suspect": self._suspect}
 
     def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
-        """Return the ledger as JSON-ready data. It includes the rows of the batch in which it will be written."""
+        """Return the ledger as JSON-ready data, with the `about_to_write` rows of the batch that will contain it."""
         with self._lock:
             return self._final or self._accounts(about_to_write)
 
     def close(self, leftover_reason: str) -> dict[str, Any]:
-        """Count unaccounted rows as dropped, and freeze the ledger; a later call changes nothing."""
+        """Count unaccounted rows as dropped for `leftover_reason`, and freeze the ledger; then calls change nothing."""
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)
@@ -116,7 +116,7 @@ class Ledger:
             return self._final
 
     def _accounts(self, about_to_write: int) -> dict[str, Any]:
-        # Drops are read before observed: a row is numbered before it is dropped, so drops never exceed observed.
+        # Drops are read before `observed`: a row is numbered, then dropped, so drops never exceed `observed`.
         dropped = {reason: tally.value() for reason, tally in list(self._dropped.items())}
         return {
             "observed": self._observed(),
@@ -133,7 +133,7 @@ class Notices(LimitedLog):
     """A log in which each kind of trouble appears at most once in five minutes. Writer thread only."""
 
     def failed(self, problem: str, error: BaseException, *, is_aside: bool = False) -> None:
-        """Log that something failed, and the consequence, once for each kind: of an OSError, for each errno.
+        """Log a problem with its error, once in five minutes for each problem, or for each errno of an OSError.
 
         `is_aside` is True if no rows are lost. A line about such an error must not suppress a line about lost rows.
         """
@@ -154,7 +154,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Backoff:
-    """The reason why rows are dropped for now, and the end of the pause, which each consecutive failure doubles."""
+    """A pause after a failure, doubled by each consecutive failure, and the reason why rows are dropped meanwhile."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.reason: str | None = None
@@ -178,7 +178,7 @@ class Backoff:
 
 
 def drop_reason(error: OSError) -> str:
-    """Return the reason in the ledger for rows that were lost to an error of the disk."""
+    """Return the drop reason for rows that were lost to an error of the disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DISK_FULL
     if error.errno == errno.ENOMEM:

@@ -1,4 +1,4 @@
-"""Writes the documents of a writer, with the checksum at their start, and reads none.
+"""Writes the manifests and the status file of a writer, each with a checksum at its start, and reads no file.
 
 A manifest is written completely or not at all, and durably. `_status.json`, for people who watch the writer, is one
 disk block, which the writer thread overwrites in place and never syncs.
@@ -19,7 +19,7 @@ from ..format.rundir import STATUS, encode_manifest, encode_status
 from .file import Disk, name_newly, write_all
 
 Unsynced = Callable[[OSError], None]
-"""A function that takes the error of a failed sync: the manifest exists, but a loss of power may remove it."""
+"""A function that is called with the error of a failed sync, if the manifest exists but power loss may remove it."""
 
 
 def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> None:
@@ -35,7 +35,7 @@ def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsyn
 
 
 def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> bool:
-    """Write a manifest of `obj` unless `path` exists, so that the first process wins; return False where it existed.
+    """Write a manifest of `obj` unless `path` exists, so that the first process wins; return False if it exists.
 
     Raises:
         OSError: the disk refused.
@@ -57,7 +57,7 @@ def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsync
 
 @contextlib.contextmanager
 def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> Iterator[Path]:
-    """Yield a temporary file next to `path`, and remove the temporary file afterwards if it still exists."""
+    """Write a manifest of `obj` to a temporary file next to `path`, yield its path, and remove it if it remains."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     _write(disk, temporary, obj, unsynced)
     try:
@@ -94,7 +94,7 @@ def _report_unsynced(unsynced: Unsynced | None) -> Iterator[None]:
 
 
 _RECENT_S = 10.0
-"""The seconds over which rates are averaged; they are several, because a step may take seconds."""
+"""The seconds over which the status averages rates; several seconds, because one step may take seconds."""
 
 
 class StatusFile:
@@ -105,10 +105,10 @@ class StatusFile:
         self._clock = clock
         self._descriptor: int | None = None
         self._samples: deque[tuple[float, int, int]] = deque()
-        """Samples of time, step and bytes written; the first sample is at least `_RECENT_S` old, once any sample is."""
+        """Samples of time, step and bytes written, oldest first; at most the first sample is older than `_RECENT_S`."""
 
     def write(self, directory: Path, status: Mapping[str, Any], *, written_bytes: int) -> None:
-        """Write the members of `status`, among them ``step``, and the rates at which the step and the bytes grow."""
+        """Write `status`, which has a member ``step``, and the rates at which the step and the written bytes grow."""
         status = {
             **status,
             "time_ns": time.time_ns(),

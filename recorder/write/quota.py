@@ -1,4 +1,4 @@
-"""Counts the bytes that a rank takes of the disk, and chooses the shards to delete, but deletes no shard itself.
+"""Counts the bytes that a rank takes on the disk, and chooses the shards to delete, but deletes no shard itself.
 
 The shards that earlier processes of the same rank have left are counted, too. A shard of a process that may still be
 alive is neither counted nor touched.
@@ -25,15 +25,15 @@ from .ledger import DISK_FLOOR, Notices
 from .shard import StoredShard
 
 _SHARDS_PER_QUOTA, _PROBE_SHARDS_PER_QUOTA = 8, 32
-"""The least number of shards of a kind within the quota, so that some shards can be deleted; the probe is thinned."""
+"""At least this many shards fill a kind's quota, so that some can be deleted. The probe's shards are thinned out."""
 _PROBE_SHARE, _TOKENS_SHARE = 72, 32
-"""The share of all bytes that the probe has: 8 ranks of 16 GiB together keep less than 2 GB. Tokens need more."""
+"""The probe gets one 72nd of a rank's bytes, so that 8 ranks of 16 GiB keep less than 2 GB; one 32nd with tokens."""
 _SHARDS_PER_WINDOW = 8
-"""The least number of shards that hold the steps of `keep_newest`, so that few older steps are kept with them."""
+"""The least number of shards that hold the `keep_newest` newest steps, so that few older steps stay with them."""
 
 
 def probe_bytes(max_bytes: int, *, keeps_tokens: bool) -> int:
-    """Return how many of the bytes of a rank the probe has."""
+    """Return how many bytes of a rank's `max_bytes` are for the probe."""
     return max_bytes // (_TOKENS_SHARE if keeps_tokens else _PROBE_SHARE)
 
 
@@ -42,7 +42,7 @@ class HeldShard(NamedTuple):
 
     shard: StoredShard
     last_step: int
-    """The largest step of its rows; 0 for an earlier writer's shard, whose rows were not read."""
+    """The largest step of the shard's rows; 0 for a shard of an earlier process, whose rows were not read."""
     is_kept: bool
     earlier: EarlierShard | None = None
     """The shard of an earlier process; None for a shard of this writer."""
@@ -51,8 +51,8 @@ class HeldShard(NamedTuple):
 class Quota:
     """The bytes of one rank, divided among the kinds of shards, so that no kind can crowd another one out.
 
-    Statistics have a quarter of the bytes, and a part of this quarter is for the probe. Half of the kept probe has the
-    newest steps; the other half are blocks that lie evenly over the steps before.
+    Statistics have a quarter of the bytes, and the probe has a part of this quarter. Half of the probe's shards have
+    the newest steps; the other half are spread evenly over the steps before.
     """
 
     def __init__(self, max_bytes: int, keep_newest: int = 0, *, keeps_tokens: bool = False) -> None:
@@ -84,7 +84,7 @@ class Quota:
         return self._used[kind] - removable + num_bytes <= self._limits[kind]
 
     def add(self, kind: str, num_bytes: int) -> None:
-        """Count bytes that were written."""
+        """Count bytes that were written to shards of a kind."""
         self._used[kind] += num_bytes
 
     def keep(self, kind: str, held: HeldShard) -> None:
@@ -110,7 +110,7 @@ class Quota:
         return min(removable[:num_older], key=gap)
 
     def outdated(self, kind: str) -> list[HeldShard]:
-        """Return this writer's shards that have only steps before the newest steps, but never its newest shard."""
+        """Return this writer's shards that have none of the `keep_newest` newest steps, but never its newest shard."""
         first_step = self._newest_step - self._keep_newest + 1
         if not self._keep_newest or first_step <= 0:
             return []
@@ -118,7 +118,7 @@ class Quota:
         return [held for held in own[:-1] if held.last_step < first_step and not held.is_kept]
 
     def remove(self, kind: str, held: HeldShard) -> None:
-        """Remove a shard that is about to be deleted from the count."""
+        """Stop counting a shard that is about to be deleted."""
         self._held[kind].remove(held)
         self._used[kind] -= held.shard.num_bytes
 
@@ -128,7 +128,7 @@ class Quota:
         held_of_kind[held_of_kind.index(held)] = held._replace(is_kept=True)
 
     def _removable(self, kind: str) -> list[HeldShard]:
-        """Return deletable shards, without the first (unless `keep_newest` is set) and this writer's newest shard."""
+        """Return the shards that may be deleted: not this writer's newest, nor the first without `keep_newest`."""
         held = self._held[kind]
         num_own = sum(shard.earlier is None for shard in held)
         stop = len(held) - 1 if num_own else len(held)
@@ -136,7 +136,7 @@ class Quota:
 
 
 class DiskFloor:
-    """The free bytes of a file system that are left for other users."""
+    """Refuses writes that would leave too few free bytes on a file system for other users."""
 
     def __init__(self, min_free_bytes: int, disk: Disk, notices: Notices) -> None:
         self._min_free_bytes = min_free_bytes
@@ -167,13 +167,13 @@ _BROKEN = (pa.ArrowException, OSError, ValueError, RunError, MemoryError)
 
 
 class EarlierShard(NamedTuple):
-    """A shard of a process that has ended. It may be sealed, open, or have both names."""
+    """A shard of a process that has ended. It may have its final name, its open name, or both."""
 
     directory: Path
     kind: str
     number: int
     num_bytes: int
-    """The bytes of the shard and of its index."""
+    """The size in bytes of the shard and its index together."""
 
     @property
     def name(self) -> str:
@@ -181,12 +181,12 @@ class EarlierShard(NamedTuple):
 
     @property
     def paths(self) -> list[Path]:
-        """Every file that is deleted with the shard."""
+        """The paths of all files that are deleted with the shard; some may not exist."""
         name = self.name
         return [self.directory / each for each in (rundir.open_name(name), name, rundir.index_name(name))]
 
     def look(self, keep_steps: Schedule) -> Content | None:
-        """Read steps and ledger; None for a damaged shard, which is better left alone."""
+        """Read the shard's steps and ledger; None for a damaged shard, which is better left alone."""
         num_rows, is_kept, ledger = 0, False, {}
         try:
             for batch, header in _batches(self.directory / self.name, self.directory / rundir.open_name(self.name)):
@@ -199,7 +199,7 @@ class EarlierShard(NamedTuple):
 
 
 class Content(NamedTuple):
-    """The content of an earlier process's shard."""
+    """The facts that are read from the rows of an earlier process's shard."""
 
     num_rows: int
     is_kept: bool
@@ -211,7 +211,7 @@ class Content(NamedTuple):
 def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
     """Return the shards of all processes of this rank that have ended, oldest first; OSError if they cannot be listed.
 
-    `directory` is that of the calling writer, next to the directories of the other writers.
+    `directory` is the calling writer's directory; the directories of other writers lie next to it.
     """
     writers = []
     for path in _listed(directory.parent, directories=True):
@@ -238,7 +238,7 @@ def _shards(directory: Path) -> list[EarlierShard]:
 
 
 def _is_over(lifetime: Lifetime, attempt: int) -> bool:
-    """Return True if a process cannot write any more; on another host only an older attempt counts as over."""
+    """Return True if a process has ended; on another host only a process of an older attempt counts as ended."""
     if lifetime.state == "closed":
         return True
     is_running = lifetime.is_running
@@ -246,7 +246,7 @@ def _is_over(lifetime: Lifetime, attempt: int) -> bool:
 
 
 def _batches(sealed: Path, unsealed: Path) -> Iterator[tuple[Any, BatchHeader]]:
-    """Yield each checked, nonempty batch with only its column `step`; an open shard ends at its last complete batch."""
+    """Yield each checked batch with only its column `step`; an open shard ends at its last complete batch."""
     try:
         source = pa.OSFile(str(sealed))
     except FileNotFoundError:
@@ -282,7 +282,7 @@ def _checked(batch: Any, metadata: Any, where: Path) -> tuple[Any, BatchHeader]:
 
 
 def _listed(path: Path, *, directories: bool) -> list[Path]:
-    """Return the real directories, or the regular files, in a directory, without links."""
+    """Return the subdirectories, or the regular files, of a directory; symbolic links are left out."""
     with os.scandir(path) as entries:
         return [
             Path(entry.path)

@@ -1,7 +1,7 @@
-"""The ring: records of the last steps, which wait for a trigger between the channel and the shards. Writer thread only.
+"""The ring: records of the last steps, which wait in memory for a trigger. Writer thread only.
 
 A record leaves the ring in one of two ways. If a trigger asks for its step, the record goes to the shards like any
-other. If its step passes, its block becomes free. Nothing here may touch a file or a payload.
+other record. If its step passes, its pool block becomes free. Nothing here may touch a file or a payload.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..rules import RingWindow
 from .ledger import DUMP_BYTES, Ledger
 
 MAX_DUMPS = 256
-"""The most dumps of a writer, because the writer's manifest lists all of them."""
+"""The largest number of dumps of a writer, because the writer's manifest lists all of them."""
 _MAX_PASSED = 1 << 16
-"""The number of steps without a dump that are remembered, so that a late trigger can list the steps it missed."""
+"""The number of given-up steps that are remembered, so that a late trigger can list the steps that it missed."""
 _SET_BACK = 3
 """If a record's step is more than this number of steps before the window, the program has set its steps back."""
 _SPARE_SHARE = 0.25
-"""The share of the ring that must be free if steps older than the window are to be kept."""
+"""The share of the ring's memory that must be free if steps older than the window are to be kept."""
 _MAX_LISTED = 64
 
 
@@ -35,12 +35,12 @@ class Dump:
     last_step: int
     reason: str
     by: str
-    """The text that names the source of the trigger: a rank, or a user and a host."""
+    """The source of the trigger, as text: a rank, or a user and a host."""
     command: int | None = None
     """The number of the command that brought the trigger; None if this rank has found the trigger itself."""
     time_ns: int = field(default_factory=time.time_ns)
     num_rows: int = 0
-    """The number of rows that were written, of waiting values and of values that came later."""
+    """The number of written rows, both of values that waited in the ring and of values that came later."""
     num_bytes: int = 0
     """The bytes of the written rows' payloads, before they are encoded."""
     missed: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Dump:
     is_over: bool = False
     """True once a record of a later step has come, so that all records of the dump were handed over."""
     num_due: int = 0
-    """The number of records that were given to the shards and are not written yet."""
+    """The number of the dump's records that were given to the shards and are not written yet."""
     is_said: bool = False
 
     @property
@@ -75,7 +75,7 @@ class Dump:
 
 
 class Due(NamedTuple):
-    """A record that has left the ring for the shards."""
+    """A record that has left the ring, to be written to a shard."""
 
     staged: Staged
     measured: Measured | None
@@ -102,7 +102,7 @@ class Room(NamedTuple):
 
     capacity_bytes: int
     used_bytes: Callable[[], int]
-    """Returns the bytes that records use now, including records that are not in the ring yet."""
+    """Returns the bytes of the ring's share that records use now, even records that are not in the ring yet."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,12 +110,12 @@ class Ring:
     """The records of the last steps. Any thread may call `ask` and `is_wanted`; the writer thread does the rest."""
 
     window: RingWindow
-    """The number of steps that are always kept; the caller of `ask` chooses the steps after a trigger."""
+    """The steps that are kept before the current step; the caller of `ask` chooses the steps after a trigger."""
     room: Room
     hold_s: float
-    """The seconds for which earlier steps are kept, too, if there is `room`."""
+    """The seconds for which steps before the window are kept, too, if there is `room`."""
     max_bytes: int
-    """The most bytes of all dumps together."""
+    """The largest number of payload bytes that all dumps together may have."""
     ledger: Ledger
     """Counts the records that leave the ring unwritten."""
     clock: Callable[[], float]
@@ -123,25 +123,25 @@ class Ring:
 
     def __post_init__(self) -> None:
         self.due: deque[Due] = deque()
-        """The records that are to be written before any other record."""
+        """The records that have left the ring, which the writer writes before any other record."""
         self.dumps: list[Dump] = []
         self._wanted: list[tuple[int, int]] = []
-        """The windows that triggers have asked for so far."""
+        """The first and the last step of each window that a trigger has asked for."""
         self._wanted_until = -1
-        """The last step of all windows that triggers have asked for."""
+        """The largest step of all windows that triggers have asked for."""
         self.has_changed = False
         """True if the dumps have changed since the manifest was last marked as stale."""
         self._asked: deque[Dump] = deque()
         self._open: list[Dump] = []
         self._steps: dict[int, _HeldStep] = {}
-        """The steps in the order in which they began."""
+        """The waiting records of each step, in the order in which the steps began."""
         self._now: int | None = None
         self._passed: deque[int] = deque(maxlen=_MAX_PASSED)
-        """The steps whose values were given up."""
+        """The last steps whose values were given up without a dump."""
         self._asked_bytes = 0
 
     def ask(self, dump: Dump) -> None:
-        """Request the steps of a trigger. Any thread; never waits."""
+        """Request that the steps of a dump are written. Any thread; never waits."""
         self._wanted.append((dump.first_step, dump.last_step))
         self._wanted_until = max(self._wanted_until, dump.last_step)
         self._asked.append(dump)
@@ -151,7 +151,7 @@ class Ring:
         return step <= self._wanted_until and any(first <= step <= last for first, last in self._wanted)
 
     def put(self, staged: Staged, measured: Measured | None) -> None:
-        """Take a record whose bytes have arrived."""
+        """Take a record whose bytes are on the host."""
         if self._asked:
             self.take_asked()
         step = staged.moment.step
@@ -256,7 +256,7 @@ class Ring:
         return next((dump for dump in reversed(self.dumps) if dump.first_step <= step <= dump.last_step), None)
 
     def _give(self, record: _HeldRecord, dump: Dump) -> None:
-        """Hand a record with its statistics to the shards, or drop it if dumps have used up their bytes."""
+        """Hand a record with its statistics to the shards, or drop it if the dumps have used up `max_bytes`."""
         staged = record.staged
         num_bytes = staged.block.data.nbytes
         if self._asked_bytes + num_bytes > self.max_bytes:

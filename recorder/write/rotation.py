@@ -22,7 +22,7 @@ from .rows import BuiltBatch, RowBatch
 from .shard import BatchFile, Index, IpcFormat, StoredShard
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""The errors of a sync that was short of a descriptor or memory. Such a sync may be tried again."""
+"""The errno values of a sync that lacked a descriptor or memory. Such a sync may be tried again."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,9 +92,9 @@ class RotatingShards:
             self._oldest_row_s = self.clock()
 
     def add_small(self, records: Sequence[Staged], measured: Sequence[Measured]) -> int:
-        """Take the first rows, as many as are of one step and have room in the batch, and return their number.
+        """Take the first records, as many as are of one step and have room in the batch, and return their number.
 
-        A row with a payload is taken alone.
+        A record with a payload is taken alone.
         """
         step = records[0].moment.step
         if records[0].keep & KEEP_TENSOR:
@@ -215,7 +215,7 @@ class RotatingShards:
         return True
 
     def restart(self) -> None:
-        """Begin again after an error of the recorder; the shard stays open and readable, pending rows are dropped."""
+        """Begin again after the recorder's own error; the open shard stays readable, pending rows are dropped."""
         self.ledger.drop(WRITER_ERROR, self.num_pending_rows)
         self.abandon_open()
 

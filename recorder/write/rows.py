@@ -41,7 +41,7 @@ _WHY_NOT = "why_not"
 _OF_MEASURED = tuple(_WHY_NOT if name == "note" else name for name in Measured._fields)
 _OF_PAYLOAD = ("part", "flat_offset", "encoding", "payload_bytes")
 _CELLS = (*_OF_MEASURED, *Staged._fields, *_OF_PAYLOAD)
-"""The values, by column, of a row that waits for its batch."""
+"""The names of a waiting row's values, in the order of `RowBatch._cells`."""
 _NO_PAYLOAD = (0, 0, None, None)
 MAX_ROWS = 4096
 
@@ -52,7 +52,7 @@ class BuiltBatch(NamedTuple):
     batch: pa.RecordBatch
     crcs: Crcs
     payload: Payload | None
-    """The values of `data`, if the batch itself has none. They are borrowed, and must be written before `clear`."""
+    """The values of the column `data`, if `batch` does not contain them. Their memory is reused after `clear`."""
     steps: Sequence[int]
 
 
@@ -71,20 +71,20 @@ class RowBatch:
     ) -> None:
         """Begin empty. The batch is full at `batch_bytes` of payload or at `max_rows` rows.
 
-        `attempt` and `rank` are the values of these columns. `is_payload_apart` is True if a built batch leaves the
-        payload in its own memory.
+        `attempt` and `rank` are the values of the columns of these names. `is_payload_apart` is True if a built batch
+        leaves the payload in its own memory.
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
         self._batch_bytes = batch_bytes
         self.max_rows = max_rows
         self._cells: list[Any] = []
-        """The cells of all rows, one row after the other, without an object for each row, because the garbage collector
-        searches the complete process the more often, the more objects are made and kept."""
+        """The cells of all rows in one flat list, row after row. An object for each row would make the garbage
+        collector search the complete process more often."""
         self._num_rows = 0
         self._ends = [0]
         self._detail_bytes = 0
-        """The bytes of the column `units` of the rows."""
+        """The bytes that the column `units` takes in all rows."""
         self._payload_crc = 0
         max_bytes = max(batch_bytes, max_encoded_bytes(PART_BYTES))  # an empty batch takes any part
         self._payload = PageMemory(max_bytes).data[:max_bytes]
@@ -111,7 +111,7 @@ class RowBatch:
     def add_part(self, staged: Staged, measured: Measured, part: int) -> bool:
         """Encode one part of the payload, and add the part's row; the row of part 0 has the statistics.
 
-        True is returned if there was room; an empty batch has room for any part.
+        Return True if there was room; an empty batch has room for any part.
         """
         data = staged.block.data
         numel = _shape_columns(staged.shape)[1]
@@ -168,7 +168,7 @@ class RowBatch:
         return self._payload[: self._ends[-1]]
 
     def clear(self) -> None:
-        """Forget the rows; the payload buffer is used again."""
+        """Forget the rows; the memory of their payloads is used for the next rows."""
         self._cells.clear()
         self._num_rows = 0
         self._ends = [0]
@@ -214,7 +214,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """Return a column of one repeated value, as most columns are. It is cached, as making a new one is slower."""
+    """Return a column of one repeated value, as most columns are. It is cached, because making it takes longer."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 
@@ -234,14 +234,14 @@ def _make_constant(type_name: str, value: Any, num_rows: int) -> _Column:
 
 
 def _columns_of_cells(names: Sequence[str], cells: list[Any]) -> dict[str, Sequence[Any]]:
-    """Turn the cells of rows, one row after the other, into columns by name. There must be at least one row."""
+    """Turn a flat list of cells, row after row, into columns by name. There must be at least one row."""
     return {name: cells[start :: len(names)] for start, name in enumerate(names)}
 
 
 def _columns_of_repeated(
     names: Sequence[str], values: Sequence[Any], columns_of: Callable[[Any], Sequence[Any]] = tuple
 ) -> dict[str, Sequence[Any]]:
-    """Turn values, most of which are equal, into columns by name; `columns_of` runs once per distinct value."""
+    """Return columns by name; `columns_of` makes a row's cells, once per distinct value, as most values are equal."""
     first = values[0]
     if values.count(first) == len(values):
         return {name: (cell,) * len(values) for name, cell in zip(names, columns_of(first), strict=True)}
@@ -249,7 +249,7 @@ def _columns_of_repeated(
     return _columns_of_cells(names, list(itertools.chain.from_iterable(map(made.__getitem__, values))))
 
 
-# `pa.array` and `pa.scalar` import pandas to check for its types, which costs a second of the training process's
+# `pa.array` and `pa.scalar` import pandas to check for pandas types, which costs a second of the training process's
 # interpreter, and 50 MB. So arrays are made from buffers.
 
 
@@ -283,7 +283,7 @@ def _texts(data: bytes, lengths: Iterable[int], values: Sequence[Any], type_name
 
 
 def _utf8(text: str) -> bytes:
-    # A module's name may contain half a surrogate pair, and one such name must not cost the complete batch.
+    # A module's name may contain half a surrogate pair; one such name must not make the complete batch fail.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -307,7 +307,7 @@ def _layout_columns(chunk: Chunk | None) -> tuple[str | None, ...]:
 
 
 def _merge_notes(staged: str | None, measured: str | None) -> str | None:
-    """Return the row's note: capture's note, with the reason for missing statistics (``word:detail``) as a key."""
+    """Add the reason for missing statistics (``key:detail``) to capture's note, which is JSON or None."""
     if measured is None:
         return staged
     key, _, detail = measured.partition(":")

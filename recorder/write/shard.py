@@ -1,9 +1,9 @@
 """One Arrow IPC file with checked batches, from creation to seal: a shard, or the index of a shard.
 
-The caller handles errors: it knows whether to begin another file. Arrow's own file writer would call back into Python
-for every buffer, 100 times a batch: 5 times the CPU time, and 100 hand-overs of the GIL. So each batch is written as a
-stream into memory in one call. A file differs from a stream only in its footer, whose list of batches is filled in
-here.
+The caller handles errors, because it knows whether to begin another file. Arrow's own file writer would call back into
+Python for every buffer, 100 times a batch: 5 times the CPU time, and 100 hand-overs of the GIL. So each batch is
+written as a stream into memory in one call. A file differs from a stream only in its footer, whose list of batches is
+filled in here.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .file import AppendFile, Disk, PageMemory
 
 _MAGIC = b"ARROW1"
 _PREFIX_BYTES = 8
-"""The bytes of the continuation mark and the length before a message's metadata."""
+"""The bytes before a message's metadata: a continuation marker, and the length of the metadata."""
 _END_OF_STREAM = struct.pack("<II", 0xFFFFFFFF, 0)
 _FOOTER_BATCHES = 3
 """The index of `recordBatches` in the table Footer of Arrow's File.fbs."""
 _HEADER, _BODY_LENGTH, _BUFFERS = 2, 3, 2
 """The indexes of `header` and `bodyLength` in Arrow's table Message, and of `buffers` in RecordBatch."""
 _BUFFER = struct.Struct("<qq")
-"""The layout of a buffer: its offset in the body, and its length."""
+"""The layout of Arrow's struct Buffer: the buffer's offset in the body, and its length."""
 _SLACK_BYTES = 64 << 10
 """The most bytes that a message adds to its batch: custom metadata, and zstd's frames around 100 buffers."""
 
 _LARGE_BYTES = 1 << 20
-"""The size from which on it is cheaper to compute with a payload's checksum than to read the payload again."""
+"""From this size in bytes on, joining a payload's checksum to the file's is cheaper than reading the payload again."""
 
 
 class FooterBlock(NamedTuple):
@@ -53,7 +53,7 @@ class Payload(NamedTuple):
     """The values of the column `data` of a batch, to be written from their own memory."""
 
     values: npt.NDArray[np.uint8]
-    """The bytes, as many as the last of `ends`; they start at a multiple of `file.GRAIN_BYTES` in memory and file."""
+    """The bytes of all values; they start at a multiple of `file.GRAIN_BYTES` in memory and in the file."""
     ends: npt.NDArray[np.int64]
     """The column's offsets: a 0, then the end of each row's value."""
     crc: int
@@ -65,7 +65,7 @@ class Payload(NamedTuple):
 
 
 class IpcFormat:
-    """The fixed parts of files of one schema, and the functions that turn batches into messages."""
+    """The bytes that all files of one schema share, and the functions that turn batches into messages."""
 
     def __init__(self, schema: pa.Schema, compression: str | None = None) -> None:
         self.schema = schema
@@ -87,9 +87,9 @@ class IpcFormat:
     def write(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], memory: npt.NDArray[np.uint8], start: int
     ) -> FooterBlock:
-        """Write the message of a batch at `start`. Arrow writes the schema before it, and overwrites the bytes there.
+        """Write a batch's message into `memory` at `start`. Arrow overwrites the bytes before `start` with the schema.
 
-        The block, with its offset counted from `start`, is returned.
+        Return the batch's entry of the footer, with its offset counted from `start`.
         """
         assert start >= self._schema_bytes, "the schema needs room before the message"
         sink = pa.FixedSizeBufferWriter(pa.py_buffer(memory[start - self._schema_bytes :]))
@@ -103,9 +103,9 @@ class IpcFormat:
     ) -> tuple[bytes, bytes, FooterBlock]:
         """Make the message of a batch around its payload, which is appended without a copy.
 
-        The column `data` of the batch is empty in all rows, and `payload` has its values. `gap_behind` is
-        `AppendFile.gap` of the file. Returned are the bytes before the values, the bytes after the values, and the
-        block, with its offset from the first byte.
+        The column `data` of the batch is empty in all rows, and `payload` has the values of the column. `gap_behind` is
+        `AppendFile.gap` of the file. Return the bytes before the values, the bytes after the values, and the batch's
+        entry of the footer, with its offset counted from the first byte.
         """
         sink = pa.BufferOutputStream()
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
@@ -130,7 +130,7 @@ class IpcFormat:
         return lead, trail, FooterBlock(0, metadata_bytes, body_bytes + more)
 
     def ending(self, blocks: Sequence[FooterBlock], crc: int) -> bytes:
-        """Return everything after the last batch, with the checksum of the complete file; `crc` is of all before."""
+        """Return the bytes after the last batch, with the file's checksum; `crc` is the checksum of bytes before."""
         footer = bytearray(self._footer)
         (table,) = struct.unpack_from("<I", footer, 0)
         field = _field(footer, int(table), _FOOTER_BATCHES)
@@ -144,7 +144,7 @@ class IpcFormat:
 
 
 def _batch_fields(message: bytearray) -> tuple[int, int]:
-    """Return the positions of the first entry of `buffers` and of `bodyLength` in a batch's message (flatbuffers)."""
+    """Return two positions in a batch's message (flatbuffers): of the first entry of `buffers`, and of `bodyLength`."""
     (root,) = struct.unpack_from("<I", message, _PREFIX_BYTES)
     root += _PREFIX_BYTES
     header = _field(message, root, _HEADER)
@@ -170,7 +170,7 @@ def _empty_footer(schema: pa.Schema) -> bytes:
 
 
 def _with_checksum(footer: bytes) -> bytes:
-    """Put a new root table (flatbuffers) before a footer of Arrow, with the file's checksum as `custom_metadata`.
+    """Put a new flatbuffers root table before an Arrow footer, with room for a file checksum in `custom_metadata`.
 
     pyarrow writes this metadata since version 21, but version 20 is supported, too. The old root stays in the bytes,
     unused.
@@ -263,14 +263,14 @@ class BatchFile:
         """Write one batch, which must not be a slice. After an OSError the file may be longer than before.
 
         `ledger` includes this batch. `crcs` are the checksums of the batch, if they are already known. `payload` has
-        the values of `data`, if the batch itself has none.
+        the values of the column `data`, if the batch itself does not contain them.
         """
         metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
         self._append(batch, metadata, payload)
         self.num_rows += batch.num_rows
 
     def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
-        """Append a batch that contains its payload, in the layout of a writer's batches.
+        """Append a batch that contains its payload, in the layout that a writer's batches have.
 
         `ledger` includes this batch. The payload is copied to `memory`, which must not be the file's own.
         """
@@ -340,13 +340,13 @@ class BatchFile:
 
 
 class Index:
-    """The metadata columns of a growing shard, with batch and row number of each row, in memory until the seal.
+    """Keeps the metadata columns of a growing shard, with each row's batch and row number, in memory until the seal.
 
     A row takes 350 bytes, and a shard may have 65,536 rows, so rows wait compressed, at a twentieth of that size.
     """
 
     def __init__(self, schema: pa.Schema = SCHEMA) -> None:
-        """Begin the index of a shard with this schema, which may be of any version."""
+        """Begin the index of a shard with this schema, which may be a schema of any format version."""
         position_fields = [pa.field(name, pa.int32(), nullable=False) for name in ("batch", "row")]
         self._light = [name for name in schema.names if name != "data"]
         self._schema = pa.schema([*map(schema.field, self._light), *position_fields], metadata=schema.metadata)
@@ -354,7 +354,7 @@ class Index:
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
         self._num_pending_bytes = 0
-        """The bytes of the column `units` of the pending rows."""
+        """The bytes that the column `units` takes in the pending rows."""
         self._num_batches = 0
 
     def add(self, batch: pa.RecordBatch) -> None:

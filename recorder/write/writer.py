@@ -50,13 +50,12 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
-"""The shortest and longest pause of an idle writer. If it blocked on the queue, each `put` would cost 8 us, not 0.1.
-After small records it pauses longer, as a thread switch costs as much as several of them.
-"""
+"""The shortest and the longest pause of an idle writer in seconds. If the writer blocked on the queue, each `put` would
+cost 8 us, not 0.1. After small records the pause is long, as a thread switch costs as much as several of them."""
 _GATHER_S = 0.2
-"""The longest wait for more small records, which cost less together. Any other item and the end of training end it."""
+"""The longest wait for more small records, which cost less together; another item or the end of training ends it."""
 _LOOK_S = 0.1
-"""The seconds between two looks at what is due by the clock; a look takes longer than all else an idle writer does."""
+"""The seconds between two checks of what is due by the clock; a check is the costliest thing an idle writer does."""
 _TELL_S = 1.0
 """The seconds between two updates of a dump's progress in the manifest."""
 _MAX_FAILURES = 3
@@ -96,7 +95,7 @@ class WriterStats:
 
 
 class _Drain:
-    """A mark in the queue. When the writer reaches it, all records that were put before the mark are made durable."""
+    """An item of the queue. When the writer reaches it, all records that were put before it are made durable."""
 
     def __init__(self) -> None:
         self.is_durable = False
@@ -120,7 +119,7 @@ def _is_small(item: _Item | None) -> TypeGuard[Staged]:
 class Writer:
     """Owns the writer thread, the files of one writer directory and the ledger.
 
-    A forked child may drop the writer: its garbage collection runs no code, takes no lock and flushes nothing.
+    A forked child may drop its copy of the writer: collecting the copy runs no code, takes no lock and flushes nothing.
     """
 
     def __init__(
@@ -139,19 +138,20 @@ class Writer:
     ) -> None:
         """Prepare the writer; nothing runs before `start`.
 
-        On the writer thread, `measure` computes statistics and fingerprints, and `measure_small` those of many small
-        records; without it each record is measured alone. `resolve_dir` returns where to write; it is called first
-        there, and may take its time. `poll` is called there every 0.2 s, between two records; it may call `close` or
-        `drain`, and a manifest that it returns is in force from then on, unless `set_manifest` has set another
-        meanwhile. `saw` is called there with records once they are measured, and `ending` in `close` when the queue is
-        empty; it may call `dump`, and is then called again after the dump is written. Neither may raise. `observed`
-        returns the number of rows so far, on any thread. `disk` is another disk, for tests. `clock` is monotonic, in
-        seconds.
+        The following run on the writer thread: `measure` computes the statistics and fingerprint of a record.
+        `measure_small` does so for many small records; without it each record is measured alone. `resolve_dir` returns
+        where to write; it is called first, and may take its time. `poll` is called every 0.2 s, between two records; it
+        may call `close` or `drain`, and a manifest that it returns is in force until another is set. `saw` is called
+        with records once they are measured. `ending` is called in `close` when the queue is empty; it may call `dump`,
+        and is then called again after the dump is written. `saw` and `ending` may not raise.
+
+        `observed` returns the number of rows so far, on any thread. `disk` is another disk, for tests. `clock` is
+        monotonic, in seconds.
         """
         self.last_progress_s = clock()
-        """The time on `clock` at which the writer was last between two records; it stops while the disk hangs."""
+        """The time on `clock` at which the writer was last between two records; the time stops while the disk hangs."""
         self.refused: Mapping[str, str] = {}
-        """The reasons, by `records.kind_of`, why records are dropped for now, as on a full disk. Any thread."""
+        """For each `records.kind_of` whose records are dropped for now, the reason, such as a full disk. Any thread."""
         self._measure = measure
         self._measure_small = measure_small
         self._resolve_dir = resolve_dir
@@ -167,7 +167,7 @@ class Writer:
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | MeasuredTogether | _Drain] = queue.SimpleQueue()
         self._put_back: _Item | None = None
-        """The item that followed small records taken together; the writer takes it before items of the queue."""
+        """The item that came after a group of small records; the writer handles it before the items of the queue."""
         self._settings = settings
         self._ring: Ring | None = None
         self._ending = ending
@@ -190,7 +190,7 @@ class Writer:
 
     @property
     def directory(self) -> Path | None:
-        """The writer's directory, once it is claimed."""
+        """The writer's directory; None until it is claimed."""
         return self._writer_directory.path
 
     def start(self) -> None:
@@ -210,7 +210,7 @@ class Writer:
         self._writer_directory.dumps = self._ring.dumps
 
     def dump(self, dump: Dump) -> None:
-        """Write the steps of a trigger, the waiting ones and those still to come. Any thread; never waits."""
+        """Write the steps of a trigger, both steps that wait and steps still to come. Any thread; never waits."""
         if self._ring is not None:
             self._ring.ask(dump)
 
@@ -224,7 +224,7 @@ class Writer:
         return self._ring is not None and self._ring.is_wanted(step)
 
     def put(self, item: Staged | MeasuredTogether) -> None:
-        """Pass a record, or records measured together, to the writer, with the block. Any thread; never waits."""
+        """Give the writer a record, or records measured together, and their block. Any thread; never waits."""
         if self._refusal is None:
             self._queue.put(item)
             if not self._is_stopped:
@@ -239,11 +239,11 @@ class Writer:
         self._ledger.drop(reason, num_rows)
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Set the members of `_writer.json` besides the writer's own. Any thread; the mapping must not change later."""
+        """Set the members of `_writer.json` that the writer does not know. Any thread; the mapping must not change."""
         self._manifest = manifest
 
     def set_status(self, status: Mapping[str, Any]) -> None:
-        """Set the members of `_status.json` besides the writer's own, among them ``step``. Any thread."""
+        """Set the members of `_status.json` that the writer does not know, among them ``step``. Any thread."""
         self._status = status
 
     def stats(self) -> WriterStats:
@@ -260,7 +260,7 @@ class Writer:
     def drain(self, deadline_s: float) -> bool:
         """Wait until every record that was put before this call is on the disk and synced.
 
-        False is returned if the deadline passed first, or if the disk refused the last records.
+        Return False if the deadline passed first, or if the disk refused the last records.
         """
         mark = _Drain()
         self._queue.put(mark)
@@ -338,8 +338,8 @@ class Writer:
     def _run(self) -> None:
         try:
             # The thread has the priority of training. At nice 10 it starves if training uses all cores, until the pool
-            # is full and training waits: a step then takes 1.53 times as long, instead of 1.40, and 1 GiB of memory
-            # instead of 0.1.
+            # is full and training waits: a step then takes 1.53 times its time without the recorder, not 1.40 times,
+            # and the pool 1 GiB, not 0.1.
             target = self._resolve_dir()
             self._take_manifest()
             self._writer_directory.claim(target)
@@ -422,7 +422,7 @@ class Writer:
                 staged.block.release()
 
     def _take_together(self, records: Sequence[Staged], measured: Sequence[Measured] | None = None) -> None:
-        """Take small records into the batches of their kinds of shards."""
+        """Take small records, each into the batch of its kind of shard."""
         self._nap_s = _LONG_NAP_S
         kinds = [kind_of(staged.keep, staged.origin.site) for staged in records]
         num_left, drop_reasons = Counter(kinds), dict.fromkeys(kinds, WRITER_ERROR)
@@ -550,14 +550,14 @@ class Writer:
             self._writer_directory.mark_stale()
 
     def _refuses(self, kind: str) -> str | None:
-        """Return why records of a kind are dropped for now, and let training know; None if they are taken."""
+        """Return why records of a kind are dropped for now, and publish it in `refused`; None if they are taken."""
         refusal = self._writer_directory.refusal(kind)
         if refusal is not None:
             self.refused = {**self.refused, kind: refusal}
         return refusal
 
     def _record(self, staged: Staged, due: Due | None = None) -> bool:
-        """Take one record into the batch of its kind of shard, write a full batch; return whether all rows were taken.
+        """Take one record into its shard's batch, and write the batch if full; return whether all rows were taken.
 
         `due` is the record as the ring returned it, measured and passed to `saw`; None if it was not in the ring.
         """
@@ -596,7 +596,7 @@ class Writer:
         return True
 
     def _wait_for(self, ready: Ready) -> str | None:
-        """Wait for the bytes of a record, and do due work meanwhile; return the reason if the bytes are lost."""
+        """Wait for the bytes of a record, doing due work meanwhile; return the drop reason if the bytes are lost."""
         try:
             while not ready.wait(_SHORT_NAP_S):
                 self._tick()
@@ -623,7 +623,7 @@ class Writer:
             return _UNMEASURABLE
 
     def _tick(self) -> None:
-        """Note that the thread is alive, and do work that is due by the clock. Not called within a record's part."""
+        """Note that the thread is alive, and do work that is due by the clock. Not called within a part of a record."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return

@@ -45,12 +45,12 @@ _MAX_NAMES = 20
 """The most directory names that may be taken before the claim fails with an error."""
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
-"""The bytes of memory for a batch without payloads; the memory grows if a batch needs more."""
+"""The initial bytes of the memory for batches without payloads; the memory grows if a batch needs more."""
 _RESTS = "tensors are stored without compression while training uses every core (codec=auto)"
 _LOOK_S = 0.2
 """The seconds between checks whether training uses every core."""
 _CROWDED, _FREE = 0.75, 0.9
-"""Shares of `CoreShare` below which payloads are stored unencoded, and above which they are encoded again."""
+"""Payloads are stored unencoded if `CoreShare` falls below the first value, and encoded again above the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class WriterDirectory:
         self._cores = CoreShare()
         self._has_said_rest = False
         self._next_look_s = 0.0
-        """The time on the clock at which the writer looks at the cores again."""
+        """The time on the clock at which the writer checks again whether training uses every core."""
         self._num_names_left = _MAX_NAMES
         self._status = StatusFile(disk, clock)
 
@@ -132,7 +132,7 @@ class WriterDirectory:
         return self.shards_by_kind[kind].refusal
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Set the members of `_writer.json` besides the directory's own."""
+        """Set the members of `_writer.json` that this class does not know."""
         self._manifest = manifest
         self._is_manifest_stale = True
 
@@ -181,13 +181,13 @@ class WriterDirectory:
         return all(synced)
 
     def close(self, ledger: Mapping[str, object]) -> bool:
-        """Seal the open shards and close the manifest; return True if all went well."""
+        """Seal the open shards and write the last manifest; return True if all went well."""
         sealed = [shards.seal(ledger) for shards in self.shards_by_kind.values()]
         self._look_at_io()
         return self._describe(state="closed", closed_ns=time.time_ns()) and all(sealed)
 
     def restart(self, problem: str) -> None:
-        """Begin again after an error of the recorder; open shards stay readable, and pending rows are dropped."""
+        """Begin again after the recorder's own error; open shards stay readable, and pending rows are dropped."""
         self._restarted = problem
         self._is_manifest_stale = True
         for shards in self.shards_by_kind.values():
@@ -200,7 +200,7 @@ class WriterDirectory:
         self._status.close()
 
     def _claim(self) -> None:
-        """Make a directory that only this process can have made."""
+        """Make a directory that only this writer uses, and open its shards."""
         target = self._target
         assert target is not None, "claim comes first"
         try:
@@ -253,7 +253,7 @@ class WriterDirectory:
             try:
                 self._disk.make_directory(directory)
             except FileExistsError:
-                # NFS also raises this when it repeats a request that has succeeded; another name costs nothing.
+                # NFS raises FileExistsError also if it repeats a request that succeeded; another name costs nothing.
                 if self._num_names_left == 0:
                     raise
                 self._num_names_left -= 1
@@ -322,7 +322,7 @@ class WriterDirectory:
                 clock=self._clock,
             )
 
-        # Large payloads are compressed already, or do not compress.
+        # Arrow does not compress tensors: large payloads are encoded already, or do not get smaller.
         tensors = open_shards("tensors", None, has_index=True)
         return {"tensors": tensors} | {kind: open_shards(kind, "zstd", has_index=False) for kind in ("stats", PROBE)}
 
@@ -348,7 +348,7 @@ class WriterDirectory:
             self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
         if self._encoder.has_rested and not self._has_said_rest:
             self._has_said_rest = self._is_manifest_stale = True
-            # One log line for each run is enough, because every manifest has the fact.
+            # One log line for each run is enough, because the manifest of every rank says so.
             if self._target is not None and self._target.rank == 0:
                 tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
@@ -398,7 +398,7 @@ class WriterDirectory:
                 self._retire(kind, outdated, is_urgent=False)
 
     def _retire_for_room(self, kind: str, held: HeldShard) -> None:
-        """Delete a shard to make room. An earlier writer's shard is deleted only if the manifest could record this."""
+        """Delete a shard to make room; an earlier writer's shard only if the manifest could record the deletion."""
         if held.earlier is None:
             self._retire(kind, [held], is_urgent=True)
         elif self._note_earlier(held.earlier):
@@ -410,8 +410,8 @@ class WriterDirectory:
     def _retire(self, kind: str, shards: Sequence[HeldShard], *, is_urgent: bool) -> None:
         """Delete shards of this writer, once the manifest on the disk counts them as retired.
 
-        If the disk refuses the manifest, shards that are merely old are kept. Urgent deletions still happen, because
-        the disk may be full; the ledger in the next batch counts them.
+        If the disk refuses the manifest, shards are kept that are merely outdated. Urgent deletions still happen,
+        because the disk may be full; the ledger in the next batch counts them.
         """
         num_rows = sum(held.shard.num_rows for held in shards)
         num_bytes = sum(held.shard.num_bytes for held in shards)
@@ -425,7 +425,7 @@ class WriterDirectory:
             self._delete(kind, held, [path.with_name(name) for name in names])
 
     def _note_earlier(self, shard: EarlierShard) -> bool:
-        """Record in the manifest that a shard of an earlier writer is deleted; return True if that was written."""
+        """Record the deletion of an earlier writer's shard in the manifest; return True if the manifest was written."""
         content = shard.look(self._keep_steps)
         if content is None:
             return False
