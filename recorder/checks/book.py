@@ -28,9 +28,9 @@ RULES: tuple[type[CheckRule], ...] = (
     comparing.OutlierRank, comparing.Replica, values.Data, comparing.RunningStatistics, activations.DeadUnits,
     activations.OutlierUnits, activations.LowPrecision, comparing.Width, comparing.Unusual, comparing.Invariant,
 )  # fmt: skip
-"""All rules that come with the recorder."""
+"""All rules that come with the recorder; a user may add others."""
 ENTRY_POINTS = "recorder.checks"
-"""The group of entry points by which an installed package adds rules: each names a subclass of `CheckRule`."""
+"""The group of entry points by which an installed package adds rules; each entry point names one `CheckRule`."""
 _OWN = "rule"
 """The key of the TOML tables that define a user's own rules."""
 _OWN_KEYS = ("name", "site", "module", "statistic", "above", "below", "records", "severity")
@@ -45,7 +45,7 @@ Thresholds = dict[str, dict[str, float]]
 
 
 class OwnThreshold(StreakRule):
-    """The base of rules that a user writes as a TOML table: a statistic must not exceed, or fall below, a number."""
+    """The base of rules that a user writes as a TOML table: a statistic must not exceed, or not fall below, a limit."""
 
     advice = "it is a rule of yours"
     modules: ClassVar[tuple[str, ...]] = ("*",)
@@ -129,7 +129,7 @@ def make_rules(
     rules: Iterable[type[CheckRule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
     other_widths: Sequence[Sizes] = (), replicas: Replicas | None = None,
 ) -> list[CheckRule]:  # fmt: skip
-    """Construct rules, and give them the facts about sound runs, runs of other widths, and the replicas.
+    """Construct rules, and give them what is known of sound runs, of runs at other widths, and of the replicas.
 
     A rule that cannot be constructed is replaced by a rule that reports the error.
     """

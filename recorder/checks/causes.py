@@ -18,7 +18,7 @@ from .rules.values import SKIPS
 
 
 class Link(Enum):
-    """Where a consequence must be, seen from its cause."""
+    """Where a consequence must be, relative to its cause."""
 
     LATER = "at the same step or later"
     TOGETHER = "at the same step, or within the records that a loss is averaged over"
@@ -29,11 +29,11 @@ class Link(Enum):
 
 
 _MAX_CAUSES = 100
-"""The most findings of a rule that are looked at as causes, the earliest first."""
+"""The most findings of one rule that are considered as causes, the earliest first."""
 _SOON = 10
-"""The most steps from a spike to the finding that the loss has risen."""
+"""A finding of the rule `loss` is taken for a consequence of a spike or a jump up to so many steps before it."""
 _ANEW = ("nonfinite", "spike", "jump")
-"""The rules whose findings are no consequences of what was over before them."""
+"""A finding of these rules is no consequence of a cause if all spikes were over between the cause and the finding."""
 _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("not_optimized", Link.SAME, ("unchanged", "no_gradient")),
     ("initialisation", Link.NEAR, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
@@ -63,18 +63,18 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("saturated", Link.NEAR, ("no_gradient", "vanishing")),
     ("no_gradient", Link.LATER, ("loss",)),
 )  # fmt: skip
-"""The rule of a cause, where its consequences are, and their rules, in the order in which causes are looked for."""
+"""A cause's rule, where its consequences are, and their rules. Causes are looked for in the order of this list."""
 _RULES = list(dict.fromkeys(rule for rule, link, _ in _LINKS if link is not Link.RATE))
-"""The rules that have consequences, causes first, unless the learning rate rose."""
+"""The rules that have consequences, causes first, without consequences of a risen learning rate."""
 
 
 def order_of(step: int, site: str, rule: str) -> tuple[int, bool, int]:
-    """Return the key by which findings sort in the order of causes: by step, the forward before the gradients."""
+    """Return the key that sorts findings in the order of causes: by step, forward values before gradients, by rule."""
     return step, site in GRADIENTS, _RULES.index(rule) if rule in _RULES else len(_RULES)
 
 
 def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
-    """Return the findings, sorted by severity and in the order of causes, with `cause` set where others explain one."""
+    """Return the findings, by severity and in the order of causes; `cause` is set where one explains another."""
     first_seen: dict[tuple[str, str], int] = {}
     for key in catalog.series:
         if key.site == "output":
@@ -116,7 +116,7 @@ def _root_of(one: Finding, cause_of: dict[int, Finding]) -> Finding:
 
 
 def words_of(cause: Finding) -> str:
-    """Return the words with which consequences name their cause."""
+    """Return the text with which a consequence names its cause."""
     return f"{cause.rule} of '{cause.module_path}'" + (f" at step {cause.first_step}" if cause.first_step >= 0 else "")
 
 
@@ -152,7 +152,7 @@ def _are_skipped(cause: Finding, one: Finding, first_seen: dict[tuple[str, str],
 
 
 def _is_by_rate(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
-    """Return whether the rate rose: an update is seen at the end of its step, and the loss after it at the next."""
+    """Return whether a risen rate links both: an update shows at the end of its step, its loss one step later."""
     return RISEN in cause.detail and one.first_step >= cause.first_step - 1 and _is_of_same_ranks(cause, one)
 
 

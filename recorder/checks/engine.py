@@ -18,9 +18,9 @@ from .rows import IS_PROBE, Catalog, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding, Severity
 
 _MAX_FINDINGS = 5_000
-"""The most findings of one rule that are kept, each for one value on one rank. Further findings are only counted."""
+"""The most findings of one rule that are kept. A finding is for one value on one rank. More are only counted."""
 _ENDLESS = 20_000_000
-"""The number of findings after which a rule is stopped. 4,096 ranks with a thousand bad values each have fewer."""
+"""The number of findings after which a rule is stopped. 4,096 ranks with a thousand bad values each make fewer."""
 
 
 class Unjudged(NamedTuple):
@@ -29,7 +29,7 @@ class Unjudged(NamedTuple):
     rule: str
     why: str
     setting: str
-    """The recording rule with which the next run could be judged; empty if no recording rule helps."""
+    """The recording rule with which the next run could be judged; empty if no recording rule would help."""
 
 
 class Verdict(NamedTuple):
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     """The findings, the most severe first. Equal findings of several ranks are joined into one."""
     unjudged: list[Unjudged]
     num_more: dict[str, int]
-    """By rule, the number of findings that were counted but not kept."""
+    """By rule, the number of its findings that were counted but not kept."""
 
 
 class Engine:
@@ -49,17 +49,17 @@ class Engine:
         self._rules = list(rules)
         self._catalog = catalog
         self._pending: list[Rows] = []
-        """The rows of the last step, which may not be complete yet."""
+        """The rows of the last step so far, which may not be complete yet."""
         self._has_rows: set[str] = set()
         self._lacking: dict[str, set[str]] = {rule.name: set(rule.columns) for rule in rules}
-        """By rule, the columns that have had no value so far."""
+        """By rule, those of the rule's columns that have had no value so far."""
         self._failed: set[str] = set()
         self._findings: dict[str, list[Finding]] = {rule.name: [] for rule in rules}
         self._num_more: dict[str, int] = {}
         self.last_step = -1
 
     def add(self, rows: Rows) -> None:
-        """Take the next rows, ordered by step. The rows of the last step wait until a row of a later step comes."""
+        """Take the next rows, ordered by step. The last step's rows wait until a row of a later step comes."""
         if not len(rows):
             return
         self._pending.append(rows)
@@ -86,7 +86,7 @@ class Engine:
             self._pending = []
 
     def take(self) -> list[Finding]:
-        """Return the findings since the last call, the most severe first."""
+        """Return the findings since the last call of this method, the most severe first."""
         findings = [one for some in self._findings.values() for one in some]
         for some in self._findings.values():
             some.clear()
@@ -164,7 +164,7 @@ class Engine:
 
 
 def is_finding(one: object) -> bool:
-    """Return whether an object that a rule yielded is a printable finding: a user's rule may yield anything."""
+    """Return whether an object is a finding that can be printed; a user's rule may yield any object."""
     if not isinstance(one, Finding):
         return False
     texts = (one.rule, one.root, one.module_path, one.site, one.name, one.what, one.measure, one.advice, one.detail)

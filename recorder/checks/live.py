@@ -40,16 +40,16 @@ LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
 _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
 _MAX_PROBED = 1024
-"""The most steps of the probe that wait for the writer thread."""
+"""The most steps whose numbers from the probe wait for the writer thread; older ones are dropped."""
 _NONE = np.zeros(0)
 _MOST_DUE, _JUDGE_EVERY_S = 64, 2.0
-"""The most steps, and the longest time, that are judged together."""
+"""Waiting steps are judged once there are so many of them, or so many seconds after the last judgement."""
 
 _log = logging.getLogger("recorder")
 
 
 class LiveChecks:
-    """Applies rules to the records of one rank, step by step. Only one thread may call it, but for `probed`."""
+    """Applies rules to the records of one rank, step by step. Only one thread may call it, except for `probed`."""
 
     def __init__(
         self, *, rank: int, on_finding: Callable[[Finding], None], rules: Sequence[type[CheckRule]] = LIVE_RULES,
@@ -57,7 +57,7 @@ class LiveChecks:
     ) -> None:  # fmt: skip
         """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of unused rules are ignored.
 
-        If `only_scalars` is True, records of other sites are passed over, and the probe alone shows gradients. Then the
+        If `only_scalars` is True, only records of scalars are read, and gradients come from the probe alone. Then the
         steps of some seconds are judged together, which takes a fifth of the time; else each step is judged at once.
         """
         made = [*rules, *own]
@@ -70,27 +70,27 @@ class LiveChecks:
         self._names = tuple(name for name in names if name in Measured._fields)
         self._numbers = attrgetter(*self._names)
         self._lanes: dict[tuple[object, ...], int] = {}
-        """The lane of each series, by the names of the series; `_UNWANTED` where no rule reads the series."""
+        """By series, the index of the series on this rank (its lane); `_UNWANTED` where no rule reads the series."""
         self._step = 0
         self._rows: list[tuple[object, ...]] = []
-        """The lane, number of elements and statistics of each record of the current step."""
+        """For each record of the current step, the lane of its series, its number of elements and its statistics."""
         self._is_off = False
         self._only_scalars = only_scalars
         self._probed: deque[ProbedStep] = deque(maxlen=_MAX_PROBED)
-        """The numbers of the probe at the last steps, until the writer thread has come to these steps."""
+        """The probe's numbers of the last steps, until the writer thread has reached these steps."""
         self._probed_lanes: Integers = np.zeros(0, np.int64)
-        """The lane of each series of the probe; `_UNWANTED` where no rule reads the series."""
+        """By series of the probe, its index on this rank (its lane); `_UNWANTED` where no rule reads the series."""
         self._due: list[Rows] = []
-        """The rows of steps that are over, until they are judged."""
+        """The rows of finished steps, until these steps are judged."""
         self._judged_s = time.monotonic()
 
     def probed(self, numbers: ProbedStep) -> None:
-        """Take the numbers of a step that is over. Training thread."""
+        """Take the probe's numbers of a step that is over. Training thread."""
         if not self._is_off:
             self._probed.append(numbers)
 
     def saw(self, staged: Staged, measured: Measured) -> None:
-        """Take the statistics of a record. The first record of a later step makes the rules judge the step before."""
+        """Take the statistics of a record. The first record of a later step makes the rules judge the finished step."""
         if measured.nan_count is None or self._is_off or (self._only_scalars and staged.origin.site != "scalar"):
             return
         try:
@@ -99,7 +99,7 @@ class LiveChecks:
             self._turn_off(error)
 
     def look(self) -> None:
-        """Judge the probe of a training without scalars, of which no record ever begins a step. The same thread."""
+        """Judge the probe's steps if no scalars are recorded, so that no record begins a step. The thread of `saw`."""
         if self._is_off or not self._only_scalars or self._lanes or len(self._probed) < _MOST_DUE:
             return
         try:
@@ -140,7 +140,7 @@ class LiveChecks:
             self._rows.append((lane, math.prod(staged.shape), *self._numbers(measured)))
 
     def _lane(self, staged: Staged) -> int:
-        """Return the lane of the record's series on this rank; `_UNWANTED` where no rule reads the series."""
+        """Return the lane of a record, the index of its series on this rank; `_UNWANTED` where no rule reads it."""
         if staged.phase == "recompute":
             return _UNWANTED
         key = SeriesKey(*staged.origin[:4], staged.moment.mode, staged.phase, staged.scope or "")
@@ -148,18 +148,17 @@ class LiveChecks:
         return int(self._lanes_of([number])[0])
 
     def _number(self, key: SeriesKey, about: About, rules: Sequence[CheckRule]) -> int:
-        """Return the number of a series in the catalog; `_UNWANTED` where none of the rules reads the series."""
         return self._catalog.number(key, about) if any(rule.wants(key) for rule in rules) else _UNWANTED
 
     def _lanes_of(self, numbers: Sequence[int]) -> Integers:
-        """Return the lane on this rank of each series; `_UNWANTED` stays as it is."""
+        """Return the lanes of series, their indexes on this rank, by series number; `_UNWANTED` stays as it is."""
         lanes = np.array(numbers, np.int64)
         is_wanted = lanes != _UNWANTED
         lanes[is_wanted] = self._catalog.lanes(lanes[is_wanted], np.full(is_wanted.sum(), self._rank))
         return lanes
 
     def _end_steps(self) -> None:
-        """Make rows of the current step and of the steps before, of which the probe alone may have numbers."""
+        """Make rows of the current step, and of earlier steps that only the probe has measured."""
         while self._probed and self._probed[0].step < self._step:
             self._end_step(self._probed.popleft(), [])
         rows, self._rows = self._rows, []

@@ -23,11 +23,11 @@ _STATE = ("param", "buffer", "optim")
 """The sites of values that only training steps change."""
 _TINY = 1e-30
 _BY_CHANCE = ("grad_scale", SKIPPED)
-"""Scalars that a single chance overflow may halve."""
+"""The names of scalars that a single overflow by chance changes."""
 
 
 class Statistic(NamedTuple):
-    """A number that is compared with its normal range."""
+    """A statistic of a value that is compared with its normal range in sound runs."""
 
     name: str
     is_log: bool
@@ -35,7 +35,7 @@ class Statistic(NamedTuple):
     floor: float
     """The least standard deviation that is assumed: another random seed alone causes as much."""
     floor_of_one: float = 0.0
-    """The part of the floor that shrinks with size: for n elements, this number over the root of n is added."""
+    """For a value of n elements, this number over the root of n is added to `floor`."""
     only_above: bool = False
     """Whether only numbers above the normal range are findings."""
 
@@ -60,7 +60,7 @@ _LEAST_HELD = 8
 
 
 class Numbers(NamedTuple):
-    """One statistic, for the rows that have it."""
+    """The numbers of one statistic, for the rows that have it."""
 
     statistic: int
     rows: Integers
@@ -78,7 +78,7 @@ class Ranges(NamedTuple):
 
 
 class Measures:
-    """Computes the statistics that are learnt and judged. It takes complete steps, with the rows sorted by lane."""
+    """Computes the statistics that are learnt and judged, from rows of complete steps, sorted by value and rank."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -86,7 +86,7 @@ class Measures:
         self._before, self._last = Memory(), Memory()
 
     def numbers(self, rows: Rows) -> Iterator[Numbers]:
-        """Yield each statistic, for the rows that have it."""
+        """Yield the numbers of each statistic, for the rows that have it."""
         is_scalar, is_loss = rows.at("scalar"), rows.where("loss", lambda key: key.is_loss)
         with np.errstate(all="ignore"):
             rms = np.where(is_scalar, np.nan, rows.rms)
@@ -132,7 +132,7 @@ class Measures:
         yield _DIFFERENT, indices[apart], num_values[ids[apart]] >= num_parts[ids[apart]]
 
     def _peers(self, rows: Rows) -> tuple[Integers, Integers, Integers]:
-        """Group rows of one value on several ranks: return each row's group, each group's first row and its ranks."""
+        """Group rows of a value on several ranks: return each row's group, each group's first row and rank count."""
         starts = np.flatnonzero(np.r_[True, (np.diff(rows.lanes) != 0) | (np.diff(rows.steps) != 0)])
         turns = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
         ids, firsts = grouped(rows.series, self._catalog.peers_of[rows.lanes], rows.steps, turns)
@@ -165,9 +165,9 @@ class Normal:
     def __init__(self) -> None:
         self._number_of: dict[SeriesKey, int] = {}
         self._sums: Floats = np.zeros((len(_EMPTY), 0, len(STATISTICS), _NUM_PHASES))
-        """The sums, of shape (`_COUNT` to `_HIGH`, series, statistic, phase)."""
+        """Count, sum, sum of squares, lowest and highest, of shape (these five, series, statistic, phase)."""
         self._held: Integers = np.zeros((2, 0, len(HELD)), np.int64)
-        """Numbers of records, of shape (`_HOLDS` or `_ASKED`, series, condition)."""
+        """The records in which a condition holds, and all to which it applies; shape (these two, series, condition)."""
         self._num_runs_with: Integers = np.zeros(0, np.int64)
         """By series, the number of runs that have the series."""
         self.num_runs = 0
@@ -306,7 +306,7 @@ class Sizes:
     def add(self, rows: Rows) -> bool:
         """Take the next rows, ordered by step, and return whether later rows may count.
 
-        Only the second half of the first steps counts, because the weights have hardly moved before.
+        Only the second half of the first `steps` steps counts, because the weights have hardly moved before.
         """
         if self._first is None:
             self._first = int(rows.steps[0])
@@ -334,7 +334,7 @@ class Sizes:
         return {(key.root, key.module_path, key.name): about.shape for key, about in series if key.site == "param"}
 
     def width(self, base: Sizes) -> float:
-        """Return this model's width over that of `base`: the most frequent ratio of parameter sizes that differ."""
+        """Return this model's width over that of `base`: the most frequent ratio of parameters' dims that differ."""
         shapes = base.shapes
         ratios = [
             size / shapes[key][index]
@@ -347,11 +347,11 @@ class Sizes:
 
 
 EXACT = ("sum", "sum_sq", "min", "max")
-"""The statistics that equal tensors share. Tensors that differ in one element hardly ever agree in all of them."""
+"""The statistics that are compared to find equal tensors: tensors that differ hardly ever agree in all of them."""
 
 
 class Movement:
-    """Measures how far values move from one record to the next, relative to their size."""
+    """Measures how far a value moves from one record to the next, relative to its size."""
 
     def __init__(self) -> None:
         self._norm, self._sum, self._step = Memory(), Memory(), Memory()
@@ -359,7 +359,7 @@ class Movement:
     def ratio(self, rows: Rows) -> Floats:
         """Return, for each row, the change per step since the last record, relative to the norm; NaN if unknown.
 
-        The change is a lower bound, computed from the changes of the norm and of the sum. The rows are sorted by lane.
+        The change is a lower bound, from the changes of the norm and the sum. Rows are sorted by value and rank.
         """
         lanes, steps = rows.lanes, rows.steps.astype(np.float64)
         is_finite = np.nan_to_num(rows["nan_count"]) + np.nan_to_num(rows["inf_count"]) == 0

@@ -69,11 +69,11 @@ class ModuleFacts(NamedTuple):
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None
-    """The first known step whose gradients were added to those of the step before; in the first module alone."""
+    """The first known step whose gradients were added to those of the step before; only the first module has it."""
 
 
 class Catalog:
-    """The series and lanes that have appeared so far, by index. Nothing is ever removed from a catalog."""
+    """The series and the lanes (a series on one rank) that have appeared, by index; none is ever removed."""
 
     def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
         self.modules = dict(modules or {})
@@ -86,13 +86,13 @@ class Catalog:
         self._lane_of: dict[int, int] = {}
         self.series_of: Integers = np.zeros(0, np.int64)
         self.rank_of: Integers = np.zeros(0, np.int64)
-        """The rank of each lane; -1 for a value of all ranks."""
+        """By lane (a series on one rank), the rank; -1 for a value that all ranks have in common."""
         self.part_of: Integers = np.zeros(0, np.int64)
-        """By lane, the part of the batch that its rank works on. Ranks with the same number share one part."""
+        """By lane (a series on a rank), the number of the batch's part that the rank works on; ranks may share one."""
         self.peers_of: Integers = np.zeros(0, np.int64)
-        """By lane, a number that is equal on ranks that hold the same piece of the model and so can be compared."""
+        """By lane (a series on one rank), a number equal on ranks with the same piece of the model, so comparable."""
         self.recovered_at: list[int] = []
-        """The steps at which all spikes before them were over for some records in a row."""
+        """The steps at which all spikes before them had been over for some records in a row."""
 
     @property
     def whole_numel(self) -> Floats:
@@ -126,7 +126,7 @@ class Catalog:
         return known
 
     def find(self, key: SeriesKey, rank: int) -> int | None:
-        """Return the lane of a series on a rank; None where the rank has no row of the series."""
+        """Return the lane of a series on a rank (the index of both); None if the rank has no row of the series."""
         series = self._number_of.get(key)
         return None if series is None else self._lane_of.get(series * _MAX_RANK + rank + 1)
 
@@ -141,9 +141,9 @@ class Catalog:
     def lanes(
         self, series: Integers, ranks: Integers, parts: Integers | None = None, peers: Integers | None = None
     ) -> Integers:
-        """Return the lane of each row, from the index of its series and from its rank (-1 for all ranks).
+        """Return the lane of each row (the index of a series on a rank), from its series and its rank (-1: all ranks).
 
-        `part_of` and `peers_of` set `parts` and `peers` of new lanes. By default each rank works on its own part of the
+        `parts` and `peers` set `part_of` and `peers_of` of new lanes. By default each rank works on its own part of the
         batch, and all ranks hold the same piece of the model.
         """
         mixed, firsts, inverse = np.unique(series * _MAX_RANK + ranks + 1, return_index=True, return_inverse=True)
@@ -161,7 +161,7 @@ class Catalog:
 
 
 class Rows:
-    """Rows of complete steps, ordered by step and by each rank's order of execution. A selection copies no column."""
+    """Rows of complete steps, ordered by step and by each rank's order of execution. `take` copies no column."""
 
     __slots__ = ("_indices", "_numbers", "_taken", "catalog", "lanes", "steps")
 
@@ -169,10 +169,10 @@ class Rows:
         self, catalog: Catalog, steps: Integers, lanes: Integers, numbers: Mapping[str, Floats],
         indices: Integers | None = None,
     ) -> None:  # fmt: skip
-        """Make rows with these steps and lanes. Their columns are the rows `indices` of `numbers` (by default all).
+        """Make rows of these steps and lanes (series on one rank). `indices` selects rows of `numbers`; None: all.
 
-        The columns are statistics, counts and `numel`, NaN where a row has no value. Columns that no row has are
-        absent.
+        The columns in `numbers` are statistics, counts and `numel`, NaN where a row has no value. Columns that no row
+        has are absent.
         """
         self.catalog, self.steps, self.lanes = catalog, steps, lanes
         self._numbers, self._indices = numbers, indices
@@ -231,18 +231,18 @@ class Rows:
         return self.take(~is_probe) if is_probe.any() else self
 
     def by_lane(self) -> Rows:
-        """Return the rows sorted by lane, and by time within each lane."""
+        """Return the rows sorted by lane (a series on one rank), and by time within each lane."""
         return self.take(np.argsort(self.lanes, kind="stable"))
 
     @property
     def rms(self) -> Floats:
-        """For each row, the root mean square of the value's finite elements; for a chunk, of the complete tensor's."""
+        """For each row, the root mean square of the value's finite elements; for a chunk, of the complete tensor."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
 
     def over_chunks(self, values: Floats) -> Floats:
-        """Return the values, but for each chunk the sum over the chunks of all ranks at the same step.
+        """Return the values; for a chunk, its value is the sum over all ranks' chunks at the same step.
 
         The sum is NaN if a chunk is missing.
         """
@@ -258,7 +258,7 @@ class Rows:
         return values
 
     def fingerprints(self, names: Sequence[str]) -> npt.NDArray[np.uint64]:
-        """Return, for each row, a hash of up to four columns: rows whose columns are equal have equal hashes."""
+        """Return, for each row, a hash of the four columns `names`: rows that agree in them have equal hashes."""
         hashes = np.zeros(len(self), np.uint64)
         for name, prime in zip(names, _PRIMES, strict=True):
             hashes = (hashes ^ (self[name] + 0.0).view(np.uint64)) * prime
@@ -267,7 +267,7 @@ class Rows:
 
 
 def concatenate(some: Sequence[Rows]) -> Rows:
-    """Join batches of rows, at least one, which must have the same catalog."""
+    """Join batches of rows into one; there must be at least one batch, and all must have the same catalog."""
     if len(some) == 1:
         return some[0]
     names = dict.fromkeys(name for rows in some for name in rows.names)
@@ -277,7 +277,7 @@ def concatenate(some: Sequence[Rows]) -> Rows:
 
 
 class Memory:
-    """One number for each lane, kept from one batch of rows to the next. Any indexes from 0 on can serve as lanes."""
+    """One number for each lane (a series on one rank), kept between batches of rows. Any indexes serve as lanes."""
 
     def __init__(self, initial: float = np.nan) -> None:
         self._initial = initial
@@ -306,17 +306,17 @@ def as_exact_floats(hashes: npt.NDArray[np.uint64]) -> Floats:
 
 
 def begins(lanes: Integers) -> Flags:
-    """Return, for each row, whether it is the first row of its lane; the rows are sorted by lane."""
+    """Return, for each row, whether it is the first of its value on its rank; rows are sorted by value and rank."""
     return np.r_[True, lanes[1:] != lanes[:-1]] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def ends(lanes: Integers) -> Flags:
-    """Return, for each row, whether it is the last row of its lane; the rows are sorted by lane."""
+    """Return, for each row, whether it is the last of its value on its rank; rows are sorted by value and rank."""
     return np.r_[lanes[1:] != lanes[:-1], True] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return the value before each row in its lane. Rows are sorted by lane; `memory` keeps each lane's last value."""
+    """Return the number of the row before, of one value and rank. Rows are sorted by both; `memory` has the last."""
     before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]
@@ -325,7 +325,7 @@ def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return, for each row, the first value of its lane. Rows are sorted by lane; `memory` keeps the first values."""
+    """Return the first number of each row's value and rank. Rows are sorted by both; `memory` keeps the first ones."""
     firsts = np.flatnonzero(begins(lanes))
     new = firsts[np.isnan(memory[lanes[firsts]])]
     memory[lanes[new]] = values[new]
@@ -333,7 +333,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return, at each row, the length of the streak of flagged rows of its lane that ends there; rows are by lane."""
+    """Return the number of flagged rows in a row up to each row, for its value and rank. Rows are sorted by both."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
@@ -346,15 +346,15 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
 
 
 class Streaks:
-    """Finds the first time in each lane at which a condition has held for some records in a row."""
+    """Finds the first time at which a condition has held for some records in a row, for each value and rank."""
 
     def __init__(self, reported: Memory | None = None) -> None:
-        """Take a memory in which reported lanes have 1. Two objects that share a memory report each lane only once."""
+        """Take a memory with 1 for reported lanes (series on a rank). Objects that share it report a lane only once."""
         self._lengths, self._since = Memory(0.0), Memory()
         self._reported = Memory(0.0) if reported is None else reported
 
     def lengths(self, lanes: Integers, steps: Integers, flags: Flags) -> tuple[Integers, Floats]:
-        """Return, by row, for how many records and since which step the condition has held; rows are sorted by lane."""
+        """Return, by row, for how many records and since which step it has held. Rows are sorted by value and rank."""
         lengths = streaks(lanes, flags, self._lengths)
         indices = np.arange(len(lanes))
         firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
@@ -365,19 +365,20 @@ class Streaks:
         return lengths, since
 
     def since(self, lane: int) -> int:
-        """Return the step since which the condition has held in a lane; meaningless where it does not hold."""
+        """Return since which step the condition has held in a lane (series on a rank); meaningless if it does not."""
         return int(self._since.of(lane))
 
     def length(self, lane: int) -> int:
-        """Return for how many records the condition has held in a lane."""
+        """Return for how many records the condition has held in a lane (a series on one rank)."""
         return int(self._lengths.of(lane))
 
     def reached(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float
     ) -> Iterator[tuple[int, int, int | None]]:
-        """Yield each lane's first row at which the condition has held for `records` records; rows are sorted by lane.
+        """Yield, by value and rank, the first row at which the condition has held for `records` records.
 
-        The result has the row, for how many records the condition has held, and since which step (None for one record).
+        The rows must be sorted by value and rank. The result has the row, for how many records the condition has held,
+        and since which step (None for one record).
         """
         lengths, since = self.lengths(lanes, steps, flags)
         new = np.flatnonzero((lengths >= records) & (self._reported[lanes] == 0))
@@ -388,22 +389,22 @@ class Streaks:
 
 
 class Spells:
-    """Finds conditions that hold for a long time, once in each lane, and remembers whether they have ended since."""
+    """Finds conditions that hold for a long time, for each value and rank, and remembers whether they have ended."""
 
     def __init__(self, weight: float = 1.0) -> None:
         """Take `weight`: how many records with a reported condition are cancelled by one record without it."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
-        """By lane, the records with the condition less `weight` times those without it; NaN before it began."""
+        """By value and rank, the records with the condition less `weight` times those without; NaN before it began."""
 
     def begun(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
     ) -> Iterator[tuple[int, int]]:
         """Yield the rows at which the condition has held long enough, each with the step at which it began.
 
-        After a break a lane may be yielded again. Rows are sorted by lane. Long enough means for `records` records in a
-        row and for the row's `lasting` steps.
+        Long enough means for `records` records in a row and for the row's `lasting` steps. After a break, a lane (a
+        series on one rank) may be yielded again. Rows are sorted by lane.
         """
         lengths, since = self._streaks.lengths(lanes, steps, flags)
         is_long = (lengths >= records) & (steps - since + 1 >= lasting)
@@ -425,7 +426,7 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Return whether the reported condition ended: `weight` times the records without it exceeds those with it."""
+        """Return whether a reported condition ended: `weight` times the records without it exceeds those with it."""
         return self._balance.of(lane) < 0
 
 

@@ -86,12 +86,12 @@ class Finding(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The finding as a part of a line."""
+        """The finding in words, for one line: where it is, what it is, and the measured number."""
         return self._line(f"{self.measure} {text.number(self.value)}")
 
     @property
     def text_with_threshold(self) -> str:
-        """The finding as a part of a line, with the number that the measured one is compared with."""
+        """The finding in words, for one line, with the measured number and its threshold."""
         return self._line(self.against)
 
     @property
@@ -110,7 +110,7 @@ class Replicas(NamedTuple):
 
     findings: Sequence[Finding]
     why_not_compared: str
-    """Why no replica could be compared; empty if at least one was."""
+    """Why no replica was compared; empty if at least one was."""
     notes: Sequence[str] = ()
 
 
@@ -136,7 +136,7 @@ class CheckRule(ABC):
     """The advice to the user on what to do next."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        """Take the catalog of all lanes, and the values of the settings that are not the defaults."""
+        """Take the catalog of the series, and the thresholds that replace defaults, by setting."""
         self.catalog = catalog
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
         self.normal: Normal | None = None
@@ -172,7 +172,7 @@ class CheckRule(ABC):
         self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,
         severity: Severity | None = None, since: int | None = None,
     ) -> Finding:  # fmt: skip
-        """Return a finding on the value of a lane."""
+        """Return a finding on the value of a lane (a series on one rank)."""
         rank = int(self.catalog.rank_of[lane])
         return Finding(
             self.name, self.severity if severity is None else severity, int(step), *self.catalog.key_of(lane)[:4],
@@ -182,15 +182,15 @@ class CheckRule(ABC):
 
 
 class StreakRule(CheckRule):
-    """A rule that reports a lane once its condition has held for some records in a row.
+    """A rule that reports a value on one rank once its condition has held for some records in a row.
 
-    Each lane is reported at most once.
+    Each value is reported at most once on each rank.
     """
 
     what: ClassVar[str]
     measure: ClassVar[str]
     limit: ClassVar[str]
-    """The name of the setting to which the measured number is compared."""
+    """The name of the setting whose threshold is compared with the measured number."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         self._streaks, self._counts = Streaks(), Memory(0.0)
@@ -204,7 +204,7 @@ class StreakRule(CheckRule):
 
     @abstractmethod
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Return, for each row, whether the condition holds, and the measured number. The rows are sorted by lane."""
+        """Return, by row, whether the condition holds, and the measured number. Rows are sorted by value and rank."""
 
     def severity_of(self, lane: int) -> Severity:
         return self.severity
@@ -229,7 +229,7 @@ class StreakRule(CheckRule):
         return ()
 
     def _count(self, lanes: Integers) -> None:
-        """Update the most records that any lane has had, but count only up to the number that the rule needs."""
+        """Count the records of a value on a rank, the most of all, but only up to the number that the rule needs."""
         if self._most < self.records:
             starts = np.flatnonzero(begins(lanes))
             counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
@@ -266,12 +266,12 @@ class WaitingFindings:
     """Findings held back until the end of the run. A finding whose condition has ended by then becomes a note."""
 
     def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
-        """Take the words to add once a condition has ended, and the spells to which `keep` refers by index."""
+        """Take the words to add to a finding that has ended, and the `Spells`, of which `keep` selects one by index."""
         self._ended, self._spells = ended, spells
         self._findings: dict[tuple[int, int], Finding] = {}
 
     def keep(self, lane: int, one: Finding, number: int = 0) -> Iterator[Finding]:
-        """Hold back a finding on a lane, in place of an earlier one. If too many are held back, yield it at once."""
+        """Hold back a finding on a lane (series on a rank), in place of an earlier one; if too many wait, yield it."""
         if len(self._findings) < _MOST_WAITING or (number, lane) in self._findings:
             self._findings[number, lane] = one
         else:

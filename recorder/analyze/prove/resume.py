@@ -173,7 +173,7 @@ class BothLaunches:
         self.suspects = []
         for kind in _STATE:
             groups: dict[tuple[str, bool, bool], list[tuple[str, int]]] = {}
-            """Keys and ranks, by how the values differ, by whether no step changes them, and whether they matter."""
+            """Keys and ranks, by how values differ, whether no step changes them, and whether gradients must decide."""
             for pair in self._updates[i]:
                 then, now = of_kind(pair.then, kind), of_kind(pair.now, kind)
                 for key in then if kind in _BESIDE else {**then, **now}:

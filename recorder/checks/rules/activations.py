@@ -76,9 +76,9 @@ class EvaluationOutput(StreakRule):
 
     def set_up(self) -> None:
         self._trained = Memory()
-        """By lane in training, the last root mean square."""
+        """By output and rank, its last root mean square in training."""
         self._lane = Memory()
-        """By lane in evaluation, the lane of the same output in training; NaN if there is none so far."""
+        """By output and rank in evaluation, the lane (index) of the output in training; NaN if there is none so far."""
         self._has_evaluation = False
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:

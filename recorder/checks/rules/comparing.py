@@ -15,7 +15,7 @@ from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Str
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
 _LEAST_DEVIATION = 0.01
-"""The least standard deviation of logarithms that is assumed: peers agree to better than 1 % only by chance."""
+"""The least standard deviation assumed for the logarithms of peers, which agree to better than 1 % only by chance."""
 
 
 class Replica(CheckRule):
@@ -27,7 +27,7 @@ class Replica(CheckRule):
     advice = "find what one rank did without the others; `recorder first` shows what each rank holds"
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Find nothing. `finish` reports the caller's comparison, as statistics cannot prove that bits are equal."""
+        """Report nothing. `finish` reports the caller's comparison, as statistics cannot prove that bits are equal."""
         return ()
 
     def finish(self) -> Iterable[Finding]:
@@ -84,7 +84,7 @@ class OutlierRank(StreakRule):
 
 
 def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:
-    """Return the number of ranks in each group."""
+    """Return the number of different ranks in each group."""
     _, firsts = grouped(ids, ranks)
     return np.bincount(ids[firsts], minlength=num_groups)
 
@@ -160,7 +160,7 @@ class _Still(_Variance, StreakRule):
         return super().wants(key) or (key.site == "buffer" and key.name.endswith("num_batches_tracked"))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the steps at which the counter of the norm has grown, and the variance is still its first one."""
+        """Judge by the records in a row at which the norm's counter has grown, and its variance is still the first."""
         values, norms = rows["mean"], dict[tuple[str, str], int]()
         series, own = np.unique(rows.series, return_inverse=True)
         keys = [self.catalog.series[number] for number in series]
@@ -174,7 +174,7 @@ class _Still(_Variance, StreakRule):
 
 
 class RunningStatistics(PartsRule, _Variance):
-    """The running statistics of a batch norm with which evaluation will differ from training."""
+    """The running statistics of a batch norm, if they would make evaluation differ from training."""
 
     parts = (_Leaping, _Apart, _Still)
 

@@ -18,7 +18,7 @@ from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _RECOVERED = 10
-"""After as many records in a row of each curve that spiked, below the limit at which it did, the spikes are over."""
+"""Spikes are over once each curve that has spiked had so many records in a row below its limit."""
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
@@ -28,7 +28,7 @@ _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
-"""The beginning of the part of a finding that says which learning rate rose before it."""
+"""The first words of the part of a finding that says which learning rate rose before it."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -47,7 +47,7 @@ class JudgedSample(NamedTuple):
     """A sample of a curve that a rule reports."""
 
     number: int
-    """The index of the sample among the samples of its step."""
+    """The index of the sample among all samples of its step."""
     what: str
     measure: str
     value: float
@@ -69,22 +69,20 @@ class CurveRule(CheckRule):
 
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []
-        """By number of the curve, the key of the curve."""
         self.lanes: list[int] = []
-        """By number of the curve, the lane that findings on the curve name."""
+        """By number of a curve, the lane (the index of a series on one rank) that findings on the curve name."""
         self._number_of: dict[CurveKey, int] = {}
         self._number = Memory()
         self._before = Memory()
-        """By lane of a gradient, the sum of squares at its last record."""
+        """By gradient and rank, the sum of squares at its last record."""
         self.is_loss = Memory(0.0)
         """By curve, 1 for a loss and 0 for a norm."""
         self.num_values = Memory(0.0)
-        """By curve, the most values in a step; a sample of a loss is their mean."""
+        """By curve, the largest number of values in a step; a sample of a loss is the mean of a step's values."""
         self.num = Memory(0.0)
-        """By curve, the number of samples before the step that is judged."""
+        """By curve, the number of samples before the step that is being judged."""
         self.most = 0
         self.step = -1
-        """The step that is judged."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in self.sites and (key.is_loss or key.site == "grad")
@@ -112,7 +110,7 @@ class CurveRule(CheckRule):
         """Judge the samples of one step, at most one sample of each curve."""
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
-        """Return each sample's curve, step and value; and for each row, the growth of a gradient's sum of squares."""
+        """Return each sample's curve, step and value; and by row, how much a gradient's sum of squares has grown."""
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
@@ -168,7 +166,7 @@ class Rings:
     def __init__(self, size: int) -> None:
         self._size = size
         self.values: Floats = np.full((0, size), np.nan)
-        """An array of shape (curves, size), unordered within a curve; NaN where a curve has had fewer values."""
+        """An array of shape (curves, size), unordered within a curve; NaN where a curve has had too few values."""
 
     def grow(self, curves: Integers) -> None:
         missing = int(curves.max()) + 1 - len(self.values)
@@ -184,7 +182,7 @@ class Rings:
 
 
 class _Recent:
-    """The sizes of values over the last few steps, from which the value that moved first is found."""
+    """The sizes of values over the last few steps, by which the value that moved first is found."""
 
     def __init__(self) -> None:
         self._kept: deque[Rows] = deque()
@@ -217,7 +215,7 @@ class _Recent:
             before = sizes[:line]
             middle = np.median(before, axis=0)
             usual = np.abs(before - middle).max(axis=0)
-            # What moves and comes back before the finding did not cause the finding.
+            # A value that moved and came back before the finding did not cause the finding.
             is_moved = (np.abs(sizes[line:] - middle) > np.fmax(_MOVED, 3 * usual)).all(axis=0)
             indices = np.flatnonzero((lines == line) & is_moved[columns])
             if len(indices):
@@ -276,10 +274,10 @@ class Spike(CurveRule):
         self._total = Memory(0.0)
         """By curve, the sum of the values in its ring buffer."""
         self._mild: dict[int, tuple[int, float]] = {}
-        """By curve with a small spike, the number of the next sample, and the limit above which the curve stays up."""
+        """By curve with a small spike: the next sample's number, and the limit above which the curve stays up."""
         self._spiking: dict[int, tuple[float, int]] = {}
-        """By curve with a spike, the limit at its first record, and the number of records below it in a row. All spikes
-        are over once each of the curves has had enough of them."""
+        """By curve with a spike: the limit of its first spike, and how many records in a row were below this limit
+        since. All spikes are over once each of these curves has had enough records below its limit."""
 
     def wants(self, key: SeriesKey) -> bool:
         return super().wants(key) or key.site in _MAY_MOVE or _is_rate(key)
@@ -328,7 +326,7 @@ class Spike(CurveRule):
 
 
 class Jump(CurveRule):
-    """A norm of gradients many times larger than in any of the first records, and in the last records.
+    """A norm of gradients far larger than all of the first records, and clearly larger than the last records.
 
     When a training leaves a plateau, its gradients grow far larger, but not from one record to the next.
     """
@@ -348,7 +346,7 @@ class Jump(CurveRule):
     def set_up(self) -> None:
         super().set_up()
         self._largest, self._is_up, self._recent = Memory(0.0), Memory(0.0), Memory(0.0)
-        """By curve: the largest of the first samples; 1 while above the limit, as only the first sample above it is
+        """By curve: the largest of the first samples; 1 while above the limit, since only the first sample above it is
         reported; and the largest of the last samples, which shrinks with each further sample."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
@@ -383,11 +381,11 @@ class LossStuck(CurveRule):
         super().set_up()
         self._window = max(int(self.thresholds["records"]), 2)
         self._rings, self._earlier, self._steps = (Rings(self._window) for _ in range(3))
-        """The last samples, the samples before these, and the steps of the last samples."""
+        """By curve: the last samples, the samples before these, and the steps of the last samples."""
         self._began = Memory()
         """By curve, the mean of the curve's first records."""
         self._is_reported = Memory(0.0), Memory(0.0), Memory(0.0)
-        """By curve, 1 where a rise was reported (first memory), a loss that does not move, or a leap."""
+        """By curve, 1 if it was reported: a rise (first memory), a loss that stands still (second), a leap (third)."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         for rings in (self._rings, self._earlier, self._steps):
@@ -454,9 +452,9 @@ class Overfitting(CurveRule):
         self._trained: dict[int, float] = {}
         """By rank plus 1, the mean training loss at the rank's last validation."""
         self._validations: dict[int, _Validations] = {}
-        """By curve, the losses of a validation."""
+        """By curve of a validation loss, the best loss so far, and how far the loss has risen since."""
         self._found: dict[int, tuple[Finding, float]] = {}
-        """By curve, the finding, and the best validation loss up to the finding."""
+        """By curve of a validation loss, the finding, and the best loss up to the finding."""
         self._found_curve = -1
 
     def wants(self, key: SeriesKey) -> bool:
@@ -517,9 +515,9 @@ class Overfitting(CurveRule):
 class _Validations:
     best: float = math.inf
     rise: float = 1.0
-    """The largest rise since the best loss, as a factor."""
+    """The largest validation loss since the best one, over the best one."""
     recovered: float = 1.0
-    """The largest rise, as a factor, that was followed by a new best validation."""
+    """The largest rise (a validation loss over the best one) that was followed by a new best validation."""
     num_above: int = 0
     """The number of consecutive validations far above both the best validation and the training loss."""
 

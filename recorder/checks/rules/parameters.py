@@ -35,11 +35,11 @@ from ..rows import (
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
-"""The share of the steps so far during which a gradient must be zero."""
+"""A gradient must be zero for at least this fraction of the steps so far."""
 _NARROW = ("bfloat16", "float16", "float8")
-"""Types in which a small update is rounded away; this is expected, and no mistake of the program."""
+"""Types in which small updates are rounded away, which is expected and no mistake of the program."""
 _LEAST_ELEMENTS = 16
-"""The least number of elements of a weight to be judged: the statistics of fewer numbers mean little."""
+"""The least number of elements of a weight that is judged: the statistics of fewer elements mean little."""
 _MAX_SKIPPED = 10_000
 _MAX_STEPS = 1 << 40
 
@@ -97,7 +97,7 @@ class Exploding(StreakRule):
     advice = "normalise between layers, start from smaller weights, or clip gradients"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the mean logarithm over the first and the last third of outputs, ordered by the first backward."""
+        """Judge by the mean logarithm in the first and in the last third of outputs, in the order of first backward."""
         rms = np.nan_to_num(rows.rms)
         flags, growth = np.zeros(len(rows), np.bool_), np.zeros(len(rows))
         (known,) = np.nonzero(rms > 0)
@@ -137,7 +137,7 @@ class NoGradient(StreakRule):
         self._first_step: int | None = None
         """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
-        """By lane of a parameter, the number of the parameter's records."""
+        """By parameter and rank, the number of its records."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_grad = rows.at("grad")
@@ -211,7 +211,7 @@ class Objectives(StreakRule):
         return key.site == "tap" and key.phase == "backward" and key.name.startswith(OBJECTIVE)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the largest and the smallest root mean square among the objectives of one module."""
+        """Judge by the ratio of the largest to the smallest root mean square among the objectives of one module."""
         is_shared = rows["numel"] > 1
         self._has_shared |= bool(is_shared.any())
         rms = np.where(is_shared, np.nan_to_num(rows.rms), np.nan)
@@ -234,29 +234,29 @@ class Objectives(StreakRule):
 
 @dataclass(slots=True)
 class _Agreement:
-    """How the gradients of two objectives stood to each other, until the cosines below zero of the end."""
+    """The cosines between the gradients of two objectives. Those below zero at the end are counted separately."""
 
     first_step: int
     num_records: int = 0
     num_opposed: int = 0
     """The number of cosines below the negative threshold."""
     num_early: int = 0
-    """The number of these among the first records."""
+    """The number of cosines below the negative threshold among the first records."""
     total: float = 0.0
     """The sum of all cosines."""
     num: int = 0
     cosine: float = 0.0
     positive: float = 0.0
-    """The share of cosines above zero. Both means are of all records, later mostly of the last ones."""
+    """The fraction of cosines above zero. Like `cosine`, it is a mean of all records, later mostly of the last."""
     latest: tuple[int, float, float] = (0, 0.0, 0.0)
-    """`num`, `cosine` and `positive` with the cosines below zero of the end."""
+    """The means `num`, `cosine` and `positive`, with the cosines below zero at the end included."""
     num_below: int = 0
     total_below: float = 0.0
-    """The number and the sum of the cosines since the last one above zero."""
+    """The sum of the cosines since the last one above zero; `num_below` is their number."""
     since: int = 0
     found: Finding | None = None
     balance: int = 0
-    """Since the finding, the cosines below zero less those above it."""
+    """From the first opposed step of the finding on, the number of cosines below zero less the number above it."""
 
     def add(self, step: int, cosine: float, window: float) -> None:
         num, mean, positive = self.latest
@@ -329,7 +329,7 @@ class Flip(CheckRule):
         return f"the gradients of the objectives {first!r} and {second!r}{where}"
 
     def _opposed(self, lane: int, pair: _Agreement) -> Finding | None:
-        """Return a note if the two oppose each other from the first record to the last."""
+        """Return a note if two objectives' gradients oppose each other from the first record to the last; else None."""
         before, share = self.thresholds["before"], self.thresholds["share"]
         is_so = pair.num_early >= share * before and pair.num_opposed >= share * pair.num_records
         if not is_so or pair.num_records < before + self.thresholds["records"]:
@@ -366,18 +366,18 @@ class Update(StreakRule):
     def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
         self._param_of: dict[int, int] = {}
-        """By lane of the site of updates, the lane of the parameter."""
+        """By lane of a parameter's updates (the index on one rank), the lane of the parameter; -1 without one."""
         self._num_updates = Memory(0.0)
-        """By lane of the site of updates, the number of updates so far."""
+        """By parameter and rank, the number of its updates so far, as the probe measured them."""
         self._updates: Rows | None = None
-        """The updates of the rows that are judged."""
+        """The rows of updates, from the probe, for the rows that are being judged."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         self._updates = self._without_first(rows.take(rows.at(UPDATE)).by_lane())
         yield from super().add(rows.take(rows.at("param")))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the updates of the probe, else by the changes of norm and sum, which give a lower bound."""
+        """Judge by the probe's sizes of updates, else by the changes of norm and sum, which give a lower bound."""
         lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
         is_begun = began(lanes, rms, self._began) >= self.thresholds["began"]
         ratio, is_recorded = np.zeros(len(rows)), rows[IS_PROBE] != 1
@@ -387,7 +387,7 @@ class Update(StreakRule):
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
 
     def _without_first(self, updates: Rows) -> Rows:
-        """Return updates, sorted by lane, without the first ones of each lane."""
+        """Return rows of updates, sorted by parameter and rank, without the first rows of each parameter and rank."""
         starts = np.flatnonzero(begins(updates.lanes))
         counts = np.diff(np.r_[starts, len(updates)])
         numbers = self._num_updates[updates.lanes] + np.arange(len(updates)) - np.repeat(starts, counts)
@@ -395,7 +395,7 @@ class Update(StreakRule):
         return updates.take(numbers >= self.thresholds["updates"])
 
     def _look_up(self, rows: Rows, ratio: Floats) -> None:
-        """Replace the ratios of parameters of whose update the probe has the size."""
+        """Replace a parameter's ratio, if the probe has measured the size of the update, by the measured one."""
         updates = self._updates
         if updates is None or not len(updates) or not len(rows):
             return
@@ -431,21 +431,21 @@ class Unchanged(StreakRule):
     def set_up(self) -> None:
         self._values = {name: Memory() for name in EXACT}
         self._gradient = Memory(0.0)
-        """By lane of a gradient, the largest root mean square so far."""
+        """By gradient and rank, its largest root mean square so far."""
         self._largest = 0.0
         self._step = Memory()
         self._numbers: dict[tuple[str, str, str, int], int] = {}
         """The number of each parameter, by root, module path, name and rank."""
         self._number = Memory()
-        """By lane of a parameter or of a gradient, the number of the parameter."""
+        """By lane of a parameter or a gradient (the index of its series on one rank), the number of the parameter."""
         self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        """The lanes and the steps of gradients, in the current rows and at the last step before the current rows."""
+        """The lanes (series on one rank) and steps of gradients, in the current rows and at the last step before."""
         self._stays: dict[int, int] = {}
-        """By lane of a parameter of a narrow type that stays as it is, the last step at which it was so."""
+        """By unchanged parameter of a narrow type, as a lane (series on one rank), the last step at which it was so."""
         self._with_gradient: set[int] = set()
-        """The lanes of parameters that had a gradient in a record, and stayed as they were."""
+        """The lanes (series on one rank) of parameters that had a gradient in a record, and did not change."""
         self._numel = Memory()
-        """By lane of a parameter, its number of elements."""
+        """By parameter and rank, its number of elements."""
         self._skipped: dict[tuple[int, int], None] = {}
         """The last steps that GradScaler skipped, as keys of (rank, step)."""
 
@@ -497,7 +497,7 @@ class Unchanged(StreakRule):
         return flags, np.full(len(rows), float(self.records))
 
     def finish(self) -> Iterator[Finding]:
-        """Report that nothing has a gradient, or that the type of most of a model rounds the updates away."""
+        """Report that no parameter ever has a gradient, or that most of a model has a type that rounds updates away."""
         yield from super().finish()
         lanes = [
             lane for lane, step in self._stays.items() if step - self._streaks.since(lane) >= self.thresholds["steps"]
@@ -541,7 +541,7 @@ class Unchanged(StreakRule):
         return "the parameter does not change, and no gradient was recorded at these steps"
 
     def severity_of(self, lane: int) -> Severity:
-        """Return a note for types in which small updates are rounded away."""
+        """Return the severity: a note for a parameter of a type in which small updates are rounded away."""
         return Severity.NOTE if self.catalog.about_of(lane).dtype.startswith(_NARROW) else self.severity
 
     def _has_gradient(self, one: Finding) -> bool:

@@ -10,7 +10,7 @@ from ..rows import ModuleFacts, Rows
 from ..rule import CheckRule, Finding, Severity
 
 _KINDS = ("Dropout", "Norm")
-"""Parts of the class names of modules that compute something else in evaluation mode than in training."""
+"""Parts of the class names of modules that compute something else in evaluation mode than in training mode."""
 
 
 class _ProgramRule(CheckRule):
@@ -58,7 +58,7 @@ class NotCleared(_ProgramRule):
 class EvaluationMode(_ProgramRule):
     """Dropouts and batch norms that are in evaluation mode while the optimizer steps.
 
-    One of several is probably forgotten. If all are in evaluation mode and the model is not, somebody wanted it so.
+    If only some of a kind are, they were probably forgotten. If all are, and not the model, somebody wanted it so.
     """
 
     name = "evaluation_mode"

@@ -30,7 +30,7 @@ _MOST_SKIPPED = 20
 """The number of skipped steps that bring a scale of 2^16 down to 1, at which no further halving can help."""
 
 SKIPS = "GradScaler skipped the update"
-"""The part of a finding that says that the values which are not finite changed no parameter."""
+"""The words in a finding that say that its non-finite values changed no parameter."""
 
 
 class NonFinite(CheckRule):
@@ -43,15 +43,15 @@ class NonFinite(CheckRule):
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
-        """By lane and number of elements, how many elements were infinite in the first record that had infinities."""
+        """By value, rank and number of elements, how many were infinite in the first record that had infinities."""
         self._is_known = Memory(0.0)
-        """By lane, 1 where the first record was finite, and 2 where it held infinities and no NaN; 0 before."""
+        """By value and rank: 0 before its first record, 2 if this record had infinities and no NaN, else 1."""
         self._bad_step: int | None = None
-        """The last step that had a non-finite value and was not skipped."""
+        """The last step that had a non-finite value, and that GradScaler did not skip."""
         self._last_skipped: int | None = None
-        """The last step that had a non-finite value and was skipped."""
+        """The last step with a finding on a non-finite value, whether it was skipped or not."""
         self._num_skipped = 0
-        """The number of consecutive steps that were skipped for a non-finite value."""
+        """The number of consecutive steps that GradScaler skipped for a non-finite value."""
         self._last_step: int | None = None
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ class NonFinite(CheckRule):
         self._last_step = int(rows.steps[-1])
 
     def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
-        """Return which rows may have infinities as masks do: some at the first record, and never more since."""
+        """Return which rows may have infinities as masks do: the first record has some, and none has had more since."""
         excused = np.zeros(len(rows), np.bool_)
         order = np.argsort(rows.lanes, kind="stable")
         firsts = order[begins(rows.lanes[order])]
@@ -77,7 +77,7 @@ class NonFinite(CheckRule):
         return excused
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Yield the first bad value of each run of consecutive bad steps, on each rank where it came first."""
+        """Yield a finding on the first bad value of each stretch of bad steps, on each rank where it came first."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
@@ -138,7 +138,7 @@ class NonFinite(CheckRule):
         return found._replace(detail=detail)
 
     def _objectives(self, rows: Rows, is_bad: Flags) -> str:
-        """Return words that name the objectives whose values are not finite; empty if all are, or none is."""
+        """Return words that name the objectives with non-finite values; empty if all of them have such, or none has."""
         keys = [self.catalog.series[series] for series in rows.series.tolist()]
         states: dict[str, bool] = {}
         for key, is_bad_one in zip(keys, is_bad.tolist(), strict=True):
@@ -178,7 +178,7 @@ _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
 _LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
 _LEAST_ELEMENTS = 8
-"""The least number of elements of a tensor whose values are hardly ever equal by chance."""
+"""The least number of elements of a tensor that is judged: the elements of smaller ones may be equal by chance."""
 
 
 class Data(CheckRule):
@@ -197,20 +197,20 @@ class Data(CheckRule):
 
     def set_up(self) -> None:
         self._same: dict[tuple[int, int], tuple[int, int]] = {}
-        """By pair of lanes with equal batches, the number of records in a row, and the step of the first of these."""
+        """By two inputs (series on a rank) with equal batches: for how many records in a row, and since which step."""
         self._reported: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
-        """By lane of a rank's first input, the hashes of the last batches; the first memory has the latest batch."""
+        """By first input and rank, the hashes of the last batches; the first memory has the latest batch's."""
         self._repeats = Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
         self._had_values = Memory()
-        """By lane, the first step at which an element was not zero; NaN if there is none so far."""
+        """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
         self._first_of: dict[str, str] = {}
-        """By root, the name of the first argument that is no label."""
+        """By root, the name of the first argument that is not a label."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """Return whether it is an input of the complete model in training; a validation may repeat samples."""
+        """Return whether a series is an input of the complete model in training; a validation may repeat samples."""
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -255,12 +255,12 @@ class Data(CheckRule):
             yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
     def _is_first(self, key: SeriesKey) -> bool:
-        """Return whether this is the first argument; a mask, a state or a condition after it may well be zero."""
+        """Return whether a series is the first argument; a mask, state or condition after it may well be zero."""
         is_batch = self.wants(key) and not _LABELS.fullmatch(key.name)
         return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
 
     def _emptied(self, rows: Rows) -> Iterator[Finding]:
-        """Report inputs of zeros, where the same input had other values before, or has them on another rank."""
+        """Report inputs that are all zeros, if they had other values before, or have others on another rank."""
         has_values = np.nan_to_num(rows["l2"], nan=1.0) != 0
         began(rows.lanes[has_values], rows.steps[has_values].astype(np.float64), self._had_values)
         ids, _ = grouped(rows.series, rows.steps)
@@ -287,9 +287,9 @@ class Data(CheckRule):
 
 
 def _tells_apart(rows: Rows) -> Flags:
-    """Return whether the statistics of each row can tell its batch from another.
+    """Return, for each row, whether its statistics can tell its batch from another batch.
 
-    Batches of one-hot rows, of signs, or of rows of length 1 all have the same l2: a whole fraction of their elements.
+    Batches of one-hot rows, of signs, or of rows of length 1 have equal l2: numel over l2 squared is a whole number.
     """
     with np.errstate(all="ignore"):
         ratio = np.nan_to_num(rows["numel"] / rows["l2"] ** 2, posinf=0.0)
