@@ -1,1 +1,1 @@
-"""The hooks on the modules of a model, which hold only a number, and the work that they do when they fire."""
+"""The hooks on a model's modules, and what the hooks do when they fire. A hook holds only a number."""

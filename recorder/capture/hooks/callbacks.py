@@ -1,8 +1,8 @@
 """The hook objects that torch holds on modules, on roots and on tensors, and the part of a recording that they need.
 
 A hook on a module or a root has only a number, by which it finds the module or root, so it keeps no lock, no tensor and
-no recorder. A hook on a tensor records every gradient that arrives at a value that was seen. Under `torch.compile`
-every hook returns at once. Nothing here may raise into training, keep a tensor alive, or read a tensor's values.
+no recorder. A hook on a tensor records every gradient that arrives at an observed value. Under `torch.compile` every
+hook returns at once. Nothing here may raise into training, keep a tensor alive, or read a tensor's values.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ..token_blocks import TokenBlocks
 
 
 class RootCalls(threading.local):
-    """The nested calls of roots in which this thread is."""
+    """The nested calls of roots that this thread is executing."""
 
     depth = 0
     outermost: Any = None
-    """The `Root` of the outermost call, or of the last one."""
+    """The `Root` of the outermost call that is under way, or of the last outermost call."""
 
 
 class MaskByRuleSet(Protocol):
-    """The bits of KEEP_* of each rule set."""
+    """Maps the number of a rule set to the bits of KEEP_* of this rule set."""
 
     def __getitem__(self, rule_set: int, /) -> int: ...
 
 
 class CaptureForHooks(Protocol):
-    """The part of `Capture`, which describes each method, that hooks, roots, scalars and taps need. Any thread."""
+    """The members of `Capture` that hooks, roots, scalars and taps need; `Capture` describes each. Any thread."""
 
     is_in_stage: bool
     """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
@@ -58,11 +58,11 @@ class CaptureForHooks(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the recording has not been closed."""
+        """True until the recording is closed."""
 
     @property
     def lost(self) -> Callable[[], object]:
-        """A counter of values neither recorded nor counted as dropped. Calling it needs no stack and no memory."""
+        """The function to call for a value neither recorded nor counted as dropped; needs no stack and no memory."""
 
     def keep_of(self, rule_set: int, call: int) -> int: ...
 
@@ -129,7 +129,7 @@ class CaptureForHooks(Protocol):
 
 
 class CalledModule(Protocol):
-    """The part of `HookedModule` that the hooks on a module call."""
+    """The members of `HookedModule` that a module's hooks need."""
 
     @property
     def capture(self) -> CaptureForHooks: ...
@@ -146,7 +146,7 @@ class CalledModule(Protocol):
 
 
 class CalledRoot(Protocol):
-    """The part of `Root`, which describes each method, that hooks and hooked modules call."""
+    """The members of `Root` that hooks and hooked modules need; `Root` describes each."""
 
     @property
     def capture(self) -> CaptureForHooks: ...
@@ -156,7 +156,7 @@ class CalledRoot(Protocol):
 
     @property
     def marked_ranks(self) -> tuple[int, ...]:
-        """The ranks over which a framework's marks cut the root's plain parameters; empty without such marks."""
+        """The ranks over which the root's plain parameters are cut, by a framework's marks; empty without marks."""
 
     @property
     def is_over_meshes(self) -> bool:
@@ -204,7 +204,7 @@ class BeforeForward(NumberedHook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Pass on the arguments; torch passes no `kwargs` if the hook is removed while torch calls hooks."""
+        """Pass on the arguments. Torch passes no `kwargs` if the hook is removed while torch is calling hooks."""
         try:
             if _is_compiling():
                 return
@@ -290,7 +290,7 @@ class RootEnds(NumberedHook):
 
 
 _NO_HANDLE = "recorder"
-"""The key of a hook that is freed with its graph and never removed; a hook with a handle has a number as key."""
+"""The key, in a tensor's dict of hooks, of a hook without a handle; a hook with a handle has a number as its key."""
 
 
 class GradientArrives:
@@ -319,9 +319,9 @@ class GradientArrives:
         # passes the same gradient again, or a sum that torch corrects after this hook.
         self._is_once = capture.is_in_stage
         self.chunk: Chunk | None = None
-        """The chunk of a gradient that is a plain tensor."""
+        """The chunk of the gradient, if the gradient is a plain tensor and its chunk is known; else None."""
         self.handle: Any = None
-        """The handle of a hook on a leaf tensor, which outlives the step: the hook is removed once it has fired."""
+        """The handle of this hook on a leaf tensor, which outlives the step: the hook is removed once it has fired."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         try:
@@ -330,7 +330,7 @@ class GradientArrives:
             capture = self.capture
             if not capture.is_open or (self._is_once and self._repeat):
                 return
-            # A parameter that a stage's modules give each other gets the gradients of all micro-batches under way.
+            # A parameter that one module of a stage gives another gets the gradients of all micro-batches under way.
             back = capture.clock.going_back if self._is_once and self.handle is not None else None
             if back is not None and back.moment != self._moment:
                 return
@@ -356,7 +356,7 @@ class GradientArrives:
 
 
 class GradientSeen:
-    """The hook on an output of a root. It notes that the slice has had its backward."""
+    """The hook on an output of a root. It notes that the micro-step of the root's call has had a backward."""
 
     __slots__ = ("_clock", "_slice")
 
@@ -370,7 +370,7 @@ class GradientSeen:
 
 
 def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
-    """Have a hook record each gradient that arrives at a tensor."""
+    """Register a hook that records each gradient which arrives at a tensor."""
     node = tensor.grad_fn if type(tensor) is torch.Tensor else None
     if node is not None and type(node).__name__ == WRAPPED and (made := wrapped(tensor, node)) is not None:
         if isinstance(made, torch.Tensor):
@@ -380,7 +380,7 @@ def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
             node.register_prehook(lambda gradients: hook(gradients[number]))
             return
     if node is not None and tensor._backward_hooks is None:
-        # This is what `register_hook` does, without the handle, whose creation takes four fifths of the 2.6 us.
+        # This is what `register_hook` does, without the handle, whose creation takes four fifths of the call's 2.6 us.
         tensor._backward_hooks = registered = OrderedDict()
         node._register_hook_dict(tensor)
         registered[_NO_HANDLE] = hook
@@ -395,9 +395,9 @@ def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
 
 
 def watch_argument_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
-    """Have a hook record the gradient of a DTensor argument.
+    """Register a hook that records the gradient of a DTensor argument.
 
-    If the DTensor was made for one module, the gradient of the tensor that it was made of is recorded instead.
+    If the DTensor was made for one module, the hook records the gradient of the tensor from which the DTensor was made.
     """
     source = made_of(tensor)
     if source is None:

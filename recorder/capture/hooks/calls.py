@@ -29,7 +29,7 @@ _FREED = "freed"
 _NO_SETTINGS = frozenset(("self", "device", "dtype", "args", "kwargs", "mode", "_weight", "_freeze"))
 _PLAIN = (bool, int, str, type(None))
 _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
-"""The constructor arguments of torch.nn that decide whether the module has a parameter, with the parameter's names."""
+"""Maps the constructor arguments of torch.nn that decide whether a module has a parameter to the parameter's names."""
 
 
 def record_call(
@@ -42,7 +42,7 @@ def record_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Record the facts of a call that is about to begin, and the module's parameters and buffers."""
+    """Record a call that is about to begin: its JSON document, and the module's parameters and buffers."""
     try:
         held: dict[str, torch.Tensor] = {}
         held |= {f"param.{_canonical(name)}": value for name, value in module.named_parameters(remove_duplicate=False)}
@@ -69,7 +69,7 @@ def record_call(
 
 
 def signature_tree(signature: tree.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as trees; a leaf has the name of the tensor's row with the site ``input``."""
+    """Return a call's arguments as JSON trees; a tensor appears as the name of its row at the site ``input``."""
     return {
         "args": [_tree(value, signature.name_at(i), 0) for i, value in enumerate(args)],
         "kwargs": [[key, _tree(value, key, 0)] for key, value in kwargs.items()],
@@ -141,9 +141,9 @@ def _facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
-    """Return the arguments that make an equal module of torch.nn; None if only the program can make the module.
+    """Return the constructor arguments of an equal module of torch.nn; None if only the program can make the module.
 
-    Arguments are read from the module's attributes. Whether there is a bias is read from its parameters.
+    Arguments are read from the module's attributes. Whether the module has a bias is read from its parameters.
     """
     is_made_of_others = bool(module._modules) and cls is not nn.MultiheadAttention
     if not cls.__module__.startswith("torch.nn.modules.") or is_made_of_others:
@@ -171,7 +171,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a setting as a JSON value. None leaves the constructor's default, and stands for None and other values."""
+    """Return a setting as a JSON value; None for None and for other values, which leave the constructor's default."""
     if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):

@@ -1,7 +1,7 @@
-"""Makes rows of the values of ops in graphs: finds a value's module and slice, and the call that a gradient belongs to.
+"""Makes rows of the values that taps in graphs show: finds a value's module and micro-step, and a gradient's call.
 
-A graph contains none of the recorder's hooks and does not know which call it runs in: an op has only a name and the
-text of a `Where`. Nothing here may keep a tensor or raise into training.
+A graph contains none of the recorder's hooks and does not know which call it runs in: a tap's op has only a name and
+the text of a `Where`. Nothing here may keep a tensor or raise into training.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .module import HookedModule
 from .root import Root
 
 _MAX_CALLS = 1024
-"""The most calls at one tap of one graph whose gradients can be distinguished."""
+"""The most calls of one tap in one graph whose gradients can be told apart."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""The note on a gradient of a tap's result: without the value's uses in the module, which a tensor hook's includes."""
+"""The note of a gradient of a tap's result: it lacks what other uses of the value in its module add to the gradient."""
 _Key = tuple[str, str, int]
 """The name, the `where` and the index of a tap, as the ops receive them."""
 
@@ -40,7 +40,7 @@ class CaptureForTaps(CaptureForHooks, Protocol):
 
 
 class SharedByTaps(Protocol):
-    """The part of a tensor that objectives share which taps in graphs need."""
+    """The members of `SharedTensor` that taps in graphs need."""
 
     def gradient(self, name: str, gradient: torch.Tensor | None) -> None: ...
 
@@ -60,7 +60,7 @@ class _TappedCall:
     call: int
     repeat: int
     node: int
-    """The sequence number that autograd gave to the node whose forward ran."""
+    """The sequence number that autograd gave to the tap's node in this call."""
     shared: SharedByTaps | None = None
     num_gradients: int = 0
 
@@ -74,7 +74,7 @@ class _RootTap:
     gradient_rule_set: int
     gradient_origin: Origin = field(init=False)
     key: tuple[str, str, str, str] = field(init=False)
-    """The tap's name in the counts of a slice; a tap by hand in eager code has the same name."""
+    """The key under which a micro-step counts the tap's calls; a `recorder.tap` in eager code has an equal key."""
 
     def __post_init__(self) -> None:
         self.gradient_origin = self.origin._replace(site=GRADIENT_OF[self.origin.site])
@@ -125,7 +125,7 @@ class TapRows:
             if len(self._calls) >= _MAX_TAPS:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = []
-        # Autograd numbers nodes for each thread, so the node whose forward runs now has the latest number.
+        # Autograd numbers nodes per thread, so the tap's node, whose forward runs now, has the latest number.
         calls.append(_TappedCall(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1, shared))
         del calls[:-_MAX_CALLS]
 
@@ -166,7 +166,7 @@ class TapRows:
                 self._taps.clear()
 
     def root_of(self, where: str) -> Root | None:
-        """Return the root whose call runs, else the root whose model has this tap."""
+        """Return the root whose call is under way on this thread, else the root whose model has this tap."""
         capture = self._capture
         root_calls = capture.root_calls
         if root_calls.depth and root_calls.outermost is not None:
@@ -178,7 +178,7 @@ class TapRows:
         return capture.roots[0] if capture.roots and not where else None
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether a module that runs eagerly is recorded only through its tap."""
+        """Whether the module with this tap has no hooks, so that only the tap records it, also if it runs eagerly."""
         root = self.root_of(where)
         watch = root.modules_by_tap.get(where) if root is not None else None
         return watch is not None and watch.is_hidden

@@ -1,10 +1,10 @@
-"""The inventory of a root's modules for the manifest, and one warning of modules whose calls no hook sees.
+"""The inventory of a root's modules for the manifest, and one warning about modules whose calls no hook sees.
 
 The inventory has facts that rows lack: parameters with two names, buffers that a state dict leaves out, and hooks of
 the program that run after a value was recorded. The recorder sees an output as the module's forward returned it, before
-other hooks. The hooks of tensor-parallel styles make a plain tensor of a DTensor, and the plain tensor has lost its
-position in the global tensor. A change that the program's own hooks make to a value is seen only at the next module, so
-a reader who searches for the origin of a value must know of these hooks.
+other hooks run. The hooks of tensor parallel styles turn a DTensor into a plain tensor, which has lost its position in
+the global tensor. A change that the program's own hooks make to a value is seen only at the next module, so a reader
+who searches for the origin of a value must know of these hooks.
 
 Nothing here keeps the model alive, reads a tensor's values, or calls a hook of the program.
 """
@@ -63,7 +63,7 @@ class DescribedRoot(callbacks.CalledRoot, Protocol):
 
 
 class Inventory:
-    """The modules of a root as they were when the hooks were put on, with what graphs and steps have shown later."""
+    """The modules of a root as they were when hooks were put on, and what graphs and steps have later shown of them."""
 
     def __init__(self, root: DescribedRoot, *, began_late: bool) -> None:
         """Begin empty; `describe` fills the inventory.
@@ -75,7 +75,7 @@ class Inventory:
         self._modules: list[dict[str, Any]] = []
         """The manifest's entry of each module, without the sites that only taps in graphs record."""
         self._seen_at_taps: dict[str, tuple[str, ...]] = {}
-        """The sites, by module path, at which graphs have shown a module whose hooks had not run."""
+        """By path of a module whose hooks had not run: the sites at which taps in graphs have recorded the module."""
         self._scripted_with_taps: list[str] = []
         self._late: list[str] = []
         """The paths of modules that were compiled before they had hooks."""
@@ -95,7 +95,7 @@ class Inventory:
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
         """Warn of modules whose calls no hook will observe.
 
-        `compiled` and `late` are the paths of modules that are compiled, and that were compiled before they had hooks.
+        `compiled` are the paths of compiled modules, `late` those of modules that were compiled before they had hooks.
         """
         untapped: list[str] = []
         self._late = late
@@ -128,7 +128,7 @@ class Inventory:
         ]
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
-        """Record that a tap in a graph records values of a module; the model may lack it or hold it as a container."""
+        """List a module whose values a tap in a graph records; the model may lack it, or hold it as a container."""
         hooked = self._root.module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
@@ -194,7 +194,7 @@ class Inventory:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
     def look_at_update(self, trained: set[int], step: int) -> None:
-        """Note parameters with a gradient that no optimizer has, and modules in evaluation mode; an update is next.
+        """Note, before an update, parameters that have a gradient but no optimizer, and modules in evaluation mode.
 
         Args:
             trained: the ids of the parameters that optimizers have.
@@ -232,7 +232,7 @@ class Inventory:
                 self._add(i, {"untrained": names})
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
-        """Note the learning rate of each parameter, by the parameter's id or that of the optimizer's copy of it."""
+        """Note the name of each parameter's learning rate; `rates` has ids of parameters, or of optimizers' copies."""
         for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
             own = {
                 name: rate
@@ -248,7 +248,7 @@ class Inventory:
             self._add(0, {"uncleared": step})
 
     def _is_trained_around(self, path: str) -> bool:
-        """Whether a parameter of the module around a module has a gradient: a frozen part may be in any mode."""
+        """Whether the parent of a module has a parameter with a gradient; a frozen part may be in any mode."""
         around = self._root.module_at(path.rpartition(".")[0])
         module = around.module() if around is not None else None
         return module is not None and any(parameter.grad is not None for parameter in module.parameters())
@@ -258,7 +258,7 @@ class Inventory:
         self._root.capture.events.has_changed = True
 
     def _silent(self) -> set[str]:
-        """Return the paths of modules that must have run without hooks, except modules whose class explains why."""
+        """Return the paths of modules that must have run without hooks, except modules whose reason is known."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
         explained |= (
             {hooked.node_path for hooked in self._root.modules_by_tap.values()} if self._seen_at_taps else set()
@@ -273,14 +273,14 @@ class Inventory:
         return {hooked.node_path for hooked in silent}
 
     def reselect(self) -> None:
-        """Record the sites of modules under the present rules. A site that was selected once stays listed."""
+        """Update the listed sites of modules to the present rules. A site that was selected once stays listed."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
             sites = [site for site, rule_set in hooked.rule_sets.items() if rule_set or site in described["sites"]]
             if sites != described["sites"]:  # a new dict, because the writer thread may be reading the old one
                 self._modules[i] = {**described, "sites": sites}
 
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
-        """Record that some sites of one module are not recorded from a step on."""
+        """Note that some sites of one module are not recorded from a step on."""
         for i, described in enumerate(self._modules):
             if described["path"] == path:  # a new dict, because the writer thread may be reading the old one
                 self._modules[i] = {
@@ -289,7 +289,7 @@ class Inventory:
                 }
 
     def disarm_all(self, step: int) -> None:
-        """Record that no module is recorded from a step on."""
+        """Note that no module is recorded from a step on."""
         self._modules = [{**described, "disarmed": dict.fromkeys(SITES, step)} for described in self._modules]
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ Ties = dict[str, dict[str, str]]
 
 
 def find_ties(modules: Iterable[HookedModule], flats: Iterable[FsdpParameter]) -> Ties:
-    """Return the names of tied parameters, except the first name in the order of modules, which the rows use."""
+    """Return the further names of tied parameters, each with the parameter's first name, which the rows use."""
     ties: Ties = {}
     first_names: dict[int, str] = {}
     for hooked in modules:

@@ -3,7 +3,7 @@
 The last place is one machine epsilon of the type in which the model computes; autocast may make this type shorter than
 the input's own type. Only the seed and the shape decide how each element is moved. So a recomputed block gets the
 values of its forward, ranks that share a batch get the same values, and the global random state does not change. Each
-rank moves its own part of a DTensor by a pattern for the shape of that part. Replicas have the same shape and so stay
+rank moves its own chunk of a DTensor by the pattern for the chunk's shape. Replicas have the same shape and so stay
 replicas. Partial sums have the same shape, too, so their total moves by the same pattern. No collective is issued. The
 root notes which of its values were moved.
 """
@@ -27,7 +27,7 @@ INPUTS, EMBEDDINGS = "inputs", "embeddings"
 
 
 def jittered(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
-    """Return a tensor with each element multiplied by 1 + or - `eps`, by default the machine epsilon of its type."""
+    """Return a tensor with each element multiplied by 1 + `eps` or 1 - `eps`; by default the type's machine epsilon."""
     return tensor * _factors(tensor, seed, eps)
 
 
@@ -69,7 +69,7 @@ def _is_awaited(value: Any) -> bool:
 
 
 def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.Tensor:
-    """Return the perturbed copy of a value that `_can_move`. `eps` is the relative change of each element.
+    """Return a perturbed copy of a value that `_can_move` accepts. `eps` is the relative change of each element.
 
     `is_own` is True for a DTensor that has no other user yet, so that it may be changed in place.
     """
@@ -88,7 +88,7 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
 def _copied(value: Any) -> Any:
     if not any(placement.is_partial() for placement in value.placements):
         return value.clone()
-    # Cloned after `to_local`, because torch would first reduce a partial sum to clone the DTensor.
+    # The local tensor is cloned, because torch would first reduce a partial sum to clone the DTensor.
     local = value.to_local().clone()
     mesh, placements = value.device_mesh, value.placements
     return type(value).from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
@@ -103,7 +103,7 @@ class JitterInputs(callbacks.NumberedHook):
         super().__init__(number)
         self.seed = seed
         self.is_used = False
-        """Whether the latest call of the root had a floating input."""
+        """Whether the latest call of the root had a floating-point input."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root = callbacks.ROOTS.get(self.number)
@@ -149,7 +149,7 @@ class JitterEmbedding(callbacks.NumberedHook):
 
 
 def add_jitter(nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
-    """Put hooks on a root's embeddings; return the hook for the root's inputs and the handles of these hooks."""
+    """Put hooks on a root's embeddings; return the hook for the root's inputs, and the handles on the embeddings."""
     inputs = JitterInputs(number, seed)
     embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
     return inputs, [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]

@@ -37,7 +37,7 @@ from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
 from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
-"""A call of a module: slice, phase, call index, and the result of `Slice.new_graph` for the call's graph."""
+"""A call of a module: its `Slice` (a micro-step), phase, call index, and the result of `Slice.new_graph`."""
 _UNKNOWN = None, NOTHING
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
@@ -83,7 +83,7 @@ class HookedModule:
     ) -> None:
         self.capture = root.capture
         self._cut = cut
-        """How the module's attributes say that its calls are cut over ranks; None where they say nothing."""
+        """How the module cuts its inputs and outputs over ranks, by its or its parent's attributes; None if unknown."""
         self.root = root
         self.root_name = root.name
         self.node_path = node.path
@@ -91,7 +91,7 @@ class HookedModule:
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
         self._call_key = f"{root.name}:{node.path}"
-        """The name of the module in the counts of a slice, which a root shares with the roots inside it."""
+        """The key under which a micro-step counts the module's calls; a root shares the counts with its inner roots."""
         self._is_leaf = node.is_leaf
         self.is_expert = node.is_expert
         self._first = node.first
@@ -100,19 +100,20 @@ class HookedModule:
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
         self._again: dict[str, tuple[Callable[[torch.Tensor, int], bool], int]] = {}
-        """By mode, `probe_again` of the output if it is one tensor, and the rules that select the output."""
+        """By mode: the function of `probe_again` for an output that is one tensor, and the output's rule set."""
         self._open_calls: dict[int, list[_Call]] = {}
-        """The calls of each thread that have begun and not returned; a module may call itself."""
+        """By thread, the module's calls that have begun and not returned; a module may call itself."""
         self.has_entered = False
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, tree.Hook]] = []
-        """The hooks that are off until a step at which they have something to record, with their handles."""
+        """The hooks that are off until a step at which they have something to record, each with its handle."""
         self.was_called = False
         """Whether a hook or a tap has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
-        """The slice in which a tap in a graph recorded this call's output; the hook around the graph skips it."""
+        """The micro-step in which a tap in a graph recorded the call's output, which the hook around the graph skips.
+        """
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
@@ -148,7 +149,7 @@ class HookedModule:
         return needs_before, bool(needs_before or rule_sets["output"] or rule_sets["grad_output"])
 
     def is_meant_by(self, rules: Sequence[Rule]) -> bool:
-        """Whether one of these rules selects a value of the module."""
+        """Whether one of the rules selects the module."""
         return any(rule.matches_module(self.node_path, self.class_name, self._is_leaf) for rule in rules)
 
     def lacks_hooks(self) -> bool:
@@ -174,7 +175,7 @@ class HookedModule:
         self._again.clear()
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
-        """Return the origin of a leaf tensor and the rules that select it; both are computed once a leaf."""
+        """Return the origin of a leaf tensor and the rule set that selects it, from a cache."""
         key = (site, name)
         leaf = self._leaves.get(key)
         if leaf is None:
@@ -189,7 +190,7 @@ class HookedModule:
         return leaf
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """Return the dim of a value along which its units (as neurons) lie; a negative dim counts from the last."""
+        """Return the dim of a value along which its units, such as neurons, lie; a negative dim counts from the end."""
         return unit_dim_of(self.capture.selection, rule_set, self._owner(), site, name)
 
     def _enter(self) -> _Call:
@@ -251,7 +252,7 @@ class HookedModule:
             record_call(self.capture, origin, moment, call, module, self._signature, args, kwargs)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
-        """Hook the module's own parameters to record the gradients of this backward before any reduction over ranks."""
+        """Put hooks on the module's own parameters that record gradients before any reduction over ranks."""
         for name, parameter in self.own("_parameters"):
             is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.is_leaf and parameter.requires_grad
             if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
@@ -290,7 +291,7 @@ class HookedModule:
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
     def _see_by_probe(self, output: torch.Tensor, moment: Moment, call: int) -> None:
-        """Show an output of a forward to the probe, which alone may ask for it: by the short way if that is known."""
+        """Give the probe a forward's output that only it wants, by the function of `probe_again` if there is one."""
         again, rule_set = self._again.get(moment.mode, _UNKNOWN)
         if again is not None and self.capture.keep_of(rule_set, call) == 0:
             return
@@ -344,7 +345,7 @@ class HookedModule:
                 self.capture.aliases.wait(waiting)
 
     def _chunk_or_wait(self, tensor: torch.Tensor) -> tuple[Chunk | None, Waiting | None]:
-        """Return the chunk of a plain tensor in a tensor parallel region, or a `Waiting` that may get one later."""
+        """Return the chunk of a plain tensor in a tensor parallel region, or a `Waiting` that may get it later."""
         aliases = self.capture.aliases
         if is_dtensor(tensor):
             aliases.saw(tensor)
@@ -378,7 +379,7 @@ class HookedModule:
         for handle in self._handles:
             registered = handle.hooks_dict_ref()
             if registered is not None and (hook := registered.get(handle.id)) is not None:
-                # This line is first, because an interrupt may come between the two lines.
+                # The hook is noted before it is removed, because an interrupt may come between the two lines.
                 self._resting.append((handle, hook))
                 registered.pop(handle.id, None)
 
@@ -396,7 +397,7 @@ class HookedModule:
         self._resting.clear()
 
     def own(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """Yield the module's own parameters or buffers by name; those of experts have the whole model's numbers."""
+        """Yield the module's own parameters or buffers by name; names of experts are numbered as in the whole model."""
         module = self._owner()
         for name, value in getattr(module, kind).items() if module is not None else ():
             if value is not None:
@@ -404,7 +405,7 @@ class HookedModule:
                 yield f"{base}{int(name[len(base) :]) + self._first}" if base != name else name, value
 
     def keeps(self, site: str) -> bool:
-        """Whether a value of a site may be kept at this step. A rule's name or call may still exclude the value."""
+        """Whether a value of a site may be kept at this step; a rule for other names or calls may still exclude it."""
         return self.capture.masks[self.rule_sets[site]] != 0
 
     def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
@@ -419,7 +420,7 @@ class HookedModule:
                 self.record(site, name, tensor, moment, phase, repeat, chunk=chunk, note=note)
 
     def note_of_mark(self, parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
-        """Return the note of a part of an own parameter, or of its gradient or state, over ranks that nothing names."""
+        """Return the note that marks do not tell the chunk of an own parameter, its gradient or state; else None."""
         module = self._owner() if is_marked(parameter) and is_distributed() else None
         is_known = module is None or self.is_expert or getattr(module, "is_expert", False) or tensor_ranks(module)
         is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
@@ -433,7 +434,7 @@ class HookedModule:
         return () if module is None else tensor_ranks(module)
 
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-        """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None without."""
+        """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None if unknown."""
         module = self._owner() if is_marked(parameter) else None
         if module is None or (getattr(parameter, "allreduce", True) is False and not self.is_expert):
             return None  # the parameter is an expert's, and which ranks share the expert is not known
@@ -465,7 +466,7 @@ class HookedModule:
                 self.failed(site, error)
 
     def failed(self, site: str, error: Exception) -> None:
-        """Count an error of the recorder; a site that keeps failing is disarmed."""
+        """Count an error of the recorder; a site that keeps failing is no longer recorded."""
         self.capture.site_failed(Origin(self.root.name, self.node_path, site, ""), error)
 
     def disarm(self, sites: tuple[str, ...]) -> None:

@@ -1,13 +1,13 @@
 """The rows of a parameter: as its module has registered it, as FSDP1 has flattened it, or as an optimizer holds it.
 
 For a flat parameter of FSDP1 this finds the elements of the original parameters that a rank has, and splits values
-accordingly. Only the wrapper's metadata is read: nothing here issues a collective, reads a tensor's values, or keeps
-a wrapper, a module or a parameter.
+accordingly. Only the wrapper's metadata is read: nothing here issues a collective, reads a tensor's values, or keeps a
+wrapper, a module or a parameter.
 
-Under ZeRO and Megatron, each rank's optimizer has this rank's elements of many parameters, often of a wider type.
-DeepSpeed keeps them in one flat tensor and leaves at each parameter where its elements lie (0.19.8:
-`utils/tensor_fragment.py`, `runtime/zero/stage3.py`). Megatron-Core's distributed optimizer has one part a parameter,
-and its DDP has the places (0.20: `distributed/param_and_grad_buffer.py`, `optimizer/distrib_optimizer.py`). Only these
+Under ZeRO and Megatron, each rank's optimizer holds only this rank's elements of parameters, often in a wider type.
+DeepSpeed keeps them in one flat tensor, and notes at each parameter where its elements lie (0.19.8:
+`utils/tensor_fragment.py`, `runtime/zero/stage3.py`). Megatron-Core's distributed optimizer has a tensor per parameter,
+and its DDP has the ranges (0.20: `distributed/param_and_grad_buffer.py`, `optimizer/distrib_optimizer.py`). Only these
 attributes are read. Neither package is imported, and no parameter is gathered.
 """
 
@@ -81,7 +81,7 @@ class ModuleParameter:
 
 
 class OriginalSlice(NamedTuple):
-    """An original parameter inside a flat parameter."""
+    """An original parameter inside a flat parameter, and the slice of the original that this rank has."""
 
     hooked: HookedModule
     name: str
@@ -94,10 +94,10 @@ class OriginalSlice(NamedTuple):
     end: int
     """The index, within the original, after the last element in this rank's part; equals `begin` if there is none."""
     chunk: Chunk | None
-    """The chunk of the slice; None if the rank has the complete parameter, or the slice is not contiguous."""
+    """The chunk of this rank's slice; None if the rank has the complete parameter, or no chunk describes the slice."""
     note: str | None
     local: Chunk | None = None
-    """The chunk of the original itself, if FSDP1 was given a part of a tensor parallel parameter."""
+    """The tensor parallel chunk of the original parameter, if FSDP1 was given only this chunk; else None."""
 
 
 class FlatMesh(NamedTuple):
@@ -120,7 +120,7 @@ class FlatMesh(NamedTuple):
     def crossed(
         self, shape: tuple[int, ...], coordinate: tuple[int, ...], ranks: Sequence[int], names: Sequence[str] = ()
     ) -> FlatMesh:
-        """Return this mesh with further axes appended, on which this rank has a coordinate, as one regular grid."""
+        """Return this mesh with the axes of another grid appended, in which this rank has `coordinate`, as one grid."""
         own_rank = ranks[sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(coordinate))]
         shapes, all_names = (*self.shape, *shape), (*(self.dim_names or ()), *names)
         return FlatMesh(
@@ -134,7 +134,7 @@ class FlatMesh(NamedTuple):
 class FlatParameter:
     """The rows of one flat tensor that an optimizer updates in place of the parameters inside it.
 
-    Each tensor of the flat one (values, gradient, optimizer state) becomes a row for each original parameter.
+    A tensor that belongs to it (values, gradient, optimizer state) becomes a row for each original parameter.
     """
 
     uses_original = False
@@ -156,7 +156,7 @@ class FlatParameter:
         return self.slices[0].hooked.root_name if self.slices else None
 
     def holds_slices(self, tensor: torch.Tensor) -> bool:
-        """Whether a flat tensor has only this rank's shard."""
+        """Whether a tensor of the flat parameter has only this rank's elements."""
         return self.is_sharded and tensor.dim() == 1 and tensor.numel() == self._num_local
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -174,7 +174,7 @@ class FlatParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        """Split and record a tensor of the flat one; a single number is recorded for each original parameter."""
+        """Split and record a tensor of the flat parameter; a single number is recorded once per original parameter."""
         values = tensor.detach()
         is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
         if values.dim() and not is_slices and not is_whole:
@@ -218,7 +218,7 @@ class FsdpParameter(FlatParameter):
             for info in (*flat._param_infos, *flat._shared_param_infos)
             if (hooked := module_of(info.module)) is not None
         ]
-        """Every name under which a module of the root knows an original parameter, ties included."""
+        """Every pair of a module in the root and a name under which it knows an original parameter, ties included."""
         self.ties = [
             (hooked, info.param_name, first, info.prim_param_name)
             for info in flat._shared_param_infos
@@ -315,13 +315,13 @@ class OriginalParameter:
 
 
 ParameterRows = ModuleParameter | FlatParameter | OriginalParameter
-"""The rows of a parameter for the hooks on optimizers. The method `record` appends a suffix to the parameter's name."""
+"""What the hooks on optimizers record a parameter with. `record` appends a suffix to the parameter's name."""
 
 
 def find_flat_parameters(
     wrappers: Iterable[nn.Module], module_of: Callable[[nn.Module], HookedModule | None]
 ) -> Iterator[FsdpParameter]:
-    """Yield the flat parameters of the FSDP1 wrappers among some modules."""
+    """Yield the flat parameters of the FSDP1 wrappers among the given modules."""
     for wrapper in _flattening(wrappers):
         yield FsdpParameter(wrapper, module_of)
 
@@ -347,7 +347,7 @@ def unsharded_scope(site: str, scope: str | None) -> str | None:
 
 
 def _starts(flat: Any) -> Iterator[int]:
-    """Yield the start of each original parameter in the unsharded flat parameter; padding may separate them."""
+    """Yield the first index of each original parameter in the unsharded flat parameter; padding may separate them."""
     start = 0
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
         if not is_padding:
@@ -356,7 +356,7 @@ def _starts(flat: Any) -> Iterator[int]:
 
 
 def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of the local values of a tensor parallel parameter; None where they are no single box."""
+    """Return the chunk of a tensor parallel parameter's local values; None unless they are one box of the whole."""
     if not isinstance(getattr(spec, "placements", None), tuple):
         return None
     chunk = chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
@@ -364,7 +364,7 @@ def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
 
 
 def _mesh(wrapper: Any) -> tuple[FlatMesh, bool]:
-    """Return FSDP1's mesh, and whether shards are replicated across a second group."""
+    """Return the mesh of an FSDP1 wrapper, and whether shards are replicated across a second group."""
     across = getattr(wrapper, "_inter_node_pg", None)
     groups = [wrapper.process_group] if across is None else [across, wrapper.process_group]
     names = getattr(getattr(wrapper, "_device_mesh", None), "mesh_dim_names", None)
@@ -378,7 +378,7 @@ _Parameters = Iterable[tuple[HookedModule, str, torch.Tensor]]
 
 
 def find_zero_parameters(parameters: _Parameters) -> Iterator[FlatParameter]:
-    """Yield the flat tensors of ZeRO 1 to 3 that have elements of some parameters."""
+    """Yield the flat tensors of ZeRO 1 to 3 that have elements of the given parameters."""
     found: dict[int, FlatParameter] = {}
     elsewhere = []
     for hooked, name, parameter in parameters:
@@ -397,8 +397,8 @@ def find_zero_parameters(parameters: _Parameters) -> Iterator[FlatParameter]:
 
 
 _Place = tuple[torch.Tensor | None, int, int, int, tuple[int, ...], Any]
-"""The flat tensor, the index in it, the index in the parameter, the number of elements; the parameter's shape and its
-ranks' group. The tensor is None if all elements lie on other ranks: this rank's rows then have no elements."""
+"""Where this rank's elements of a parameter lie: the flat tensor, the index in it, the index in the parameter, the
+number of elements; then the parameter's shape and its ranks' group. Without elements here, the tensor is None."""
 
 
 def _of_stages_1_and_2(parameter: Any) -> _Place | None:
@@ -424,7 +424,7 @@ def _of_stage_3(parameter: Any) -> _Place | None:
 
 
 def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:
-    """Return the placements and the mesh of a part of the ranks' parameters, with further axes that this rank has."""
+    """Return the placements and the mesh, as JSON, of a parameter that is cut flat over `ranks`, with further axes."""
     rank, more = torch.distributed.get_rank(), [axis for axis in axes if len(axis[0]) > 1]
     mesh = FlatMesh((len(ranks),), None, (ranks.index(rank),), [*ranks])
     for others, _ in more:
@@ -433,7 +433,7 @@ def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int]
 
 
 def _with_empty(found: Sequence[FlatParameter], elsewhere: Sequence[OriginalSlice]) -> Sequence[FlatParameter]:
-    """Let the first flat tensor record the parameters of which all elements are on other ranks, too."""
+    """Let the first flat tensor also record, without elements, parameters that lie on other ranks alone."""
     for first in found[:1]:
         first.slices += elsewhere
     return found
@@ -444,8 +444,8 @@ def find_megatron_parts(
 ) -> Iterator[FlatParameter]:
     """Yield the parts of parameters that Megatron's distributed optimizer updates on this rank.
 
-    The part of a 16-bit parameter is its `main_param`. Any other is a view into the parameter's memory, and one of the
-    tensors that an optimizer has (`updated`).
+    The part of a 16-bit parameter is its `main_param`. The part of any other parameter is a view into the parameter's
+    memory, and is found among the tensors that optimizers have (`updated`).
     """
     places = {id(parameter): place for module in modules for parameter, place in _places_in(module)}
     views = {(one.data_ptr(), one.shape): one for one in updated} if places else {}
@@ -470,10 +470,10 @@ def find_megatron_parts(
 def _places_in(
     module: nn.Module,
 ) -> Iterator[tuple[torch.Tensor, tuple[int, int, Sequence[int], Sequence[int]]]]:
-    """Yield each parameter of Megatron's DDP with the range of this rank's elements.
+    """Yield each parameter of Megatron's DDP, with the range of this rank's elements and two lists of ranks.
 
-    Behind the range stand the ranks with the other elements, and those with the same ones, in other instances of the
-    optimizer.
+    The first list has the ranks among which the elements are divided; the second has the ranks with the same elements,
+    in other instances of the optimizer.
     """
     own: dict[str, Any] = vars(module)
     if getattr(own.get("ddp_config"), "use_distributed_optimizer", False) is not True:
@@ -492,7 +492,7 @@ def _places_in(
 def _part_of_marked(
     hooked: HookedModule, parameter: torch.Tensor, begin: int, ranks: Sequence[int], copies: Sequence[int]
 ) -> tuple[Chunk | None, str | None]:
-    """Return the chunk of a part of a parameter that may be cut by tensor parallel, too; a note if nothing names it."""
+    """Return the chunk of a part of a parameter that tensor parallel may have cut, too; or a note if it is unknown."""
     shape, local = tuple(parameter.shape), hooked.marked_chunk(parameter, parameter)
     beside = _ranks_with_copies(parameter) if local is None else hooked.tensor_ranks()
     if len(beside) > 1 and is_marked(parameter) is (local is None):
@@ -506,5 +506,5 @@ def _part_of_marked(
 
 
 def _ranks_with_copies(parameter: torch.Tensor) -> Sequence[int]:
-    """Return the ranks with copies of a parameter that is not cut; none of an expert's, which they do not have."""
+    """Return the ranks with copies of a parameter that is not cut; empty for an expert's parameter, which has none."""
     return () if getattr(parameter, "allreduce", True) is False else group_ranks("TENSOR_MODEL_PARALLEL")

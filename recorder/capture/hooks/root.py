@@ -55,8 +55,7 @@ from .parameter_rows import (
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
 _MAX_LATE_LOOKS = 5
-"""The number of first calls of a root that look for a data-parallel wrapper; it may be made during or after the first.
-"""
+"""How many calls of a root, from the first on, look for a data-parallel wrapper, which may be made late."""
 _numbers = itertools.count(1)
 
 
@@ -81,9 +80,9 @@ class Root:
     ) -> None:
         """Put hooks on the outermost module of a model.
 
-        `clock` is that of an earlier root with this name; its counts continue, so that no row's key is used twice.
+        `clock` is the clock of an earlier root with this name; its counts continue, so that no row's key is used twice.
         `is_elsewhere` returns whether a module belongs to another root, which records it under a path of its own.
-        `inner_roots` are the roots that the module contains; their calls share the slices of this root's calls.
+        `inner_roots` are the roots that the module contains; their calls share the micro-steps of this root's calls.
         """
         self.capture = capture
         self.name = name
@@ -110,29 +109,29 @@ class Root:
         self._began_late = has_compiled_anything()
         """Whether anything in the process, perhaps this model, had been compiled when the root was attached."""
         self.artefact: str | None = None
-        """The name of the model in a loaded artefact, where the root stands for the artefact; else None."""
+        """The name of the model in the loaded artefact (exported, scripted) for which the root stands; else None."""
         self.is_stand_in = False
-        """Whether the root has no module, so that nobody can close the root."""
+        """Whether the root has no module of the program, so that nobody can close the root."""
         self._by_path: dict[str, HookedModule] = {}
         self._tap_paths: dict[str, str] = {}
         self.data_parallel: DataParallel | None = None
-        """The ranks that split the batch, for the manifest; None where no wrapper names such ranks."""
+        """The data-parallel group, which splits the batch, for the manifest; None if no wrapper or mark names it."""
         self.model_parallel: ModelParallel | None = None
-        """The ranks with the same part of the batch, for the manifest; None where no parameter names such ranks."""
+        """The ranks with the same part of the batch, for the manifest; None if no parameter or mark names them."""
         self.marked_ranks: tuple[int, ...] = ()
-        """The ranks over which a framework's marks cut plain parameters; empty without such marks."""
+        """The ranks over which the root's plain parameters are cut, by a framework's marks; empty without marks."""
         self.is_over_meshes = False
         """Whether parameters are, or were, DTensors, so that plain tensors may share memory with DTensors."""
         self.rank_local: dict[str, str] | None = None
-        """The reasons why parameters, by full name, differ on ranks with other batches, for the manifest."""
+        """By full name of a parameter that differs between ranks with other batches, the reason, for the manifest."""
         self.pipeline: Pipeline | None = None
         """The stage of a pipeline that this root is, for the manifest; None if no stage was observed to call it."""
         self._named: set[tuple[str, str]] | None = None
-        """The pairs of module path and name under which parameters are recorded; None until the first question."""
+        """The pairs of module path and name under which parameters are recorded; None until they are first needed."""
         self.jitter: JitterInputs | None = None
-        """The hook that moves the root's inputs, where the setting `jitter` asks for it."""
+        """The hook that perturbs the root's inputs; None if the setting `jitter` is off."""
         self.moved: dict[str, float] | None = None
-        """For each kind of value that `jitter` has moved, the largest share; None before anything was moved."""
+        """By kind of value that `jitter` has perturbed, the largest relative change; None before any perturbation."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._install(module)
         self._learn_groups(module)
@@ -157,7 +156,7 @@ class Root:
             self.capture.events.has_changed = True
 
     def jitter_failed(self, error: Exception) -> None:
-        """Report an error of the recorder while it moved a value; the value stays unchanged."""
+        """Report an error of the recorder while it perturbed a value; the value stays unchanged."""
         if comes_from_signal_handler(error):
             raise error
         text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
@@ -226,7 +225,7 @@ class Root:
         )
 
     def updated_parts(self, updated: Iterable[torch.Tensor]) -> list[FlatParameter]:
-        """Find the parts of parameters that optimizers update in their place, made since the last search or before.
+        """Return the flat tensors of ZeRO and Megatron that optimizers update in place of the root's parameters.
 
         Args:
             updated: the tensors that the live optimizers have.
@@ -237,7 +236,7 @@ class Root:
         return [*zero, *self._listed(parts, "of Megatron's distributed optimizer are not recorded")]
 
     def _listed(self, flats: Iterator[_Flat], otherwise: str) -> list[_Flat]:
-        """Return the flat parameters, or none, and an event, if attributes of the framework are not as expected."""
+        """Return the flat parameters; empty, with an event, if a framework's attributes are not as expected."""
         try:
             return list(flats)
         except Exception as error:
@@ -267,7 +266,7 @@ class Root:
         )
 
     def path_of(self, module: nn.Module) -> str | None:
-        """Return the path of a module of this root; None for another module."""
+        """Return the path of a module of this root; None for a module outside of the root."""
         reference, path = self._located.get(id(module), (None, ""))
         return path if reference is not None and reference() is module else None
 
@@ -322,7 +321,7 @@ class Root:
         if hooked is None or outermost is None or hooked.is_hidden or self.is_entry(module):
             return False
         is_hooked = hooked.module() is module or len(tree.unwrapped(module)) > 1
-        # A module that was removed from the model is in the inventory still, but not among its modules.
+        # A module that was removed from the model is in the inventory still, but not among the model's modules.
         return is_hooked and any(inner is module for inner in outermost.modules())
 
     def go_on_from(self, before: Root) -> None:
@@ -393,7 +392,7 @@ class Root:
         return self._by_path.get(path)
 
     def path_of_tap(self, name: str) -> str:
-        """Return the path of the module with a tap by hand in a graph; empty where several modules have such a tap.
+        """Return the path of the one module that calls `recorder.tap` with this name; empty if not exactly one does.
 
         The op in the graph has the name of the tap, but not the module that called `recorder.tap`.
         """
@@ -485,7 +484,7 @@ class Root:
         return module is None or module.training
 
     def slice_now(self) -> tuple[Slice, str]:
-        """Return the slice and phase for a value that is recorded now."""
+        """Return the `Slice` (the micro-step) and the phase of a value that is recorded now."""
         if torch._C._current_graph_task_id() != -1:
             return self.clock.recomputed(in_pipeline=self.pipeline is not None), "recompute"
         if (active := self.clock.active) is not None:
@@ -493,7 +492,7 @@ class Root:
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """Return the slice and phase of a tapped value; where the root's hooks are compiled away, taps begin its calls.
+        """Return the `Slice` and phase of a tapped value; begin a call if the root's own hooks are compiled away.
 
         `with_grad` is given by the tap, because compiled code always runs with gradients disabled.
         """
@@ -510,7 +509,7 @@ class Root:
         return active, "forward"
 
     def gradient_at_tap(self, moment: Moment) -> None:
-        """Note that a gradient has reached a tap, so that the next forward begins another slice."""
+        """Note that a gradient has reached a tap, so that the next forward begins another micro-step."""
         slice_ = self.clock.recomputed()
         if self.num_calls == 0 and slice_.moment == moment:
             self.clock.gradient_arrived(slice_)
@@ -550,7 +549,7 @@ class Root:
                     yield hooked, name, parameter
 
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a slice uses a parameter for the first time; rows identify the parameter by module and name."""
+        """Whether a micro-step first uses a parameter here, under the module and name by which rows identify it."""
         if self._named is None:
             self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
         is_first = (path, name) in self._named and id(parameter) not in slice_.used
@@ -567,7 +566,7 @@ class Root:
             is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
             if is_idle == (rule_sets in self._resting):
                 continue
-            # The entry stays until the last module is awake, so that an interrupted call is completed by the next one.
+            # The entry stays until the last module is awake, so that the next call completes an interrupted one.
             self._resting.add(rule_sets)
             for hooked in modules:
                 (hooked.rest if is_idle else hooked.wake)()
