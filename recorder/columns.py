@@ -1,8 +1,8 @@
 """The registry of columns: type, version and role of each, and how the values of several rows are combined into one.
 
-All code that reads, merges, groups or prints rows uses this registry, and its parsers of the columns `shape` and
-`note`. A column that a minor version adds is one entry of `COLUMNS` and one line of FORMAT.md: readers give nulls for
-an older file, and ignore a column that they do not know.
+All code that reads, merges, groups or prints rows uses this registry, and the parsers here of the columns `shape` and
+`note`. To add a column in a minor version, add an entry to `COLUMNS` and a line to FORMAT.md: readers give nulls for an
+older file, and ignore a column that they do not know.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .records import PART_BYTES
 from .sites import FORMAT_VERSION, MAX_COUNT
 
 VERSION_KEY = b"recorder_format"
-"""The key of the schema's metadata whose value is the version of the file, such as ``1.2``."""
+"""The key in the metadata of a shard's schema whose value is the version of the format, such as ``1.2``."""
 
 MODES = ("train", "eval", "no_grad")
 PHASES = ("forward", "recompute", "backward", "optimizer")
 PLAIN = "plain"
-"""The encoding of a payload that consists of the tensor's bytes."""
+"""The name of the encoding whose payload is the tensor's bytes, unchanged."""
 SCOPES = ("local", "reduced", "unsharded", "final")
 
 
@@ -41,24 +41,24 @@ class Role(Enum):
     STATISTIC = "statistic"
     """The column is a number of type float64 that is computed from the elements."""
     COUNT = "count"
-    """The column is the number of elements that have a property."""
+    """The column counts the elements with some property, for example the NaN."""
     DETAIL = "detail"
     """The column has bytes that describe the elements in more detail than single numbers."""
     PAYLOAD = "payload"
     """The column contains the elements, or says how they are encoded."""
     ABOUT = "about"
-    """The column states another fact about the value or the row."""
+    """The column states a fact about the value or the row that none of the roles above covers."""
 
 
 class Combine(Enum):
-    """How the rows of several pieces, ranks or steps are combined into one value of a column."""
+    """How the values of a column in several rows (of pieces, ranks or steps) are combined into one value."""
 
     FIRST = "first"
-    """The value is that of the first row."""
+    """The combined value is the value in the first row."""
     NOTHING = "nothing"
-    """The value is null, or 0 in a column without nulls: the column has no meaning for a global tensor."""
+    """The combined value is null (0 in a column without nulls): the column has no meaning for a global tensor."""
     ANEW = "anew"
-    """The value is computed from more than this column, by the code that makes global rows (`globalview.view`)."""
+    """The combined value needs more than this column; `globalview.view` computes it when it makes global rows."""
     SUM = "sum"
     """The values are added. Lists are added element by element."""
     MIN = "min"
@@ -69,7 +69,7 @@ class Combine(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a shard."""
+    """The description of one column of shards."""
 
     name: str
     type: Any
@@ -78,22 +78,22 @@ class Column:
     combine: Combine
     _: KW_ONLY
     since: int = 0
-    """The minor version that added the column. Earlier files lack it, and readers give nulls."""
+    """The minor version of the format that added the column. Earlier files lack the column, and readers give nulls."""
     is_required: bool = False
     """True if the column is never null. A column that a minor version adds cannot be required."""
     lowest: int | None = 0
-    """The least value of an integer column; None for a column that is no count."""
+    """The least allowed value of an integer column; None for an integer column without bounds."""
     highest: int = MAX_COUNT - 1
     degree: int = 1
-    """The exponent k: if all elements are multiplied by a factor, the statistic grows by the factor's k-th power."""
+    """The exponent k of a statistic: if all elements are multiplied by f, the statistic is multiplied by f ** k."""
     has_sign: bool = True
-    """Whether a negative factor changes the sign of a statistic."""
+    """True if the sign of a factor counts; False if only its magnitude counts, as for `std`."""
     is_nonfinite: bool = False
-    """Whether the column counts elements that the statistics leave out."""
+    """True if the column counts NaN or infinite elements, which the statistics leave out."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The least and greatest allowed value of an integer column that counts; None for other columns."""
+        """The least and the greatest allowed value of an integer column; None for other types, and without bounds."""
         if self.lowest is None or not pa.types.is_integer(self.type):
             return None
         return self.lowest, min(self.highest, (1 << self.type.bit_width - 1) - 1)
@@ -153,7 +153,7 @@ COLUMNS = (
     Column("data", pa.large_binary(), _PAYLOAD, Combine.ANEW),
     Column("time_ns", _INT64, _ABOUT, Combine.FIRST, is_required=True, lowest=None),
 )
-"""All columns, in the order of the files. FORMAT.md defines the meaning of each column."""
+"""All columns, in the order in which shards have them. FORMAT.md defines the meaning of each column."""
 
 COLUMN_OF: Mapping[str, Column] = {column.name: column for column in COLUMNS}
 STATISTIC_COLUMNS = tuple(column for column in COLUMNS if column.role is Role.STATISTIC)
@@ -165,23 +165,23 @@ PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD
 KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
 """The columns of `Role.KEY`, which identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
-"""The column that is null exactly in rows whose elements were not read; other columns may be null for other reasons."""
+"""The column that is null exactly if the row's elements were not read; other columns may be null for other reasons."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
 """The columns by which rows are ordered in time, because the order of rows in a file is not the order of time."""
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 HANDED_ON = "between_stages"
-"""The member of a note that has the stage and the number of stages of a value passed between pipeline stages."""
+"""The key in a row's `note` (JSON) with [stage, number of stages], for a value passed between pipeline stages."""
 BATCH_OR_ONE = "batch_or_one"
-"""The member of a note of a value that all ranks have alike where each has one sample: a batch, or one for all."""
+"""The key in a row's `note` if the value is equal on all ranks, with one sample each: a batch, or one shared value."""
 _MAX_SHAPE_TEXT = 4096
 _MAX_NUMEL = 1 << 48
-"""The bound on the product of the nonzero sizes, so that the elements of many ranks together fit an int64."""
+"""The largest product of a shape's nonzero sizes; the sum of such products over many ranks still fits in int64."""
 OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
-"""The columns that describe the complete local tensor, so that only part 0 has them."""
+"""The columns that describe the complete local tensor; if the payload is in parts, only the row of part 0 has them."""
 
 
 def schema_of(minor: int) -> pa.Schema:
-    """Return the schema that files of a minor version have."""
+    """Return the schema of the shards of a minor version of the format."""
     fields = [pa.field(one.name, one.type, nullable=not one.is_required) for one in COLUMNS if one.since <= minor]
     return pa.schema(fields, metadata={VERSION_KEY: b"%d.%d" % (FORMAT_VERSION[0], minor)})
 
@@ -193,21 +193,21 @@ SCHEMAS = tuple(
     for minor in range(FORMAT_VERSION[1], -1, -1)
     if minor == FORMAT_VERSION[1] or any(column.since == minor + 1 for column in COLUMNS)
 )
-"""The schemas of all versions that differ in their columns, newest first."""
+"""The schemas of all versions of the format, newest first; versions with the same columns share one schema."""
 
 METADATA_COLUMNS = tuple(name for name in SCHEMA.names if name != "data")
-"""The columns of an index, which are all columns except the payload."""
+"""The columns of a shard's index: all columns except the payload, `data`."""
 
 
 def lacks_rightly(schema: pa.Schema, column: Column) -> bool:
-    """Whether a file of this schema may lack the column, because its version came before the one that added it."""
+    """Return whether a file with this schema may lack the column, because the file's version did not have it yet."""
     version: bytes = (schema.metadata or {}).get(VERSION_KEY, b"")
     minor = version.partition(b".")[2]
     return column.since > (int(minor) if minor.isdigit() else 0)
 
 
 def parse_shape(text: Any) -> tuple[int, ...]:
-    """Return the shape in a column's text; raises CorruptError if the text is no JSON list of sizes."""
+    """Return the shape in the text of a row's column `shape`. CorruptError: the text is no JSON list of sizes."""
     if not isinstance(text, str) or len(text) > _MAX_SHAPE_TEXT:
         raise CorruptError("shape is no short text")
     try:
@@ -224,7 +224,7 @@ def parse_shape(text: Any) -> tuple[int, ...]:
 
 
 def note_members(note: str | None) -> dict[str, Any]:
-    """Return the members of a row's note, which is untrusted input; none if the text is no JSON object."""
+    """Return the members of a row's note, which is untrusted input; empty if the text is no JSON object."""
     try:
         parsed = json.loads(note) if note else {}
     except (ValueError, RecursionError):
@@ -234,7 +234,7 @@ def note_members(note: str | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def stage_of(note: str | None) -> tuple[int | None, bool]:
-    """Return the pipeline stage in a row's note, or None, and whether the row's value is passed between stages."""
+    """Return the pipeline stage in a row's note (None without one), and whether the value is passed between stages."""
     members = note_members(note)
     stage, mark = members.get("stage"), members.get(HANDED_ON)
     if isinstance(mark, list) and len(mark) == 2 and type(mark[0]) is int:

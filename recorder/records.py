@@ -16,40 +16,40 @@ import numpy.typing as npt
 from .sites import PROBE, TOKENS
 
 KEEP_TENSOR = 1
-"""The payload is written."""
+"""The bit in `keep` for the payload."""
 KEEP_STATS = 2
-"""The statistics columns are written."""
+"""The bit in `keep` for the statistics columns."""
 KEEP_FINGERPRINT = 4
-"""The fingerprint column is written."""
+"""The bit in `keep` for the fingerprint column."""
 KEEP_HISTOGRAM = 8
-"""The histogram column is written, and the statistics, which say how many values are zero or NaN."""
+"""The bit in `keep` for the histogram column, and for the statistics, which count the zeros and NaN."""
 KEEP_REPLAY = 16
-"""The data that a replay of the module's call needs is written at site ``call``, with its values and gradients."""
+"""The bit in `keep` for what a replay of the module's call needs: data at site ``call``, values and gradients."""
 KEEP_UNITS = 32
-"""The column of sums for each unit is written, and the statistics."""
+"""The bit in `keep` for the column of sums for each unit, and for the statistics."""
 KEEP_RING = 64
-"""The payload waits in memory for a trigger, and is written only then. Never with `KEEP_TENSOR`."""
+"""The bit in `keep` for a payload that waits in memory until a trigger asks for it. Never with `KEEP_TENSOR`."""
 KEEP_PROBE = 128
-"""One number of the value at every step is kept, in blocks of steps; see `capture/probe.py`."""
+"""The bit in `keep` for one number of the value at every step, in blocks of steps; see `capture/probe.py`."""
 KEEP_TOKENS = 256
-"""A sketch of each token is kept, in blocks of calls; see `capture/token_blocks.py`."""
+"""The bit in `keep` for a sketch of each token, in blocks of calls; see `capture/token_blocks.py`."""
 KEEP_VALUES = KEEP_TENSOR | KEEP_RING
-"""The bits that need the values themselves in host memory."""
+"""The bits in `keep` that need the values themselves in host memory."""
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
-"""The bits for numbers about the values, which say nothing about a sum of which the value is one summand."""
+"""The bits in `keep` for numbers about values. Such numbers of the summands of a sum say nothing about the sum."""
 
 SMALL_BYTES = 1 << 12
 """A tensor of at most this size is copied in the hook, and the writer measures many such records with one call."""
 MOST_TOGETHER = 256
-"""The most small values that are measured with one call; they take about a millisecond."""
+"""The most small values that are measured with one call, which takes about a millisecond."""
 NUMBERS_TOGETHER = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
-"""What may be kept of small values that are measured together, besides their payloads."""
+"""The possible values of `keep` for small values that are measured together, apart from the bit for the payload."""
 PART_BYTES = 32 << 20
-"""The size in bytes above which a payload becomes several rows, so that memory stays bounded."""
+"""The size in bytes above which a payload is written as several rows, so that memory stays bounded."""
 
 
 def kind_of(keep: int, site: str) -> str:
-    """Return the kind of shard that a record belongs to. A scalar's payload stays with statistics, kept longest."""
+    """Return the kind of shard for a record. A scalar's payload goes with the statistics, which are kept longest."""
     if site in (PROBE, TOKENS):
         return PROBE
     return "tensors" if keep & KEEP_TENSOR and site != "scalar" else "stats"
@@ -79,7 +79,7 @@ class LostError(Exception):
 
 
 class Ready(Protocol):
-    """The completion of a copy into a block that was not over when the record was made."""
+    """A pending copy into a block, which had not ended when the record was made."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait on the writer thread; return True once the bytes have arrived, False while they may still come.
@@ -90,7 +90,7 @@ class Ready(Protocol):
 
 
 class Origin(NamedTuple):
-    """The place that a value comes from; made once for a leaf at a site and shared by all its records."""
+    """The place that a value comes from; made once for each name at a site, and shared by all records of it."""
 
     root: str
     module_path: str
@@ -101,7 +101,7 @@ class Origin(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The time at which a value was seen; one object per slice of a step, shared by all records of the slice."""
+    """The time at which a value was seen. All records of a micro-step in one mode share one object."""
 
     step: int
     micro_step: int | None
@@ -109,7 +109,7 @@ class Moment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The part of a global tensor that a rank has; made once for a parameter. Texts are JSON, as in the row."""
+    """The chunk of a global tensor that a rank has; made once per parameter. `placements` and `mesh` are JSON texts."""
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...] | None
@@ -118,18 +118,18 @@ class Chunk(NamedTuple):
     mesh: str
     layout_source: str
     flat_start: int | None = None
-    """The number of the first element of a chunk that is a run of the flattened (C order) global tensor."""
+    """The index of the first element of a chunk that is a run of the flattened (C order) global tensor or box."""
     flat_shape: tuple[int, ...] | None = None
-    """The shape of the box, at `offsets` of the global tensor, if the chunk is a run of the flattened box."""
+    """The shape of a box at `offsets` of the global tensor, if the chunk is a run of this box, flattened; else None."""
 
 
 class Staged(NamedTuple):
     """One observed tensor in host memory that training can no longer change, and what to keep of it."""
 
     seq: int
-    """The number of the record's first row in this writer; the rows of further parts follow."""
+    """The number of the record's first row in this writer; the rows of its further parts have the next numbers."""
     num_parts: int
-    """The number of the record's rows: 1, or if the payload is kept the number of its parts of `PART_BYTES`."""
+    """The number of the record's rows: 1, or, if the payload is kept, the number of its parts of `PART_BYTES`."""
     origin: Origin
     moment: Moment
     phase: str
@@ -137,7 +137,7 @@ class Staged(NamedTuple):
     repeat: int
     scope: str | None
     dtype: str
-    """torch's name without the prefix, such as ``bfloat16``."""
+    """The element type by torch's name without ``torch.``, such as ``bfloat16``."""
     shape: tuple[int, ...]
     chunk: Chunk | None
     keep: int
@@ -145,12 +145,12 @@ class Staged(NamedTuple):
     ready: Ready | None
     """The pending copy; None if the copy is complete already."""
     note: str | None
-    """JSON text for the row's ``note``, or None."""
+    """The JSON text for the row's ``note``; None without a note."""
     time_ns: int
     """The wall clock time of the capture, in nanoseconds since the epoch."""
     measured: Callable[[npt.NDArray[np.uint8], Chunk | None], Measured] | None = None
-    """The function that turns `block.data`, which need not be the values then, and `chunk` into statistics and
-    fingerprint once `ready` is over; None if the tensor was not measured before."""
+    """For a tensor that was measured before its copy, the function that makes statistics and fingerprint from
+    `block.data`, which need not be the values then, and `chunk` once `ready` is over; else None."""
 
 
 class ProbedSeries(NamedTuple):
@@ -161,22 +161,22 @@ class ProbedSeries(NamedTuple):
     mode: str
     scope: str | None
     facts: dict[str, Any]
-    """Facts about the value, which its rows' note has: its dtype, and the elements of the global tensor."""
+    """Facts for the note of the value's rows: the dtype, and the number of elements of the global tensor."""
 
 
 class ProbedStep(NamedTuple):
-    """The numbers of the probe at one step, one for each value that was known then. `series` may grow."""
+    """The numbers of the probe at one step, one for each value in `series` that was known then. `series` may grow."""
 
     step: int
     series: list[ProbedSeries]
     sums: npt.NDArray[np.float64]
-    """The sum of the squares of the finite elements of each value."""
+    """For each value, the sum of the squares of its finite elements."""
     numels: npt.NDArray[np.float64]
-    """The elements of each value that were seen; 0 where the value was not seen at this step."""
+    """For each value, the number of elements that were seen at this step; 0 if the value was not seen."""
 
 
 class Measured(NamedTuple):
-    """The statistics of one tensor over its finite values; None if they do not exist (no elements, or no numbers)."""
+    """The statistics of one tensor's finite values. A statistic is None without elements, or if the dtype has none."""
 
     mean: float | None = None
     std: float | None = None
@@ -192,7 +192,7 @@ class Measured(NamedTuple):
     inf_count: int | None = None
     zero_count: int | None = None
     fingerprint: int | None = None
-    """The unsigned 64-bit fingerprint of the local tensor, at its position in the global tensor if that is known."""
+    """The unsigned 64-bit fingerprint of the local tensor, at its position in the global tensor if it has one."""
     note: str | None = None
     """The reason why statistics are missing, such as ``no_statistics:complex64``."""
     histogram: bytes | None = None
@@ -200,14 +200,14 @@ class Measured(NamedTuple):
 
 
 class MeasuredTogether(NamedTuple):
-    """Records of small values whose statistics were computed where the values lie, so that no values were copied."""
+    """Records of small values that were measured where they lie, so that no value was copied."""
 
     num_rows: int
     make: Callable[[], tuple[list[Staged], list[Measured]]]
-    """Returns the records and the statistics of each. Called once, on the writer thread: so many objects that waited
-    in the queue would have the garbage collector search all objects of the process."""
+    """Returns the records and the statistics of each. Called once, on the writer thread: if so many objects waited in
+    the queue, the garbage collector would search all objects of the process."""
     block: Block
-    """The memory of the pool that bounds how many such records wait. The records' own blocks are this one, too."""
+    """The memory of the pool that bounds how many such records wait; it is also the block of each of the records."""
 
 
 class Measure(Protocol):
@@ -225,6 +225,6 @@ class Measure(Protocol):
 
 
 class MeasureSmall(Protocol):
-    """Computes statistics and fingerprints of many records of few bytes at once, as `Measure` does of one."""
+    """Computes statistics and fingerprints of many small records with one call; `Measure` does so for one record."""
 
     def __call__(self, records: Sequence[Staged]) -> list[Measured]: ...

@@ -1,7 +1,7 @@
 """The version of the format, and the registry of sites: the places in a training step at which values are seen.
 
-Code that records, expects, compares or shows values uses this registry. A site that a minor version adds is one entry
-of `ALL_SITES` and one line of FORMAT.md, and the hook that records it. This module imports nothing of the package and
+Code that records, expects, compares or shows values uses this registry. To add a site in a minor version, add an entry
+to `ALL_SITES`, a line to FORMAT.md, and the hook that records the site. This module imports nothing of the package and
 no third party, because settings name sites and are read first.
 """
 
@@ -16,7 +16,7 @@ FORMAT_NAME = "recorder"
 FORMAT_VERSION = (1, 4)
 """The major and the minor version of the format. Readers refuse another major version and accept any minor one."""
 MAX_COUNT = 1 << 53
-"""The bound on every whole number of a row: float64 is exact up to it, and sums and products with a width fit int64."""
+"""The bound on a row's integers: exact in float64; sums of them, and products with an element's size, fit in int64."""
 
 
 class Kind(Enum):
@@ -25,9 +25,9 @@ class Kind(Enum):
     ACTIVATION = "activation"
     """A value of the batch, or a gradient of such a value: each rank has the values of its samples."""
     STATE = "state"
-    """A value that outlives the step, or its gradient: ranks have replicas of it, or chunks."""
+    """A value that outlives the step, or the gradient of such a value: ranks have replicas or chunks of it."""
     NUMBER = "number"
-    """A number of the step, which the program or the recorder gives."""
+    """A number that the program or the recorder gives for a step."""
 
 
 class Expected(Enum):
@@ -40,12 +40,12 @@ class Expected(Enum):
     BUFFER = "buffer"
     """A value for each of the module's own buffers, at each step of an optimizer."""
     NOTHING = "nothing"
-    """Values that only the program decides on."""
+    """No fixed values: the program alone decides which values there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One site."""
+    """The properties of one site."""
 
     name: str
     kind: Kind
@@ -53,7 +53,7 @@ class Site:
     """The phase in which the site's values are usually seen; other phases, such as ``recompute``, occur."""
     expected: Expected
     gradient: str | None = None
-    """The site of the gradients of the site's values; the site's own name if the phase separates the two."""
+    """The site of the gradients of this site's values; the site's own name if only the phase tells them apart."""
     is_gradient: bool = False
     """True if all values of the site are gradients."""
     is_updated: bool = False
@@ -61,9 +61,9 @@ class Site:
     is_given: bool = False
     """True if the program passes the site's values in, so that no module has computed them."""
     is_of_optimizer: bool = False
-    """True if the optimizer has the site's values, and not the module: without an optimizer there are none."""
+    """True if the optimizer, and not the module, has the site's values: without an optimizer there are no values."""
     is_selectable: bool = True
-    """False if rules do not name the site, whose rows come with values that a rule keeps."""
+    """False if rules cannot name the site; its rows are written along with values that a rule keeps."""
     since: int = 0
     """The minor version of the format that added the site."""
 
@@ -139,13 +139,13 @@ SITES = tuple(site.name for site in ALL_SITES if site.is_selectable)
 CALL = "call"
 """The site of the data that a replay of a call needs besides its arguments: facts as JSON, parameters, buffers."""
 PROBE = "probe"
-"""The site of the rows of `keep=probe`, and the kind of the shards that have them: a row is a value over many steps."""
+"""The site of the rows of `keep=probe`, and the kind of their shards. A row has one value's numbers over many steps."""
 UPDATE = "update"
-"""The site, in the probe, of how far an update has moved each parameter."""
+"""The site, in the probe, of numbers that say how far an update has moved each parameter."""
 TOKENS = "tokens"
-"""The site of the rows of `keep=tokens`, which are in the shards of the probe: a row is a value over several calls."""
+"""The site of the rows of `keep=tokens`, in the probe's shards. A row has one value's sketches over several calls."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
-"""The sites whose tensors a replay is made of and compared with."""
+"""The sites whose tensors a replay takes, or compares its results with."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}
 
 ACTIVATIONS = tuple(site.name for site in ALL_SITES if site.kind is Kind.ACTIVATION)
@@ -162,18 +162,18 @@ OF_BUFFERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.
 OF_PROGRAM = tuple(site.name for site in ALL_SITES if site.expected is Expected.NOTHING)
 """The sites of values that the program names and that no module tree lists."""
 LASTING = tuple(site for site in STATES if site not in GRADIENTS)
-"""The sites of values that stay from step to step."""
+"""The sites of values that stay from step to step, without gradients."""
 OF_MODULES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and not site.is_of_optimizer)
 """The sites of state that a module itself has, and of the state's gradients."""
 HELD_BY_MODULES = tuple(site for site in OF_MODULES if site not in GRADIENTS)
 GRADIENT_OF: Mapping[str, str] = {site.name: site.gradient for site in ALL_SITES if site.gradient}
-"""The site of the gradients, by the site of the values."""
+"""For each site of values, the site of their gradients."""
 VALUE_OF: Mapping[str, str] = {gradient: name for name, gradient in GRADIENT_OF.items()}
-"""The site of the values, by the site of their gradients."""
+"""For each site of gradients, the site of their values."""
 
 
 def values_of(site: str) -> str:
-    """Return the site of the values whose gradients `site` has; `site` itself if it has no gradients."""
+    """Return the site of the values whose gradients are at `site`; `site` itself if no gradients are there."""
     return VALUE_OF.get(site, site)
 
 
@@ -191,14 +191,14 @@ def may_mask(site: str, name: str) -> bool:
     """Whether a program may want infinities in a value, as in an attention mask; a NaN is never wanted.
 
     A gradient, a state of the optimizer or a loss is never infinite on purpose. All code that checks whether values are
-    finite uses this function: the warning of a training, `recorder first` and the rule `nonfinite` of `recorder check`.
+    finite uses this function: the warning in a training, `recorder first` and the rule `nonfinite` of `recorder check`.
     """
     known = SITE_OF.get(site)
     return known is None or not (known.is_gradient or known.is_of_optimizer or is_loss(site, name))
 
 
 AT_LEAST = "at_least"
-"""The member `counts` of a note whose row counts 1 where at least one element is NaN or infinite, and else 0."""
+"""The value of `counts` in the `note` of a row whose counts are 1 for at least one NaN or infinite element, else 0."""
 
 
 def full_name(path: str, name: str) -> str:
@@ -207,14 +207,14 @@ def full_name(path: str, name: str) -> str:
 
 
 OBJECTIVE = "objective."
-"""The beginning of the names of the taps that `recorder.objective` makes, and of the scalars below."""
+"""The beginning of the names of the taps and scalars that `recorder.objective` makes."""
 OBJECTIVE_NORM, OBJECTIVE_COSINE = f"{OBJECTIVE}norm.", f"{OBJECTIVE}cosine."
-"""The scalars of objectives: the norm of the gradient of each, and ``objective.cosine.A:B`` of the gradients of two,
-whose names are sorted. The name ends in ``#2`` at the second tensor that objectives of a module share in a micro-step,
-and so on."""
+"""The beginnings of the names of scalars: the norm of an objective's gradient, and the cosine between two objectives'
+gradients, ``objective.cosine.A:B`` with sorted names. If the objectives of a module share several tensors in a
+micro-step, the names for the second tensor end in ``#2``, and so on."""
 
 
 def objectives_in(name: str, start: str) -> tuple[str, str]:
-    """Return the text after `start` in the name of a tap or scalar of objectives, and the ``#2`` behind it, if any."""
+    """Split the name of a tap or scalar of objectives, behind `start`, into the objectives' names and any ``#2``."""
     names, mark, number = name.removeprefix(start).rpartition("#")
     return (names, mark + number) if names and number.isdecimal() else (name.removeprefix(start), "")

@@ -1,8 +1,8 @@
 """Encodes and decodes payload bytes, and chooses the encoding that saves most; knows no dtypes, rows or files.
 
-`encodings` defines each encoding. Measured on one core (float32 activations): splitting into byte planes 9 to 16 GB/s,
-zstd on the top plane 1.1 GB/s, and the compiled Huffman code twice as fast as zstd: it makes frames of the same format
-without a search for matches.
+`encodings` defines each encoding. Measured on one core (float32 activations): splitting into byte planes takes place at
+9 to 16 GB/s, and zstd on the top plane at 1.1 GB/s. The compiled Huffman code is twice as fast as zstd, because it
+makes frames of the same format without searching for matches.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .encodings import ENCODING_OF, PLANES, PLANES_PLAIN, RAW, Bytes, PayloadWri
 CODECS = ("auto", "none", "zstd")
 
 _MIN_BYTES = 16384
-"""The size below which a payload is stored plainly: at 4 KiB, planes cost 22 us a row and save 7 %."""
+"""The size below which a payload is stored as it is: at 4 KiB, byte planes cost 22 us a row and save 7 %."""
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
-"""The share of its size below which a sample must shrink, because compression costs over 8 % of a write's time."""
+"""The fraction of its size below which a sample must shrink, because compression costs over 8 % of a write's time."""
 _MATCHES_PAY = 1.05
-"""The factor by which zstd's result must be smaller than the Huffman code's, as zstd takes at least twice as long."""
+"""zstd must compress better than the Huffman code by this factor to be chosen: zstd takes at least twice as long."""
 _SAMPLED_EACH = 16
-"""One of this many payloads of a kind is sampled (25 us), until a share differs from the kind's by `_ALIKE`."""
+"""One in this many payloads of a kind is sampled (25 us), or the next if a compression ratio changes by `_ALIKE`."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 
 
 def max_encoded_bytes(nbytes: int) -> int:
-    """Return the number of bytes that `out` of `Encoder.encode` must have, a little more than is ever written."""
+    """Return the number of bytes that `out` of `Encoder.encode` needs for `nbytes` of data, slightly too large."""
     return nbytes + nbytes // 128 + 4096
 
 
@@ -44,7 +44,7 @@ class _Known:
     def __init__(self, choice: tuple[str, Kernels | None], share: float) -> None:
         self.choice = choice
         self.share = share
-        """The encoded size as a share of the payload's bytes."""
+        """The encoded size of the sampled payload, divided by its size."""
         self.num_left = _SAMPLED_EACH - 1
 
 
@@ -63,7 +63,7 @@ class Encoder:
         self.is_hurried = False
         """True while payloads are stored as they are, because training needs the cores more."""
         self.has_rested = False
-        """Whether a payload was stored as it is for that reason."""
+        """True once a payload that is not small was stored as it is because of `is_hurried`."""
 
     def encode(self, data: Bytes, item_bytes: int, out: Bytes, kind: Hashable = None) -> tuple[str, int]:
         """Write the payload of `data` to the front of `out`.
@@ -71,9 +71,9 @@ class Encoder:
         Args:
             data: the tensor's little-endian C-order bytes, contiguous, a multiple of `item_bytes` long.
             item_bytes: bytes of one element.
-            out: at least `max_encoded_bytes(len(data))` long, or as long as `data` if the payload is stored; the bytes
-                behind the payload are undefined.
-            kind: the source of `data`; payloads of one kind are similar, so not each of them is sampled.
+            out: at least `max_encoded_bytes(len(data))` long, or as long as `data` if the payload is stored as it is;
+                the bytes behind the payload are undefined.
+            kind: the source of `data`; payloads of one kind are similar, so only some of them are sampled.
 
         Returns:
             The encoding, and the number of bytes of `out` that the payload takes.
@@ -131,7 +131,7 @@ class Encoder:
         return PLANES_PLAIN if item_bytes > 1 else RAW, self._huffman if is_near else None
 
     def _sample_planes(self, data: Bytes, item_bytes: int) -> tuple[Bytes, int]:
-        """Return the planes of a sample, valid until the next call, and roughly the Huffman-coded size of plane 0."""
+        """Return the byte planes of a sample, valid until the next call, and plane 0's rough Huffman-coded size."""
         if self.kernels is None:
             return _sample(data, item_bytes).T[::-1].copy(), 0
         scratch = self._writer.scratch
@@ -140,10 +140,10 @@ class Encoder:
 
 
 def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> Bytes:
-    """Return the tensor's bytes, new and writable, from a payload (any contiguous buffer) that is no reference.
+    """Return a tensor's bytes, new and writable, from a payload that is no reference to another row.
 
-    Memory is allocated only after the sizes in the payload agree with `payload_bytes`, the size of the result.
-    CorruptError is raised if the sizes disagree, UnsupportedError for an unknown encoding.
+    `payload` is any contiguous buffer. Memory is allocated only after the sizes in it agree with `payload_bytes`, the
+    size of the result. CorruptError is raised if the sizes disagree, UnsupportedError for an unknown encoding.
     """
     source, read = memoryview(payload).cast("B"), encoding_of(encoding).read
     if read is None:
@@ -154,7 +154,7 @@ def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> 
 
 
 def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> None:
-    """Check, by the headers of a payload alone, that it may decode to `payload_bytes` bytes; raises like `decode`."""
+    """Check by a payload's headers alone that the payload may decode to `payload_bytes` bytes; raises like `decode`."""
     encoding_of(encoding).check(memoryview(payload).cast("B"), payload_bytes, item_bytes)
 
 
@@ -169,7 +169,7 @@ class EncodedPayload(NamedTuple):
 def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[str, list[memoryview]] | None:
     """Join payloads end to end without decoding, by placing their frames and planes one after the other.
 
-    Returns the encoding, and the pieces of ``data`` in order; None if encodings differ, or cannot be joined this way.
+    Returns the encoding, and the pieces of ``data`` in order; None if encodings differ, or forbid joining this way.
     """
     sources = [(memoryview(p.data).cast("B"), p.payload_bytes) for p in payloads if p.payload_bytes]
     encodings = {payload.encoding for payload in payloads if payload.payload_bytes} or {PLAIN}
@@ -181,7 +181,7 @@ def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[st
 
 
 def _sample(data: Bytes, item_bytes: int) -> Bytes:
-    """Return slices taken evenly across the data, as an array of shape (elements, item_bytes)."""
+    """Return pieces taken evenly across the data, as an array of shape (elements, item_bytes)."""
     items = data.reshape(-1, item_bytes)
     if len(items) <= _SAMPLE_SLICES * _SAMPLE_ITEMS:
         return items

@@ -25,7 +25,7 @@ from .rundir import Members, check_version, encode_manifest
 
 COMMANDS = "_commands"
 COMMAND_BYTES = 4096
-"""The size in bytes of the largest command; a larger file is not taken for a command."""
+"""The largest size of a command's file in bytes; a larger file is no command."""
 MAX_COMMANDS = 4096
 """The highest number of a command in a run."""
 
@@ -49,23 +49,23 @@ class Command:
     from_step: int
     to_step: int | None = None
     rules: tuple[str, ...] = ()
-    """The rules of a ``set``, each as `rules.parse_rules` reads it."""
+    """The rules of a ``set``, each as text that `rules.parse_rules` reads."""
     undoes: int | None = None
     """The number of the command that an ``undo`` ends before `from_step`."""
     reason: str = ""
     by: str = ""
     """The text that names the sender: a user and a host, or a rank."""
     attempt: int = 0
-    """The highest attempt of the job when the command was sent; a later attempt does not repeat a ``dump``."""
+    """The job's highest attempt when the command was sent; a later attempt does not repeat a ``dump``."""
     created_ns: int = field(default_factory=time.time_ns)
     """The time at which the command was made, by the sender's clock."""
     id: str = field(default_factory=lambda: urandom(8).hex())
-    """The id of the command. If it was carried to another node it may have two numbers; by its id it is done once."""
+    """The command's id. A command carried to another node may have two numbers; by its id it is done only once."""
     number: int = 0
     """The command's number in the run, from its file's name; 0 before it is sent."""
 
     def encode(self) -> bytes:
-        """Return the text of the file. CommandError: writers would refuse the command, or its text is too long."""
+        """Return the bytes of the command's file. CommandError: writers would refuse the command, or it is too long."""
         if (problem := problem_of(self)) is not None:
             raise CommandError(problem)
         members = {
@@ -96,7 +96,7 @@ def command_name(number: int) -> str:
 
 
 def parse_command_name(name: str) -> int | None:
-    """Return the number of the command in a file named by `command_name`; None for any other name."""
+    """Return the command's number in a file name that `command_name` made; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match is not None and match[1].isascii() and 0 < int(match[1]) <= MAX_COMMANDS else None
 
@@ -164,11 +164,10 @@ def _problem_of_rules(command: Command) -> str | None:
 
 WAITING, IN_FORCE, ENDED, MISSED, REFUSED = "waiting", "in force", "ended", "missed", "refused"
 STATES = (WAITING, IN_FORCE, ENDED, MISSED, REFUSED)
-"""The states of a command at a writer: its steps lie ahead; it is in force; it is over; the writer learned of it after
-all its steps; the writer refuses it. A later version may add states.
-"""
+"""The states of a command at a writer: its steps lie ahead; the command is in force; the command is over; the writer
+learned of the command after all its steps; the writer refuses it. A later version may add states."""
 _PROGRESS = (WAITING, IN_FORCE)
-"""The states that another state may follow, in their order."""
+"""The states that are not final, in the order in which a command passes through them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,27 +180,27 @@ class Answer:
     state: str
     """One of `STATES`."""
     since: int | None = None
-    """The first step at which this writer obeys; after the command's first step if the writer learned of it late."""
+    """The first step at which the writer obeys; after the command's first step if the writer learned of it late."""
     until: int | None = None
     why: str = ""
-    """The reason why the command was missed or refused, or its result, as a sentence."""
+    """A sentence: the reason why the command was missed or refused, or the result of the command."""
     by: str = ""
     rules: tuple[str, ...] = ()
 
     def members(self) -> dict[str, Any]:
-        """Return the answer for a manifest; empty members are left out."""
+        """Return the answer as members for a writer's manifest; empty members are left out."""
         return self.short_members() | {
             name: value for name, value in (("by", self.by), ("rules", list(self.rules))) if value
         }
 
     def short_members(self) -> dict[str, Any]:
-        """Return the answer for a status, which has little room."""
+        """Return the answer as members for a status file, which has little room."""
         names = ("number", "id", "kind", "state", "since", "until")
         members = {name: getattr(self, name) for name in names} | {"why": self.why[:_MAX_TEXT] or None}
         return {name: value for name, value in members.items() if value is not None}
 
     def is_before(self, other: Answer) -> bool:
-        """Whether a writer gave this answer before another answer of its to the same command."""
+        """Return whether a writer gave this answer before the answer `other` to the same command."""
         known = len(_PROGRESS)
         one, two = (_PROGRESS.index(of.state) if of.state in _PROGRESS else known for of in (self, other))
         return one < two
@@ -213,7 +212,7 @@ class Answer:
 
 
 def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rule]:
-    """Return a writer's own and sent rules, each with the steps at which it applied. ConfigError: a rule is wrong."""
+    """Return a writer's own and commands' rules, each with the steps at which it applied. ConfigError: a wrong rule."""
     held = [answer for answer in answers if answer.since is not None and answer.state != REFUSED]
     pauses = [span for answer in held if answer.kind == PAUSE and (span := _span(answer)) is not None]
     sets = [(answer, span) for answer in held if answer.kind == SET and (span := _span(answer)) is not None]
@@ -227,7 +226,7 @@ def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rul
 
 
 Span = tuple[int, int | None]
-"""The first and the last step of a span; the last is None for a span without an end."""
+"""A range of steps: the first and the last step; the last step is None for a range without an end."""
 
 
 def _at(rule: Rule, spans: Sequence[Span]) -> Rule:
@@ -240,7 +239,7 @@ def _span(answer: Answer) -> Span | None:
 
 
 def without(span: Span, pauses: Iterable[Span]) -> list[Span]:
-    """Return the parts of a span that no pause covers."""
+    """Return the ranges of steps within `span` that no pause covers."""
     first, last = span
     spans: list[Span] = []
     for begin, end in sorted(pauses, key=lambda pause: pause[0]):

@@ -1,4 +1,4 @@
-"""64 bits of a tensor's value that add up over the chunks of a tensor, however the tensor is cut.
+"""The fingerprint of a tensor: 64 bits that add up over the tensor's chunks, however the tensor is cut.
 
 F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64, where d
 counts from the last dim, and indices are positions in the global tensor. Section "Fingerprint" of FORMAT.md is the
@@ -20,12 +20,13 @@ from ..numerics.dtypes import flat_boxes
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4
-"""The bytes of a word. Wider elements are split: in a 64-bit sum, the sign bits of a negated tensor cancel."""
+"""The most bytes of a word, the unit of the sum. Wider elements are split: in a sum of 64-bit elements, the sign bits
+that a negation flips would cancel."""
 _BLOCK_ITEMS = 1 << 15
-"""The number of elements multiplied at a time; values and weights together stay in the second-level cache."""
+"""The number of words multiplied at a time; words and weights together stay in the second-level cache."""
 
 _COMPILED_BLOCK_ITEMS = 1 << 12
-"""The number of items of a block of the compiled loops, whose weights stay in the first-level cache."""
+"""The number of words in a block of the compiled loops, so that the block's weights stay in the first-level cache."""
 
 _UInt64s = npt.NDArray[np.uint64]
 
@@ -39,8 +40,8 @@ def fingerprint(
 ) -> int:
     """Return the fingerprint of a tensor, or of its chunk at `offsets`, as an unsigned 64-bit integer.
 
-    `data` are the little-endian C-order bytes, contiguous, of a tensor of `shape`. `kernels` are the compiled loops, or
-    None.
+    `data` are the little-endian C-order bytes, contiguous, of the tensor or chunk, whose shape is `shape`. `kernels`
+    are the compiled loops, or None.
     """
     if kernels is not None and len(data):
         weights = compiled_weights(item_bytes, shape)
@@ -73,7 +74,7 @@ def _word_shape(item_bytes: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def moved(value: int, item_bytes: int, offsets: tuple[int, ...]) -> int:
-    """Return the fingerprint of a chunk at `offsets`, from its fingerprint at the origin."""
+    """Return the fingerprint of a chunk at `offsets`, from the fingerprint that the chunk would have at the origin."""
     if item_bytes > _WORD_BYTES:
         offsets = (*offsets, 0)
     return value * _product_of_powers(offsets) % MODULUS
@@ -86,10 +87,11 @@ def to_text(value: int) -> str:
 
 @lru_cache(maxsize=128)
 def constant(dim: int) -> int:
-    """Return C_d, for dim d counted from the last: the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8.
+    """Return C_d for dim d, counted from the last dim; the powers of C_d weight the indexes along the dim.
 
-    Such constants have the longest cycle of powers, and the sum of n powers is divisible by 2 no more often than n is,
-    so that a change of one high bit in all elements still changes the fingerprint.
+    C_d is the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8. Such constants have the longest cycle of
+    powers, and a sum of n powers contains the factor 2 no more often than n does, so that a change of one high bit in
+    all elements still changes the fingerprint.
     """
     z = (dim + 1) * 0x9E3779B97F4A7C15 % MODULUS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
@@ -99,7 +101,7 @@ def constant(dim: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """How a tensor is cut: one run for each index of the outer dims; a run has blocks of rows of the inner dims."""
+    """How words are cut for summing: into one run per index of the outer dims; a run has blocks of the inner rows."""
 
     block_shape: tuple[int, ...]
     outer_shape: tuple[int, ...]
@@ -107,7 +109,7 @@ class _Plan(NamedTuple):
     """The index of the innermost outer dim, counted from the tensor's last dim (0)."""
     run_items: int
     block_step: int
-    """The factor between the weights of a block and those of the next block in the run."""
+    """The factor by which a block's weights are multiplied to get the weights of the next block in the run."""
 
 
 def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
@@ -126,7 +128,7 @@ def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
 
 
 def _fingerprint_at_origin(words: npt.NDArray[np.signedinteger], shape: tuple[int, ...]) -> int:
-    """Sum blocks of consecutive words: complete rows along one dim, with all elements of the dims after it."""
+    """Sum the weighted words in blocks: complete rows along one dim, with all elements of the dims after that dim."""
     if not words.size:
         return 0
     plan = _plan(shape, _BLOCK_ITEMS)
@@ -149,7 +151,7 @@ def _dot(words: npt.NDArray[np.signedinteger], weights: _UInt64s, scratch: npt.N
 
 @lru_cache(maxsize=32)
 def _block_weights(shape: tuple[int, ...]) -> _UInt64s:
-    """Return the weights of a block of at most `_BLOCK_ITEMS`, cached by shape: 8 MiB in all."""
+    """Return the weights of a block of at most `_BLOCK_ITEMS` words; the last 32 shapes' weights, 8 MiB, are cached."""
     return _weights(shape, 0)
 
 
@@ -178,7 +180,7 @@ def flat_fingerprint(
     start: int,
     kernels: Kernels | None = None,
 ) -> int:
-    """Return the fingerprint of a run of a flattened (C order) tensor whose first element has index `start`.
+    """Return the fingerprint of a run, which begins at index `start`, of a flattened (C order) tensor.
 
     `data` are the run's little-endian bytes, contiguous. Each element is weighted by its position in the global tensor.
     """
@@ -193,10 +195,10 @@ def flat_fingerprint(
 def combine_fingerprints(
     fingerprints: Sequence[str | None], moves: Sequence[tuple[int, ...] | None], item_bytes: int
 ) -> str | None:
-    """Return the fingerprint of a tensor from the fingerprints of its chunks; None if one of these is missing.
+    """Return the fingerprint of a tensor from the fingerprints of its chunks; None if a chunk has no valid fingerprint.
 
-    `moves` are the offsets of each chunk whose fingerprint was computed as if it lay at the origin; None for other
-    chunks.
+    `moves` has the offsets of each chunk whose fingerprint was computed as if the chunk lay at the origin, and None for
+    other chunks.
     """
     total = 0
     for text, offsets in zip(fingerprints, moves, strict=True):

@@ -20,7 +20,7 @@ from .rundir import parse_object
 METADATA_KEY = b"recorder_batch"
 METADATA_CRC_KEY = b"recorder_batch_crc32c"
 FILE_CRC_KEY = b"recorder_file_crc32c"
-"""The key of the file's checksum, 8 hexadecimal digits, in the footer's `custom_metadata`."""
+"""The key of the checksum of a shard's file, 8 hexadecimal digits, in the footer's `custom_metadata`."""
 NO_DIGITS = b"00000000"
 """The digits that stand for the file's checksum while that checksum is computed."""
 
@@ -32,7 +32,7 @@ class BatchHeader(NamedTuple):
 
     number: int
     ledger: dict[str, Any]
-    """The writer's cumulative accounts, including this batch."""
+    """The writer's ledger: the numbers of rows up to and including this batch."""
     crcs: Crcs
     """The CRC32C of each buffer, by column; None for a validity bitmap that does not exist."""
     is_seal: bool
@@ -46,20 +46,20 @@ class BatchHeader(NamedTuple):
 def batch_metadata(
     batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object], crcs: Crcs | None = None
 ) -> dict[bytes, bytes]:
-    """Return the `custom_metadata` of an IPC batch, which must not be a slice; `crcs` are its checksums if known."""
+    """Return the `custom_metadata` for an IPC batch that is no slice; `crcs` are the batch's checksums if known."""
     crcs = batch_crcs(batch) if crcs is None else crcs
     return _metadata({"number": number, "rows": batch.num_rows, "ledger": dict(ledger), "crc32c": crcs})
 
 
 def batch_crcs(batch: pa.RecordBatch) -> Crcs:
-    """Return the checksums of a batch, which must not be a slice."""
+    """Return the checksums of all columns of a batch that is no slice."""
     return {name: column_crcs(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
 def seal_metadata(
     *, number: int, num_batches: int, ledger: Mapping[str, object], has_file_crc: bool = False
 ) -> dict[bytes, bytes]:
-    """Return the `custom_metadata` of the last batch, of 0 rows; `has_file_crc`: the footer will have a checksum."""
+    """Return the `custom_metadata` of a seal (last batch, 0 rows); `has_file_crc`: the footer will have a checksum."""
     if num_batches != number + 1:
         raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
     fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches}
@@ -74,7 +74,7 @@ def check_batch(
     crcs_of: Callable[[str], list[int | None]] | None = None,
     where: str,
 ) -> BatchHeader:
-    """Compare columns of a batch, all or some, with the checksums in its `custom_metadata`.
+    """Compare columns of a batch with the checksums in the batch's `custom_metadata`; without `columns`, all columns.
 
     `crcs_of` computes `buffer_crcs` of a column from the bytes that the batch was decoded from; by default the buffers
     of the batch are read. CorruptError: the metadata is missing or damaged, or bytes of a column changed.
@@ -98,7 +98,7 @@ def check_batch(
 
 
 def read_header(metadata: Mapping[Any, Any] | None, where: str) -> BatchHeader:
-    """Return the `custom_metadata` in a message's bytes. CorruptError: it is missing, or its checksum differs."""
+    """Return the header in a batch's `custom_metadata`. CorruptError: no metadata, or its checksum differs."""
     return _header(_parse(metadata, where), where)
 
 
@@ -140,12 +140,12 @@ def column_crcs(column: Any) -> list[int | None]:
 
 
 class ColumnKind(NamedTuple):
-    """The parts of a column's buffers that its values need."""
+    """For one Arrow type, the sizes that tell which bytes of a column's buffers the column's values use."""
 
     bit_width: int
-    """The bits of a value of fixed width; 0 for texts and bytes."""
+    """The number of bits of a value of fixed width; 0 for texts and bytes."""
     offset_bytes: int
-    """The bytes of an offset of texts and bytes; 0 for other types."""
+    """The number of bytes of an entry in the buffer of offsets of texts and bytes; 0 for other types."""
 
 
 @lru_cache(maxsize=64)
@@ -161,7 +161,7 @@ def column_kind(column_type: Any) -> ColumnKind:
 def buffer_crcs(
     kind: ColumnKind, num_rows: int, num_nulls: int, buffers: Sequence[memoryview | None]
 ) -> list[int | None]:
-    """Return the CRC32C of the validity bitmap (None without nulls), then of the used part of each other buffer."""
+    """Return the CRC32C of a column's validity bitmap (None without nulls), then of the used part of other buffers."""
     if num_rows == 0:
         return []
     crcs = [_crc(buffers[0], (num_rows + 7) // 8) if num_nulls else None]

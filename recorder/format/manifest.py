@@ -1,7 +1,7 @@
 """The content of `_run.json` and `_writer.json`, each read once: `RunManifest`, `WriterManifest`. Opens no file.
 
-A manifest is untrusted input, and only this module reads its members. A member whose type is not that of FORMAT.md
-counts as missing, and `problems` names it.
+A manifest is untrusted input, and only this module reads its members. A member whose type differs from FORMAT.md counts
+as missing, and `problems` names the member.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NEVER = 1 << 62
 
 
 class Stage(NamedTuple):
-    """A part of a model in a pipeline."""
+    """One stage of a model that is cut into a pipeline."""
 
     number: int
     num_stages: int
     parts_of_loss: int = 1
-    """The number by which the program divides the mean loss of a micro-batch; 0 where that loss is a sum."""
+    """The number by which the program divides the mean loss of a micro-batch; 0 if the loss is a sum, not a mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +37,21 @@ class ParallelRanks:
     """Ranks that share the work of a root."""
 
     ranks: tuple[int, ...]
-    """The ranks in the order of the group; empty if the manifest's entries cannot be ranks."""
+    """The ranks, in data-parallel order or row-major in a mesh; empty if the manifest's entries cannot be ranks."""
     kind: str = ""
-    """``ddp``, ``fsdp1`` or ``fsdp2``; empty for ranks that work on the same part of the batch."""
+    """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron``; empty for ranks that work on the same part of the batch."""
     broadcast_buffers: bool | None = None
     """Whether each forward first copies the first rank's buffers to all ranks; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jitter:
-    """The values of a root that the setting `jitter` moved."""
+    """The perturbation of a root's values by the setting `jitter`."""
 
     moved: tuple[str, ...]
-    """The values that were moved: ``inputs``, ``embeddings``, or an empty text."""
+    """The kinds of values that were perturbed: ``inputs`` and ``embeddings``; empty if no value could be perturbed."""
     eps: float
-    """The largest relative change of an element."""
+    """The largest relative change of an element by the perturbation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,33 +70,33 @@ class RecordedModule:
     non_persistent: tuple[str, ...] = ()
     """The buffers that `state_dict` leaves out."""
     foreign_hooks: tuple[str, ...] = ()
-    """The program's own hooks on the module, each with the time at which it runs, its name and its source line."""
+    """The program's own hooks on the module, each as a text: when the hook runs, its name and its source line."""
     hidden: str = ""
     """The reason why hooks cannot observe calls of the module; empty if they can."""
     tapped: tuple[str, ...] = ()
-    """The sites at which only taps in graphs record the module."""
+    """The sites at which only taps inside compiled graphs record the module."""
     has_dtensors: bool = False
     """Whether the module has parameters that are DTensors."""
     is_compiled: bool = False
     """True if the hooks do nothing, because the module is compiled."""
     disarmed: Mapping[str, int] = field(default_factory=dict)
-    """By site, the first step without its hooks, which the recorder removed because they kept failing."""
+    """For each site whose hooks kept failing, so that the recorder removed them: the first step without the hooks."""
     frozen: tuple[str, ...] = ()
     """The parameters that require no gradient."""
     rates: Mapping[str, str] = field(default_factory=dict)
-    """By name of each parameter that an optimizer has, the scalar of its learning rate, such as ``lr.AdamW.0``."""
+    """For each parameter of an optimizer, the name of the scalar of its learning rate, such as ``lr.AdamW.0``."""
     untrained: tuple[str, ...] = ()
-    """The parameters that have a gradient and that no optimizer has."""
+    """The parameters that have a gradient although no optimizer has them."""
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None
-    """The first known step whose gradients were added to those of the step before; in the first module alone."""
+    """The first known step whose gradients were added to the previous step's; in a root's first module alone."""
     members: Mapping[str, Any] = field(default_factory=dict)
-    """All members of the writer's entry, for code that writes the entry again."""
+    """All members of the module's entry in the writer's manifest, for code that writes the entry again."""
 
     @property
     def has_values(self) -> bool:
-        """Whether the selected sites can have values: without parameters, a module has no parameter gradients."""
+        """Whether any selected site can have values: a module without parameters has no parameter gradients."""
         kinds = {SITE_OF[site].expected for site in self.sites if site in SITE_OF}
         has_state = (Expected.PARAMETER in kinds and self.params) or (Expected.BUFFER in kinds and self.buffers)
         return bool(Expected.CALL in kinds or has_state)
@@ -121,18 +121,18 @@ class RecordedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRoot:
-    """One outermost module."""
+    """One outermost module, as its writer describes it."""
 
     name: str
     class_name: str = ""
     modules: tuple[RecordedModule, ...] = ()
     data_parallel: ParallelRanks | None = None
-    """The ranks that work on other parts of the batch; None without a data-parallel wrapper."""
+    """The ranks among which the batch is divided; None without a data-parallel wrapper."""
     model_parallel: ParallelRanks | None = None
-    """The ranks that work on the same part of the batch; None if unknown."""
+    """The ranks that work on the same part of the batch as this writer's rank; None if unknown."""
     stage: Stage | None = None
     unshared: Mapping[str, str] = field(default_factory=dict)
-    """By a parameter's full name, the reason why each rank has its own values of it."""
+    """For each parameter of which every rank has its own values, by the parameter's full name: the reason."""
     jitter: Jitter | None = None
     members: Mapping[str, Any] = field(default_factory=dict)
 
@@ -170,28 +170,28 @@ def _stage(members: Members | None) -> Stage | None:
 
 
 COUNTED = "counted"
-"""The `step_source` of steps that the recorder has counted from 0."""
+"""The `step_source` in a manifest if the recorder counted the steps itself, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """The accounts of one writer: `observed = written + sum of dropped + passed`, and the rows deleted by retention."""
+    """One writer's row counts: `observed = written + sum of dropped + passed`, and the rows deleted by retention."""
 
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     passed: int = 0
-    """The rows that were kept in memory only, because no trigger asked for their steps; they do not count as lost."""
+    """The number of rows kept in memory only, because no trigger asked for their steps; they do not count as lost."""
     retired_rows: int = 0
     retired_bytes: int = 0
     suspect: int = 0
-    """The written rows that may not be on the medium, because a sync of their file has failed."""
+    """The number of written rows that may not be on the disk, because a sync of their file has failed."""
     synced: int = 0
-    """The written rows that were on the medium when the account was made; 0 from an older writer."""
+    """The number of written rows that were surely on the disk when the rows were counted; 0 from an older writer."""
 
     @classmethod
     def read(cls, ledger: Members | None) -> Balance:
-        """Return the accounts in a ledger; all are 0 if there is no ledger."""
+        """Return the numbers of rows in a ledger; all numbers are 0 without a ledger."""
         if ledger is None:
             return cls()
         retired = ledger.inner("retired")
@@ -208,12 +208,12 @@ class Balance:
 
     @property
     def num_missing(self) -> int:
-        """The rows that were numbered, but neither written, dropped nor passed."""
+        """The number of rows that were numbered, but neither written, dropped nor passed."""
         return self.observed - self.written - self.num_dropped - self.passed
 
     @property
     def is_possible(self) -> bool:
-        """Whether the accounts are consistent: no more rows were deleted than written."""
+        """Whether the numbers of rows are consistent: no more rows were deleted than written."""
         return self.retired_rows <= self.written
 
 
@@ -227,7 +227,7 @@ class MergedFrom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """`_run.json`."""
+    """The content of `_run.json`, the manifest of a run."""
 
     version: tuple[int, int] = FORMAT_VERSION
     run_id: str | None = None
@@ -235,14 +235,14 @@ class RunManifest:
     world_size: int | None = None
     created_ns: int | None = None
     merged_from: MergedFrom | None = None
-    """The source of a merged run; None for other runs."""
+    """The run from which a merged run was made; None for other runs."""
     members: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
-    """A sentence for each member of an unexpected type."""
+    """A sentence for each member of the manifest that has an unexpected type."""
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> RunManifest:
-        """Read untrusted JSON. Before, `check_version` decides whether it is a manifest of this format at all."""
+        """Read the untrusted JSON of a manifest that `check_version` has accepted."""
         problems: list[str] = []
         members = Members(raw, problems)
         name, source = members.optional_text("name"), members.inner("merged_from")
@@ -283,7 +283,7 @@ class Lifetime:
 
     @property
     def is_running(self) -> bool | None:
-        """Whether the process is still alive; None if that cannot be found out from here."""
+        """Whether the process is still alive; None if this process cannot find out."""
         return runs(self.host, self.pid, self.process)
 
 
@@ -296,12 +296,12 @@ class RecordedSetting:
 
 
 EXCEPTION = "exception"
-"""The kind of the event of an exception that ended the program; its message is the exception's type and text."""
+"""The kind of event for an exception that ended the program; the event's message has the exception's type and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
-    """A message of the recorder itself."""
+    """An event in a writer's manifest: a message of the recorder itself."""
 
     kind: str
     message: str
@@ -310,7 +310,7 @@ class RecordedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDump:
-    """The steps that a trigger asked a writer to write, and the rows that it wrote of them."""
+    """One dump of the ring: the steps that a trigger asked a writer to write, and how much of them the writer wrote."""
 
     first_step: int
     last_step: int
@@ -321,7 +321,7 @@ class RingDump:
     num_rows: int
     num_bytes: int
     missed: tuple[int, ...]
-    """The first steps of the dump that the writer had already dropped."""
+    """The steps of the dump that the writer no longer had in memory; of many, only the first ones."""
     num_missed: int
 
     @classmethod
@@ -339,12 +339,12 @@ class RingDump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetiredEarlier:
-    """The shards of an earlier writer of the same rank that a later writer has deleted."""
+    """The shards of a rank's earlier writer that a later writer of the rank has deleted."""
 
     shards: Mapping[str, Balance]
     """The rows and bytes of each deleted shard, as `retired_rows` and `retired_bytes`, by the shard's sealed name."""
     balance: Balance
-    """The earlier writer's accounts, if a deleted shard contained the newest ones."""
+    """The earlier writer's ledger, if a deleted shard contained the ledger's newest state; else all numbers are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +369,7 @@ class MergedWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterManifest(Lifetime):
-    """`_writer.json`. Without arguments, it stands for the manifest of a writer that has not written one yet."""
+    """The content of `_writer.json`. Without arguments, the manifest of a writer that has not written one yet."""
 
     run_id: str | None = None
     local_rank: int | None = None
@@ -388,7 +388,7 @@ class WriterManifest(Lifetime):
     versions: Mapping[str, str] = field(default_factory=dict)
     events: tuple[RecordedEvent, ...] = ()
     commands: tuple[Answer, ...] = ()
-    """The answers to commands that were sent while the run was under way, by number."""
+    """The writer's answers, with the commands' numbers, to commands that were sent while the run was under way."""
     dumps: tuple[RingDump, ...] = ()
     autoload: bool = False
     """True if ``RECORDER=1`` started the recording, False if the program did."""
@@ -396,13 +396,13 @@ class WriterManifest(Lifetime):
     members: Mapping[str, Any] = field(default_factory=dict)
     """All members of the manifest, for code that writes the manifest again; empty without a manifest."""
     problems: tuple[str, ...] = ()
-    """A sentence for each member of an unexpected type."""
+    """A sentence for each member of the manifest that has an unexpected type."""
 
     @classmethod
     def read(cls, raw: dict[str, Any], shared: Shared | None = None) -> WriterManifest:
-        """Read untrusted JSON, which the manifest keeps; `check_version` decides whether it is of this format at all.
+        """Read the untrusted JSON of a manifest that `check_version` has accepted; the result keeps the JSON.
 
-        `shared` keeps the equal members of the manifests of one run.
+        `shared` lets the manifests of one run share equal members.
         """
         shared = shared or Shared()
         for key, value in raw.items():
@@ -438,11 +438,11 @@ class WriterManifest(Lifetime):
         )
 
     def in_force(self, rules: Sequence[Rule]) -> list[Rule]:
-        """Return the writer's own rules and sent rules, each with its steps. ConfigError: a sent rule is invalid."""
+        """Return the writer's own and the commands' rules, each with its steps. ConfigError: a command's wrong rule."""
         return rules_in_force(rules, self.commands)
 
     def whole_setting(self, name: str) -> int:
-        """Return the value of a setting that is an integer; 0 for any other value."""
+        """Return the value of the setting `name` if the value is an integer; else 0."""
         value = self.settings[name].value if name in self.settings else 0
         return value if type(value) is int else 0
 

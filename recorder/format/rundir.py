@@ -2,8 +2,8 @@
 
 Manifests are untrusted input: `Members` reads each member as the type that is expected. A member that is missing or
 null has its default value. A member of another type also gets its default value, and is removed from the object; a
-sentence says where the member was and what was expected. Needs neither numpy nor pyarrow. A name that was found on disk
-must never be used as a path.
+sentence says where the member was and what was expected. This module needs neither numpy nor pyarrow. A name that was
+found on disk must never be used as a path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHECKSUM = "crc32c"
 _CHECKSUM = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
 _WRITER_DIR = re.compile(r"[0-9]{6,}-[0-9a-f]{12}")
-"""The names that the recorder gives to directories of writers; other writers may give any name."""
+"""The pattern of the names that the recorder gives to writers' directories; other software may choose any name."""
 _SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
 _OPEN_PREFIX = "_"
 OPEN_SUFFIX = ".open"
@@ -45,7 +45,7 @@ OPEN_SUFFIX = ".open"
 
 
 class ShardName(NamedTuple):
-    """The kind and the number in a shard's file name."""
+    """The kind and the number in a shard's file name, and whether the shard is still being written."""
 
     kind: str
     number: int
@@ -66,9 +66,9 @@ def parse_rank_dir(name: str) -> int | None:
 
 
 def is_writer_dir(name: str, files: Callable[[], Iterable[str]]) -> bool:
-    """Return whether a directory in a rank's directory is a writer's; `files` lists it if its name does not say so.
+    """Return whether a directory in a rank's directory is a writer's; if its name does not tell, `files` lists it.
 
-    In the directory of another program no file's name begins with ``_``, and none is a shard's.
+    In another program's directory no file's name begins with ``_``, and no file's name is that of a shard.
     """
     is_named = _WRITER_DIR.fullmatch(name) is not None
     return is_named or any(file.startswith("_") or parse_shard_name(file) for file in files())
@@ -113,7 +113,7 @@ def encode_manifest(obj: Mapping[str, object]) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-    """Return the object in a manifest: a regular file, not a symbolic link, of at most `max_bytes`.
+    """Return the JSON object in a manifest, a regular file (no symbolic link) of at most `max_bytes`.
 
     NotARunError is raised if there is no such regular file, and CorruptError if the file is too large, contains no JSON
     object, or has a wrong checksum.
@@ -127,7 +127,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotARunError(f"{path}: not a regular file; expected a manifest of a run")
         with open(descriptor, "rb", closefd=False) as file:
-            # The size is bounded by the file's, because Python allocates all the bytes before it reads.
+            # No more than the file's size is read, because Python allocates all the bytes before it reads.
             text = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
     finally:
         os.close(descriptor)
@@ -137,7 +137,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """Return the object in a manifest called `where`. CorruptError: it is no JSON object, or its checksum differs."""
+    """Return the JSON object in a manifest's text. CorruptError, with `where`: no object, or a wrong checksum."""
     head = _CHECKSUM.match(text)
     if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
         raise CorruptError(f"{where}: its bytes are not those that were written; the checksum differs")
@@ -166,12 +166,12 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
 
 
 NODES = "_nodes"
-"""The folder of a run in an object store with a document for each node, which repeats the statuses of its writers."""
+"""The folder in an object store's run with a document per node, which repeats the statuses of the node's writers."""
 STATUS = "_status.json"
 STATUS_BYTES = 4096
-"""The bytes of every status file: one block, which the kernel replaces atomically on most file systems."""
+"""The size of every status file in bytes: one block, which the kernel replaces atomically on most file systems."""
 OTHER_REASONS = "other"
-"""The name under which a status counts drops whose own reasons do not fit."""
+"""The reason under which a status counts all drops whose own reasons do not fit in the file."""
 _MAX_REASONS = 24
 _MAX_ANSWERS = 8
 _MAX_FINDINGS = 8
@@ -179,7 +179,7 @@ _MAX_TEXT = 200
 
 
 def encode_status(facts: Mapping[str, object]) -> bytes:
-    """Return the bytes of a status file: a manifest, padded to its size by a member of blanks."""
+    """Return the bytes of a status file: a manifest, padded with blanks to `STATUS_BYTES` bytes."""
     facts = _short(facts)
     dropped = facts.get("dropped")
     most = (_MAX_REASONS, _MAX_ANSWERS, _MAX_FINDINGS)
@@ -212,7 +212,7 @@ def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:
 _MAX_PROBLEMS = 100
 _MAX_SHOWN = 40
 _MAX_SHARED = 8
-"""The most distinct values of a member with which a new value is compared."""
+"""The most distinct values of a member that `Shared` keeps to compare with a new value."""
 Made = TypeVar("Made")
 
 
@@ -256,7 +256,7 @@ class Members:
         return None if self.raw.get(key) is None else self.text(key)
 
     def count(self, key: str) -> int:
-        """Return a member that is an integer from 0 to 2^63 - 1; 0 by default."""
+        """Return a member that is an integer from 0 to 2^63 - 1; 0 for any other member."""
         value: Any = self.raw.get(key)
         return value if type(value) is int and 0 <= value < 1 << 63 else self.optional_count(key) or 0
 
@@ -268,7 +268,7 @@ class Members:
         return None
 
     def number(self, key: str, below: float = 1e12) -> float:
-        """Return a member that is a finite number from 0 up to a bound; 0 by default."""
+        """Return a member that is a finite number from 0 up to a bound; 0 for any other member."""
         value: Any = self.raw.get(key)
         if type(value) in (int, float) and math.isfinite(value) and 0 <= value < below:
             return float(value)
@@ -282,7 +282,7 @@ class Members:
         return value is True
 
     def optional_flag(self, key: str) -> bool | None:
-        """Return a member as `flag` does; None if it is neither true nor false."""
+        """Return a member that is true or false; None for any other member."""
         self.flag(key)
         value: Any = self.raw.get(key)
         return value if isinstance(value, bool) else None
@@ -291,17 +291,17 @@ class Members:
         return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
 
     def counts_of(self, key: str) -> dict[str, int]:
-        """Return the counts of a member that is an object, by name, without counts of 0."""
+        """Return the counts in a member that is an object, by their names, without counts of 0."""
         inner = self.inner(key)
         return {} if inner is None else {name: count for name in list(inner.raw) if (count := inner.count(name))}
 
     def texts_of(self, key: str) -> dict[str, str]:
-        """Return the texts of a member that is an object, by name."""
+        """Return the texts in a member that is an object, by their names."""
         inner = self.inner(key)
         return {} if inner is None else {name: text for name in list(inner.raw) if (text := inner.optional_text(name))}
 
     def ranks(self, key: str, max_ranks: int, max_rank: int) -> tuple[int, ...]:
-        """Return the ranks in a member, each once; none if an item cannot be a rank, or if there are too many."""
+        """Return the ranks in a member, each once; empty if an item cannot be a rank, or if there are too many."""
         value: Any = self.raw.get(key)
         is_sound = isinstance(value, list) and len(value) <= max_ranks
         if is_sound and all(type(rank) is int and 0 <= rank < max_rank for rank in value):
@@ -328,7 +328,7 @@ class Members:
         return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
 
     def plain(self, kind: Any, *but: str) -> dict[str, Any]:
-        """Return the members for a dataclass's fields of plain types, by name, without the fields in `but`."""
+        """Return the values for a dataclass's fields of plain types, by field name, without the fields in `but`."""
         get = self.raw.get
         return {
             name: default if get(name) is None else read(self, name) for name, read, default in _plain_fields(kind, but)
@@ -371,7 +371,7 @@ _READERS: dict[Any, tuple[Callable[[Members, str], Any], Any]] = {
     "float": (Members.number, 0.0),
     "tuple[str, ...]": (Members.texts, ()),
 }
-"""By a field's annotation, the function that reads the member for a dataclass's field, and what it reads of none."""
+"""For each annotation of a dataclass's field: the function that reads a member, and the value without a member."""
 
 
 @lru_cache(maxsize=64)
@@ -381,12 +381,12 @@ def _plain_fields(kind: Any, but: tuple[str, ...]) -> list[tuple[str, Callable[[
 
 
 class Shared:
-    """Keeps equal members of several manifests only once, as each of 4,096 ranks lists all ranks and all modules."""
+    """Keeps one copy of members that are equal in several manifests: 4,096 ranks each list all ranks and modules."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[Any]] = {}
         self._made: dict[int, tuple[Any, Any]] = {}
-        """The value itself, which must stay alive, and the result of `make`, by the identity of the value."""
+        """By the `id()` of a value: the value, kept alive so that its id stays unique, and the result of `make`."""
 
     def once(self, key: str, value: Any) -> Any:
         """Return a value, or the equal value that this member had in an earlier manifest."""
@@ -397,7 +397,7 @@ class Shared:
         return same
 
     def made(self, value: Any, make: Callable[[], Made]) -> Made:
-        """Return the result of `make` for a value; equal values share one result."""
+        """Return the result of `make` for a value, computed once per object; `once` makes equal values one object."""
         known = self._made.get(id(value))
         if known is None:
             known = self._made[id(value)] = value, make()

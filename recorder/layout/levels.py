@@ -15,9 +15,9 @@ from .rules import ChunkValues, Replication, concatenated, copies_unless, replic
 
 Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
-"""Takes the indexes of some chunks, and returns what is known about the values of these chunks."""
+"""A function of the indexes of some chunks; returns what is known about the values of these chunks."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Returns the dim along which plain chunks are cut, if the chunks differ although their ranks share a batch."""
+"""A function that returns the dim along which plain chunks are cut that differ although their ranks share a batch."""
 
 
 class BatchGroup(NamedTuple):
@@ -30,9 +30,9 @@ class BatchGroup(NamedTuple):
 
 
 def split(chunks: Sequence[RankChunk], model_groups: Groups, expected: Ints) -> tuple[BatchGroup, ...] | NoPlan | None:
-    """Split chunks (in data-parallel order) into groups that share a part of the batch; None for a single level.
+    """Split chunks (in data-parallel order) into groups that share a part of the batch; None if one level is enough.
 
-    `model_groups` are the groups of ranks that share a part, from the manifests, in data-parallel order.
+    `model_groups` are the groups of ranks that share a part of the batch, from the manifests, in data-parallel order.
     """
     meshes = [_mesh_ranks(chunk, model_groups) for chunk in chunks]
     if (problem := _contradiction(chunks, meshes)) is not None:
@@ -60,8 +60,8 @@ def _in_batch_groups(
     ranks_of: dict[tuple[int, int], Ints] = {}
     for (micro_step, mesh), numbers in units.items():
         first = chunks[numbers[0]].rank
-        # Meshes across instances hold copies of a parameter: FSDP2 keeps copies of a parameter that tensor parallel
-        # does not cut.
+        # A mesh that spans several instances of the model holds copies of a parameter: FSDP2 keeps copies of a
+        # parameter that tensor parallelism does not cut.
         instance = (0 if spans else instance_of[first]) if model_groups else min(numbers)
         key = instance, micro_step
         units_of.setdefault(key, []).append(tuple(numbers))
@@ -71,7 +71,7 @@ def _in_batch_groups(
 
 
 def _mesh_ranks(chunk: RankChunk, model_groups: Groups) -> Ints:
-    """Return the ranks of the mesh of a chunk's placements; empty for a plain chunk, or if they are not recorded."""
+    """Return the ranks of the mesh of a chunk's placements; empty for a plain chunk, or if no ranks are recorded."""
     if chunk.global_shape is None:
         return ()
     shape, _, ranks = mesh_of(chunk)
@@ -97,7 +97,7 @@ def _contradiction(chunks: Sequence[RankChunk], meshes: Sequence[Ints]) -> NoPla
 def within(
     chunks: Sequence[RankChunk], batch_group: BatchGroup, *, is_state: bool, among: Among, infer: Infer
 ) -> Plan | NoPlan:
-    """Plan the tensor of ranks that share a part of the batch; its terms are indexes of `chunks`.
+    """Plan the tensor of ranks that share a part of the batch; the terms of the plan are indexes of `chunks`.
 
     Parameters, and the gradients and states of parameters (`is_state`), are replicas unless their rows say otherwise;
     the caller compares the replicas. `among` is called only for chunks that may be replicas, `infer` only for plain
@@ -129,7 +129,7 @@ def within(
         differ = _inferred(chunks, [unit[0] for unit in batch_group.units], infer)
         if isinstance(differ, Plan):
             return differ
-    # This is the only evidence for constants, and for values that were never finite: they may be chunks or copies.
+    # Equality is the only evidence for constants, and for values that were never finite: they may be chunks or copies.
     return _overlay(plans, "inferred") if replication is Replication.UNKNOWN and values.are_equal() else differ
 
 
@@ -142,7 +142,7 @@ def renumbered(plan: Plan, numbers: Ints) -> Plan:
 
 
 def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
-    """Return the chunks that cover the same region of each tensor; None if the tensors are cut differently."""
+    """Return, for each region, the chunks that cover it in the tensors; None if the tensors are cut differently."""
     first = {fill.region: fill.terms for fill in plans[0].fills}
     chunks_at: dict[tuple[Region, int], list[int]] = {
         (region, k): [term.chunk] for region, terms in first.items() for k, term in enumerate(terms)
@@ -158,7 +158,7 @@ def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
 
 
 class WholeTensors(ChunkValues):
-    """The values of complete tensors made of several chunks. They are compared chunk by chunk."""
+    """The values of complete tensors, each made of several chunks. The tensors are compared chunk by chunk."""
 
     def __init__(self, wholes: Sequence[Plan], among: Among) -> None:
         self._wholes = wholes
@@ -219,7 +219,7 @@ def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
 
 
 def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
-    """Join a plan of two levels into one plan.
+    """Join the plans of two levels into one plan.
 
     `across` joins the groups' tensors: its terms are indexes of `wholes`, whose own terms are indexes of chunks.
     """
@@ -247,7 +247,7 @@ def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
 
 
 def _source(across: Plan, wholes: Sequence[Plan]) -> str:
-    """Return the weakest evidence that the layout depends on: an assumption, else an inference, else the rows."""
+    """Return the weakest evidence of the layout: the user's override, else an assumption, an inference, or the rows."""
     sources = [plan.source for plan in wholes]
     for word in ("override", "assumed", "inferred"):
         if word in sources or across.source == word:
@@ -270,7 +270,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
         if inner.region.run is not None and any(start):
             return NoPlan("per_rank", "slices of a flattened tensor are no part of a batch")
         terms = tuple(
-            # In a product only one of the terms takes the factor.
+            # In a product only one of the terms is multiplied by the factor.
             Term(i, factor * term.factor if plan.op != "product" or k == 0 else factor)
             for k, (i, factor) in enumerate(inner.terms)
         )

@@ -1,4 +1,4 @@
-"""The plan of one tensor, and plans for chunks whose rows name their position: shards of DTensor, slices of FSDP1.
+"""The plan of one tensor, and plans for chunks whose rows name their position (chunks of DTensor, slices of FSDP1).
 
 No chunk is trusted alone: its placements, mesh and offsets are compared with the other chunks', and with DTensor's
 rules.
@@ -28,7 +28,7 @@ from .regions import (
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _MAX_SPLIT_FACTOR = 1 << 12
-"""The bound on the product of a row's split factors. A strided shard has one box for each combination of cuts."""
+"""The largest product of a row's split factors, because a strided shard has a box for each combination of cuts."""
 _MAX_RANKS = 1 << 14
 _MAX_TEXT = 1 << 18
 
@@ -103,7 +103,7 @@ _KINDS = ("Shard", "StridedShard", "Replicate", "Partial", "FlatShard")
 def _by_axis(
     same: list[int], kinds: list[str], coordinates: list[Ints], chunks: Sequence[RankChunk]
 ) -> tuple[list[int], Ints, str | NoPlan | None]:
-    """Sort the chunks of one region into partial sums and replicas; return the reduction or the problem, too."""
+    """Sort the chunks of one region into summands and replicas; also return the reduction, or the problem."""
     op = reduce_op(chunks[0].placements)
     if op and op not in REDUCE_OPS:
         return [], (), NoPlan("per_rank", f"Partial({op}) cannot be reduced")
@@ -310,17 +310,17 @@ RANK_BOUND = {
     "no_layout": "it is a chunk of a tensor in which its position is not known",
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
 }
-"""The members of a row's note that forbid joining its chunk with other ranks' chunks, each with the reason."""
+"""The keys in a row's `note` that forbid joining the row's chunk with other ranks' chunks, each with the reason."""
 TURNED = "turned"
-"""The member of the note of a row that a rank wrote out of turn, because the value turned NaN or infinite there."""
+"""The key in the `note` of a row that no rule asked for: one rank wrote it because its value turned NaN or infinite."""
 OF_ONE_RANK = "of_one_rank"
-"""The member of the note of a row that other ranks do not have, because the optimizer shares out the parameters."""
+"""The key in the `note` of a row that one rank alone has, because the optimizer distributes parameters over ranks."""
 MAX_NAMED = 8
 """The most ranks that a message lists."""
 
 
 class RankChunk(NamedTuple):
-    """One rank's local tensor, as its row describes it. The texts are the JSON of the row."""
+    """One rank's local tensor, as its row describes it. `placements` and `mesh` are JSON texts."""
 
     rank: int
     dtype: str
@@ -330,7 +330,7 @@ class RankChunk(NamedTuple):
     placements: str | None = None
     mesh: str | None = None
     rank_bound: str | None = None
-    """The member of `RANK_BOUND`, `TURNED` or `OF_ONE_RANK` that the row's note has; None without one."""
+    """The key of the row's `note` that is `TURNED`, `OF_ONE_RANK` or in `RANK_BOUND`; None if there is no such key."""
     micro_step: int = 0
 
 
@@ -347,7 +347,7 @@ class Fill(NamedTuple):
     region: Region
     terms: tuple[Term, ...]
     moved: Ints | None = None
-    """The distance from the position that the chunk's fingerprint assumes to the region's start; None if it is 0."""
+    """The offset of the region from the position that the chunk's fingerprint assumes; None if both are the same."""
 
     @property
     def is_copy(self) -> bool:
@@ -367,25 +367,25 @@ class Plan(NamedTuple):
     dtype: str | None = None
     """The dtype of the result; None if it is the dtype of the chunks."""
     is_complete: bool = True
-    """False if chunks are missing that would have filled the remaining elements."""
+    """False if some elements of the tensor are not filled, because chunks are missing."""
     dim: int | None = None
     """The dim along which batches were joined end to end; None without such a dim."""
     note: tuple[tuple[str, Any], ...] = ()
-    """Further members for the row's `note`."""
+    """Further keys and values for the `note` of the tensor's row."""
 
     across: Plan | None = None
-    """If ranks share a batch, the plan that joins the groups' tensors, where a group counts as one rank; else None."""
+    """If ranks share a part of the batch, the plan that joins the groups' tensors, a group as one rank; else None."""
     needs_all: bool = False
     """True if a missing rank might have changed the result, even though the present chunks cover all elements."""
 
     @property
     def is_replica(self) -> bool:
-        """Whether the present chunks are the complete tensor, so that any missing ones can only be copies."""
+        """Whether the present chunks are the complete tensor, so that missing chunks can only be copies."""
         is_whole = self.is_complete and self.dim is None and not self.needs_all
         return is_whole and all(fill.is_copy for fill in self.fills)
 
     def times(self, factor: float) -> Plan:
-        """Return the plan of a tensor that is as many times as large."""
+        """Return the plan of the tensor whose elements are multiplied by a factor."""
         scaled = [[term._replace(factor=term.factor * factor) for term in fill.terms] for fill in self.fills]
         fills = (fill._replace(terms=tuple(terms)) for fill, terms in zip(self.fills, scaled, strict=True))
         return self._replace(fills=tuple(fills))
@@ -395,17 +395,18 @@ class NoPlan(NamedTuple):
     """The reason why the chunks make no global tensor and each chunk stays the value of its rank."""
 
     kind: str
-    """``per_rank``: no rule applies. ``inconsistent``: the chunks contradict each other."""
+    """``per_rank``: no rule applies. ``inconsistent``: the chunks contradict each other. ``layout_changes``: the chunks
+    are copies at other steps, and differ at this step."""
     why: str
 
 
 def named(chunks: Sequence[RankChunk], field: str) -> str:
-    """Return the value of a field on each rank, for messages."""
+    """Return the values that a field has on the ranks, as text for messages."""
     return values_of_ranks(chunks, lambda chunk: list(v) if isinstance(v := getattr(chunk, field), tuple) else v)
 
 
 def values_of_ranks(chunks: Sequence[RankChunk], value_of: Callable[[RankChunk], object]) -> str:
-    """Return a value of each rank's chunk, for messages. If there are many ranks, one rank is named for each value."""
+    """Return the values that ranks have, as text for messages. Of many ranks, the first with each value is named."""
     values = [str(value_of(chunk)) for chunk in chunks]
     firsts = set({value: i for i, value in reversed([*enumerate(values)])}.values())
     shown = sorted([*sorted(firsts), *(i for i in range(len(chunks)) if i not in firsts)][:MAX_NAMED])

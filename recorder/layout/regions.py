@@ -22,7 +22,7 @@ Range = tuple[int, int]
 
 
 _MAX_COMPARED = 4_000_000
-"""The most pairs of boxes that are compared, in 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
+"""The most pairs of boxes that are compared; so many take 10 s. 1,024 ranks with strided shards need 100,000."""
 
 
 class Box(NamedTuple):
@@ -41,11 +41,11 @@ class Region(NamedTuple):
     """The elements of the global tensor that one local tensor has: either `run` or `boxes`."""
 
     run: Range | None
-    """A range of the flattened global tensor, for a local tensor with one dim; else None."""
+    """The range of the flattened global tensor that a local tensor with one dim has; None for boxes."""
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0
-    """The number of box elements before the run, if the local tensor is a run of a flattened box of `local_shape`."""
+    """The number of elements before the run, if the local tensor is a run of a flattened tensor of `local_shape`."""
 
     @property
     def numel(self) -> int:
@@ -53,7 +53,7 @@ class Region(NamedTuple):
 
     @property
     def start(self) -> Ints | None:
-        """The position at which a single box begins; None for any other region."""
+        """The position at which the region's only box begins; None without a box, or with several boxes."""
         return self.boxes[0].start if len(self.boxes) == 1 else None
 
     def as_run(self, global_shape: Ints) -> Range | None:
@@ -84,12 +84,12 @@ def box_region(start: Ints, shape: Ints) -> Region:
 
 
 def flat_region(start: int, numel: int) -> Region:
-    """Return the region of a slice of the flattened tensor."""
+    """Return the region of a slice of the flattened global tensor."""
     return Region((start, start + numel), (), (numel,))
 
 
 def run_in_local(local: Region, start: int, numel: int) -> Region:
-    """Return the region of a slice of a local tensor that consists of boxes and is flattened."""
+    """Return the region of a slice of a flattened local tensor, whose own region `local` consists of boxes."""
     boxes = []
     for inner, shape in flat_boxes(local.local_shape, start, start + numel):
         for box in local.boxes:
@@ -103,7 +103,7 @@ def run_in_local(local: Region, start: int, numel: int) -> Region:
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
-    """Return the region of a local tensor that joins, along each dim, some ranges end to end."""
+    """Return the region of a local tensor that has, along each dim, ranges of the global tensor joined end to end."""
     ranges = [_joined(dim) for dim in ranges]
     local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
     boxes = []
@@ -198,7 +198,7 @@ def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints)
 
 Items = npt.NDArray[Any]
 Fetch = Callable[[int, int], Items]
-"""Returns the elements of a flattened local tensor from one index up to another. Called in ascending order."""
+"""Returns the elements of a flattened local tensor from one index up to another index. Called in ascending order."""
 
 
 class Source(NamedTuple):

@@ -16,7 +16,7 @@ from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, p
 from .regions import Ints, box_region, ranges_region, whole
 
 AS_ASKED = "as --layout says"
-"""The reason why chunks are not joined if the user has asked for that."""
+"""The reason why chunks are not joined if the user has asked not to join them."""
 CHANGES = (
     "the ranks have it alike at other steps, and not at this one: copies that came apart, or values that were never "
     "meant to be copies; --layout '...=per_rank', '...=replicate' or '...=shard(DIM)' says which"
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     is_shared: bool = False
     """True if all ranks got the same batch, so that equal values prove nothing."""
     factors: tuple[int, ...] = ()
-    """The possible numbers of rows per sample, if the batch is merged with other dims of the root's input."""
+    """The possible numbers of rows per sample, if dim 0 merges the batch with other dims of the root's input."""
     total: int | None = None
     """The number of samples of all ranks that should have a chunk, together; None if unknown."""
 
@@ -53,9 +53,9 @@ class Replication(Enum):
 
 
 class ChunkValues:
-    """Questions about the values of some chunks, with the answers for values about which nothing is known.
+    """The questions that rules ask about the values of chunks; this class answers as if no value were known.
 
-    The answers of a subclass may require reading payloads.
+    A subclass may read payloads to answer.
     """
 
     def replication(self) -> Replication:
@@ -75,19 +75,19 @@ class ChunkValues:
         return None
 
     def is_sequence_first(self) -> bool:
-        """Whether the module, or the nearest module around it, is given tensors whose batch is not dim 0."""
+        """Whether inputs of the module, or of the nearest module around it, have their batch in a dim after dim 0."""
         return False
 
 
 def decide_state(chunks: Sequence[RankChunk], *, source: str, num_expected: int) -> Plan | NoPlan:
-    """Decide parameters, gradients, buffers and optimizer state: by the positions in their rows, else as replicas."""
+    """Plan parameters, gradients, buffers and optimizer state: by the positions in their rows, else as replicas."""
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
     return _unequal_shapes(chunks) or replicas(chunks, source)
 
 
 def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> Plan | NoPlan:
-    """Decide gradients of parameters before their reduction: the global gradient is the mean over the ranks."""
+    """Plan gradients of parameters before their reduction: the global gradient is the mean over the ranks."""
     if (decision := _without_rule(chunks, num_expected) or _unequal_shapes(chunks)) is not None:
         return decision
     terms = tuple(Term(i, 1 / len(chunks)) for i in range(len(chunks)))
@@ -99,7 +99,7 @@ def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> 
 def decide_activation(
     chunks: Sequence[RankChunk], *, batch: Batch, values: ChunkValues, num_expected: int
 ) -> Plan | NoPlan:
-    """Decide inputs, outputs and taps of data-parallel ranks: a batch joined end to end, or copies.
+    """Plan inputs, outputs and taps of data-parallel ranks: as a batch joined end to end, or as copies.
 
     A tensor that is equal on ranks with different batches does not depend on the batch, whatever its sizes. Equality is
     a property of the tensor over all steps, not of one step: see `Replication`.
@@ -140,8 +140,8 @@ def decide_activation(
     ratios = {chunk.shape[0] / size if size else 0.0 for chunk, size in of_chunks if size or chunk.shape[0]}
     is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
     is_multiple = is_multiple and _unequal_shapes(chunks, but=0) is None
-    # If there are several samples, a dim 0 of exactly their number of rows is no accident; a later dim of that size may
-    # be one, unless what is given has its batch there.
+    # If there are several samples, a dim 0 of exactly their number of rows is no accident. A later dim with the size of
+    # the batch may be an accident, unless the batch of the module's inputs lies there.
     may_be_rows = is_multiple and fits[:1] != [0] and max(sizes) > 1
     if fits and not (may_be_rows and (len(chunks[0].shape) < 3 or not known.is_sequence_first())):
         dim = usual if usual in fits else fits[0]
@@ -161,12 +161,12 @@ def decide_activation(
 
 
 def copies_unless(values: ChunkValues) -> NoPlan | None:
-    """Return why tensors that are copies at other steps differ at this step; None if they are equal."""
+    """Return a NoPlan if tensors that are copies at other steps are known to differ at this step; else None."""
     return NoPlan("layout_changes", CHANGES) if values.are_unequal() else None
 
 
 def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan | None:
-    """Decide chunks that need no rule: they state their position, contradict each other, or there is only one chunk."""
+    """Plan chunks that need no rule: their rows state a position, they contradict each other, or one chunk suffices."""
     if (problem := mixed(chunks)) is not None:
         return problem
     if chunks[0].global_shape is not None:
@@ -194,11 +194,11 @@ def decide_gradient(
     num_expected: int,
     values: ChunkValues | None = None,
 ) -> Plan | NoPlan:
-    """Decide the gradient of an activation: laid out like the activation, and scaled to the loss of the complete batch.
+    """Plan the gradient of an activation: laid out like the activation, and scaled to the loss of the complete batch.
 
-    `chunks` are in data-parallel order. `forward` is the decision about the value itself, or None if the value was not
-    recorded; then `values` describes the value at other steps. `loss` says how each rank's loss reduces its samples:
-    ``mean``; ``weighted``, a mean over batches of unequal size in which each sample counts once; or ``sum``.
+    `chunks` are in data-parallel order. `forward` is the plan of the activation, or None if the activation was not
+    recorded; then `values` describes the activation at other steps. `loss` says how each rank's loss reduces its
+    samples: ``mean``; ``weighted``, a mean over batches of unequal size in which each sample counts once; or ``sum``.
     """
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
@@ -234,7 +234,7 @@ def decide_gradient(
 
 
 def decide_override(chunks: Sequence[RankChunk], wanted: str, rule: str) -> Plan | NoPlan:
-    """Follow the user's ``shard(d)``, ``replicate``, ``partial(op)`` or ``per_rank``; messages call it `rule`."""
+    """Plan as the user asks by ``shard(d)``, ``replicate``, ``partial(op)`` or ``per_rank``; messages quote `rule`."""
     word, argument = parse_override(wanted)
     if word == "per_rank":
         return NoPlan("per_rank", AS_ASKED)
@@ -263,7 +263,7 @@ def _misfit(rule: str, why: str) -> NoPlan:
 
 
 def parse_override(wanted: str) -> tuple[str, str]:
-    """Split an override into its word and its argument. ValueError: the text is no override."""
+    """Split a layout that a user gave, such as ``shard(0)``, into its word and its argument. ValueError: no layout."""
     word, _, argument = wanted.strip().partition("(")
     argument = argument.removesuffix(")").strip()
     if word == "shard" and argument.isdecimal():
@@ -282,7 +282,7 @@ def replicas(chunks: Sequence[RankChunk], source: str) -> Plan:
 
 
 def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, Any], ...], num_blocks: int = 1) -> Plan:
-    """Plan chunks that are joined end to end along a dim, as batches are: whole, or block by block."""
+    """Plan chunks that are joined end to end along a dim, as batches are: as wholes, or in `num_blocks` blocks."""
     fills, position = [], 0
     block = sum(chunk.shape[dim] for chunk in chunks) // num_blocks
     for i, chunk in enumerate(chunks):
@@ -303,7 +303,7 @@ def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, A
 def _loss_factors(
     sizes: tuple[int, ...] | None, total: int | None, num_chunks: int, loss: str, num_expected: int
 ) -> tuple[list[float], str | None]:
-    """Return the factor of each chunk, and the word for the scale in the row."""
+    """Return the factor by which each chunk is multiplied, and the text for the column `scale` of the row."""
     if loss == "sum":
         return [1.0] * num_chunks, None
     total = total or sum(sizes or ())
