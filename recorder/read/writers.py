@@ -91,7 +91,7 @@ class RecordedWriter:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows in all shards, with the probe's, which the writer's ledger counts, too."""
+        """The number of rows in all shards, including the probe's rows, which the writer's ledger counts, too."""
         return sum(shard.num_rows for shard in self.all_shards)
 
     def column(self, name: str) -> Any:

@@ -1,9 +1,9 @@
 """Finds the run that a user means: by a path, a folder, a name or the beginning of a name, `latest` or ``@-2``.
 
-In an object store a folder may have an index of a fleet: one small document for each node next to the runs, so that a
-thousand runs are listed at once. The index only repeats facts: a run without a document can be opened all the same, and
-an open run uses nothing from the index. The documents are untrusted. This module must never write, and never use a name
-in a manifest as a path.
+In an object store, a folder of runs may have a fleet index: one small document for each node, beside the runs, so that
+a thousand runs are listed at once. The index only repeats facts: a run that no document mentions can be opened all the
+same, and an open run uses nothing from the index. The documents are untrusted. This module must never write, and never
+use a name in a manifest as a path.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
 _MAX_LISTED = 8
 _MAX_PRUNED = 20
 _MAX_LOOKED = 100
-"""The most directories of a folder without a run that are searched for runs."""
+"""The most subdirectories that are searched for runs if a folder has no run of its own."""
 _MAX_DEPTH = 5
-"""The most folders above a run in which a destination may be."""
+"""The most parent folders of a missing run that are searched for a note that the run was pruned."""
 _logger = logging.getLogger("recorder")
 
 
@@ -47,7 +47,7 @@ class ListedRun(NamedTuple):
     location: Location
     name: str
     run_id: str
-    """The id of the run; empty for a merged run, whose manifest has the id of the run that it was merged from."""
+    """The id of the run; empty for a merged run, whose manifest has the id of the run before the merge."""
     created_ns: int
 
     @property
@@ -65,7 +65,7 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
 
 
 def typed_for(location: Location, name: str) -> str:
-    """Return the shortest text that identifies a run here, unquoted: its name, FOLDER/NAME, or else its path."""
+    """Return the shortest text that a user may type here for a run, unquoted: its name, FOLDER/NAME, or its path."""
 
     def refuse(*words: object) -> None:
         raise LookupFailedError("several runs have the name, of which the newest would be taken")
@@ -80,9 +80,9 @@ def typed_for(location: Location, name: str) -> str:
 def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | None:
     """Return the folder of runs that `path` names; None if `path` names something else, such as a run.
 
-    `path` is the user's text, or None for `default_folder`. `may_be_empty` accepts a folder without a run, and
-    `default_folder` even if it does not exist yet. Any other path that does not exist may be the name of a run, except
-    in a store where the folder above has no runs: there a prefix exists from its first object on.
+    `path` is the user's text; None means `default_folder()`. With `may_be_empty`, a folder without runs is returned,
+    too, and so is a missing folder that is `default_folder()`, or that is in an object store below a folder without
+    runs (a store has no empty folders). The result for any other missing path is None: it may be the name of a run.
     """
     location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
     store = store_of(location)
@@ -113,7 +113,7 @@ def default_folder() -> str:
 
 
 def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRun]:
-    """Return the runs in a folder, the newest last, except those in directories named in `without`.
+    """Return the runs in a folder, the newest last, leaving out directories whose name is in `without`.
 
     Raises NotARunError if the folder cannot be listed.
     """
@@ -124,12 +124,12 @@ def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRu
 
 
 def has_manifest(path: Location) -> bool:
-    """Return whether a directory has the manifest of a run, whether the run is sound or not."""
+    """Return whether a directory has the manifest of a run, sound or damaged."""
     return store_of(path).is_file(path / RUN_MANIFEST)
 
 
 def first_modules(run: Path) -> list[str]:
-    """Return the module paths in the first manifest that has any. They are nearly all modules; no run is opened."""
+    """Return the module paths of the first manifest that has any: nearly all modules, found without opening the run."""
     for path in sorted(run.glob(f"*/*/{WRITER_MANIFEST}")):
         roots = WriterManifest.read(read_json(path)).roots
         if paths := [module.path for root in roots for module in root.modules]:
@@ -143,7 +143,7 @@ def is_shipped(run: Location) -> bool:
 
 
 def find_run_around(folder: Path) -> Path | None:
-    """Return the run that contains a folder or is the folder, after following links; None if there is none."""
+    """Return the innermost run that `folder` is or lies in, after following links; None if there is no such run."""
     real = Path(os.path.realpath(folder))
     return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
@@ -190,7 +190,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
 
 
 def _refuse_pruned(location: Location, folders: Sequence[Location]) -> None:
-    """Raise NotARunError if a prune has removed the run from the destination that it is looked for at."""
+    """Raise NotARunError if `recorder daemon prune` has removed the run that the user means."""
     above: Sequence[Location] = location.absolute().parents
     names = [location.name, *(one.name for one in above)]
     places = [(folder, "/".join(reversed(names[: depth + 1]))) for depth, folder in enumerate(list(above)[:_MAX_DEPTH])]
@@ -292,7 +292,7 @@ def command_of_merge(folder: Location) -> str | None:
 
 
 def _look_at(location: Location) -> ListedRun | None:
-    """Return the run in a directory; with a damaged manifest, its name is the directory's. None if there is none."""
+    """Return the run in a directory, or None. If the run's manifest is damaged, the run has the directory's name."""
     if not has_manifest(location):
         return None
     manifest = RunManifest()
@@ -307,27 +307,27 @@ def _look_at(location: Location) -> ListedRun | None:
 
 
 FLEET = "_fleet"
-"""The folder with the documents of a fleet's index."""
+"""The name of the folder with the documents of a fleet index."""
 PRUNED = "_pruned"
-"""The folder of a destination in which each pruned run leaves its name."""
+"""The name of the folder, in a daemon's destination, that holds one file for each pruned run."""
 _MAX_BYTES = 16 << 20
 _MAX_TEXT = 300
 _STATES = ("unclosed", "silent", "recording", "closed", "empty")
 _QUIET_S = 300.0
-"""The seconds without any write after which a node is assumed to have stopped recording."""
+"""The age in seconds of a node's document from which on the node is assumed to have stopped recording."""
 
 
 def is_fleet(folder: Location) -> bool:
-    """Return whether a folder of an object store has an index. This needs one listing, which is cached."""
+    """Return whether a folder is in an object store and has a fleet index. This needs one listing, which is cached."""
     if not isinstance(folder, ObjectPath):
         return False
     return FLEET in store_of(folder).list_directory(folder, directories=True)
 
 
 def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
-    """Return the summaries of the runs in a folder of an object store, by path; nothing without an index.
+    """Return the summaries of the runs in a folder of an object store, by path; empty if the folder has no index.
 
-    The summaries of nodes that have parts of one run are added up.
+    If several nodes have parts of one run, their summaries of this run are added up.
     """
     if not is_fleet(folder):
         return {}
@@ -366,7 +366,7 @@ def pruned_runs(folder: Location) -> list[str]:
 
 
 def pruned_note(folder: Location, pruned: Sequence[str]) -> str:
-    """Return the sentence that no run is left in a folder, and which were pruned from it."""
+    """Return a sentence which says that no run is left in a folder, and which runs were pruned from it."""
     were = "run was" if len(pruned) == 1 else "runs were"
     return f"{folder}: no run is left here; {len(pruned):,} {were} pruned: {listed(pruned, _MAX_PRUNED)}"
 

@@ -34,14 +34,14 @@ from .status import CHANGED, UNCHANGED, Proof, RankNow
 
 
 def jitter_note(run: Run) -> str:
-    """Return the note that the inputs of a training were moved on purpose, or that they should have been."""
+    """Return the note that `jitter` changed a training's inputs on purpose, or that it was set and changed nothing."""
     if run.jitter_moved == ():
         return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
     return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
 
 
 def proof_state(proof: Proof) -> str:
-    """Return the state of the line that has the verdict of `recorder prove`."""
+    """Return the state that begins the line with the verdict of `recorder prove`."""
     return {UNCHANGED: "ok", CHANGED: "missing"}.get(proof.verdict, "note")
 
 
@@ -54,7 +54,7 @@ def sent_note(run: Run) -> str | None:
 
 
 def dump_note(dump: RunDump) -> str:
-    """Return the sentence about a trigger and the rows that it left."""
+    """Return a sentence about one dump of the ring: its steps, its ranks, its size and its reason."""
     steps = f"steps {dump.first_step} to {dump.last_step}"
     ranks = f", rank{'s' * (len(dump.ranks) > 1)} {span(list(dump.ranks))}" if dump.ranks else ""
     missed = f"; rank{'s' * (len(dump.missed) > 1)} {span(list(dump.missed))} too late" if dump.missed else ""
@@ -63,13 +63,13 @@ def dump_note(dump: RunDump) -> str:
 
 
 def dump_members(dump: RunDump) -> dict[str, object]:
-    """Return the members of a dump in JSON."""
+    """Return a dump of the ring as the members of a JSON object."""
     named = {name: getattr(dump, name) for name in ("first_step", "last_step", "reason", "by", "time_ns", "ranks")}
     return {**named, "missed_ranks": dump.missed, "rows": dump.num_rows, "bytes": dump.num_bytes}
 
 
 def state_word(kind: str, state: str) -> str:
-    """Return the word for a command's state at a rank: rules and a pause "end", any other command is "done"."""
+    """Return the state of a command at a rank as it is shown: "done" if it ended, except for rules and pauses."""
     return "done" if state == ENDED and kind not in (SET, PAUSE) else state
 
 
@@ -79,7 +79,7 @@ def steps_phrase(since: int, until: int | None) -> str:
 
 
 def describe(command: Command) -> str:
-    """Return a command in words."""
+    """Return a command as words: its kind, its steps, its rules and its reason."""
     steps = f"from step {command.from_step} on"
     if command.to_step is not None:
         steps = f"at steps {command.from_step} to {command.to_step}"
@@ -91,25 +91,25 @@ def describe(command: Command) -> str:
 
 
 def command_members(command: Command) -> dict[str, Any]:
-    """Return the members of a command in JSON."""
+    """Return a command as the members of a JSON object."""
     names = ("number", "kind", "from_step", "to_step", "rules", "undoes", "reason", "by", "created_ns", "id")
     return {name: getattr(command, name) for name in names}
 
 
 class SentCommand(NamedTuple):
-    """A command that was sent to a run, and the answers of its ranks."""
+    """A command that was sent to a run, and how the ranks of the run answered it."""
 
     command: Command
     lines: Sequence[str]
-    """The answers of the ranks; ranks with the same answer share a line."""
+    """The answers of the ranks as texts; all ranks with the same answer share one text."""
     is_done: bool
     """True if every rank of the run carried out the command, from the command's first step on."""
 
 
 def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[SentCommand]:
-    """Yield the commands that a run was sent, by number. Dumps, which have rows, are left out unless asked for.
+    """Yield the commands that a run was sent, by number. `with_dumps` adds dumps, which their rows show anyway.
 
-    `shown` are the ranks' statuses, which are newer than their manifests while a run is recorded.
+    `shown` are the present states of the ranks. While a run is recorded, their answers are newer than the manifests'.
     """
     newest = {writer.rank: writer.manifest for writer in run.writers if writer.manifest.members}
     for command in run.commands.sound:
@@ -140,7 +140,7 @@ def _is_done(command: Command, answer: Answer) -> bool:
 
 
 def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) -> list[dict[str, Any]]:
-    """Return each rank's answer to a command, for JSON; `shown` is as for `sent_commands`."""
+    """Return the answer of each rank to a command as members of JSON objects; `shown` is as for `sent_commands`."""
     ahead = {now.rank: answer for now in shown for answer in now.status.commands if answer.id == command.id}
     said = [
         (writer.rank, answer)
@@ -173,7 +173,7 @@ def _outcomes(command: Command, answers: dict[int, Answer], *, is_over: bool) ->
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """Return, for each row of all ranks, its missing ranks as JSON; an empty text if no rank is missing."""
+    """Return for each row of a global tensor the ranks that it lacks, as JSON; an empty text for every other row."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
     missing[table.column("rank").is_valid().to_numpy()] = ""
@@ -181,7 +181,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Return all rows. Rows that lack ranks lose their statistics, which would be of the other ranks alone."""
+    """Return the table with nulls for statistics of rows that lack ranks: these statistics are of other ranks alone."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -199,21 +199,21 @@ def _missing(note: str) -> str:
 
 @lru_cache(maxsize=4096)
 def differing_ranks(note: str | None) -> tuple[int, ...]:
-    """Return the ranks whose value differs from most ranks', for a value that stays per rank as replicas differ."""
+    """Return the ranks whose replica differs from the first replica, by a row's note; empty if the replicas agree."""
     ranks = note_members(note).get("replicas_differ")
     return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
 
 
 class MissingRanks:
-    """The numbers of values that lack ranks, summed up over tables of rows."""
+    """Counts values that lack ranks, over several tables of rows."""
 
     def __init__(self) -> None:
         self._num_values = 0
         self._found: dict[str, tuple[int, int, int]] = {}
-        """By the missing ranks as JSON, the number of values, their first step and their last step."""
+        """For each set of missing ranks, as JSON: the number of values, their first step and their last step."""
 
     def add(self, table: Any) -> None:
-        """Add rows, which must have the columns `rank`, `step` and `note`."""
+        """Count the values of a table, which must have the columns `rank`, `step` and `note`."""
         missing, steps = missing_ranks(table), integers(table.column("step"))
         self._num_values += table.num_rows
         for ranks in dict.fromkeys(missing[missing != ""].tolist()):
@@ -231,7 +231,7 @@ class MissingRanks:
         return bool(self._found)
 
     def notes(self, *, is_taken: bool) -> list[str]:
-        """Return a note for each set of missing ranks; `is_taken` says whether values that lack them are used."""
+        """Return a note for each set of missing ranks. `is_taken` says whether values that lack ranks are used."""
         end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
         return [
             f"partial: {num_values} of {self._num_values} values lack {named('rank', json.loads(ranks))}, "
@@ -241,19 +241,19 @@ class MissingRanks:
 
 
 KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
-"""The words in columns that this version knows. A later version may add words."""
+"""For two columns: the values that this version of the format knows. A later version may have further values."""
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
-"""The most rows to load. They come in batches with rows of other steps, and a million rows take seconds."""
+"""The most rows that `layout_problems` loads, because a million rows take seconds."""
 
 
 _MAX_WORLD_SIZE = 1 << 20
-"""The largest world size whose absent ranks are named: a damaged file may say any number."""
+"""The largest world size for which absent ranks are listed, because a damaged manifest may say any number."""
 
 
 def absent_ranks(run: Run) -> list[int]:
-    """Return the ranks of the run of which nothing is here; none of a merged run, which need not say them."""
+    """Return the ranks of a run that have no writer here; empty for a merged run, which need not name its ranks."""
     if run.is_merged or not run.ranks or not 0 < (run.world_size or 0) <= _MAX_WORLD_SIZE:
         return []
     present = {*run.ranks}
@@ -261,7 +261,7 @@ def absent_ranks(run: Run) -> list[int]:
 
 
 def absence(run: Run) -> str:
-    """Return the words for the ranks of the run of which nothing is here; "" if there are none."""
+    """Return a clause that lists the ranks of a run without a writer here; empty if there are none."""
     if not (absent := absent_ranks(run)):
         return ""
     ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
@@ -274,13 +274,13 @@ def damages(run: Run) -> list[str]:
 
 
 def damage(run: Run) -> str:
-    """Return the first damage of a run, and the number of the others, as one line; "" if there is none."""
+    """Return the first damage of a run, and the number of further damages, as one line; empty if there is no damage."""
     first, *others = damages(run) or [""]
     return f"{first}; and {len(others)} more, which recorder verify names" if others else first
 
 
 def left_out(run: Run) -> str:
-    """Return a sentence on the rows and ranks missing from the run, which no answer considers; "" if there are none."""
+    """Return a sentence on rows and ranks that are missing from the run, so that no command uses them; may be empty."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
     around = [step for writer in run.writers for step in writer.steps_around_retired]
@@ -296,14 +296,14 @@ def left_out(run: Run) -> str:
 
 
 class Problems:
-    """Contradictions in the selected values, added up over ranges of steps."""
+    """The contradictions between ranks in the selected values, collected over ranges of steps."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = Selection(module=selection.module, site=selection.site, name=selection.name)
         self._found: dict[str, None] = {}
 
     def add(self, findings: Sequence[RowFinding]) -> None:
-        """Add the findings of the global view at some steps."""
+        """Add the contradictions among the global view's findings at some steps."""
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
         texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
@@ -318,16 +318,16 @@ class Problems:
         return bool(self._found)
 
     def texts(self) -> list[str]:
-        """Return the texts of the first contradictions, and the number of further ones."""
+        """Return the texts of the first contradictions, then a text with the number of further contradictions."""
         more = len(self._found) - _MAX_NAMED
         return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
 
 
 def layout_problems(run: Run) -> list[str] | None:
-    """Return contradictions at the steps from which layouts are inferred; None if these have too many rows.
+    """Return the contradictions at the steps from which layouts are inferred; None if these steps have too many rows.
 
-    A contradiction at some steps usually exists at all steps. A merged run has none, because the merge has reported
-    them.
+    A contradiction at some steps usually exists at all steps. The list is empty for a merged run, because the merge has
+    reported its contradictions.
     """
     if run.is_merged:
         return []
@@ -347,25 +347,25 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Replaces the reader of payloads, which are read only if the layout depends on them."""
+    """Replace a function that reads payloads, so that none is read; the result None means that nothing is known."""
 
 
 class Unsealed(NamedTuple):
-    """The rows in open shards of writers that no longer record."""
+    """How many rows are in open shards of writers that have stopped, and in how many of these shards."""
 
     num_rows: int
     num_files: int
 
 
 def unsealed(run: RecordedRun) -> Unsealed:
-    """Count the rows in open shards. A merged run has none, and has no writer to repair."""
+    """Count the rows in open shards. The counts are 0 for a merged run, which has no writer to repair."""
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.all_shards if not shard.is_sealed]
     return Unsealed(sum(rows), sum(number > 0 for number in rows))
 
 
 def unsealed_note(run: RecordedRun) -> str:
-    """Return a sentence about rows in open shards and what to do about them; empty if there are none."""
+    """Return a sentence about rows in open shards and what to do about them; empty if there are no such rows."""
     num_rows, num_files = unsealed(run)
     if not num_rows:
         return ""
@@ -380,11 +380,11 @@ def unsealed_note(run: RecordedRun) -> str:
 
 
 _MAX_STRAYS = 20
-"""The most links, pipes and devices in one directory that are named."""
+"""The most links, pipes and devices that are reported for one directory."""
 
 
 def strays(run: Run) -> Iterator[str]:
-    """Yield a sentence for each file whose name ends with ``.arrow`` and that is none of the run's shards.
+    """Yield a sentence for each file whose name ends with ``.arrow`` although it is none of the run's shards.
 
     A reader that finds files by ``*.arrow`` takes such a file for rows of the run. A later version of the format may
     have further files, whose names begin with ``_``.
@@ -393,7 +393,7 @@ def strays(run: Run) -> Iterator[str]:
     is_later = run.version > FORMAT_VERSION
     folders = {writer.directory for writer in run.writers}
     irregular: dict[str, None] = {}
-    """The links, pipes and devices in a folder, the only files for which a store asks whether they are a part."""
+    """The links, pipes and devices in a folder. A store calls `is_part` for these files only."""
     known = {run.path, *(one.parent for one in folders), *folders}
     for folder in sorted(known, key=str):
 

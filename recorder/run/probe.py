@@ -1,4 +1,4 @@
-"""Rows of several steps or calls: the probe, one number of each value at every step, and what is kept of tokens."""
+"""Reads rows that hold several steps or calls: the probe (one number of a value at each step), and ``keep=tokens``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..read.writers import RecordedWriter
 from ..sites import PROBE, TOKENS
 
 MOST_PROBED = 50_000_000
-"""The most numbers of the probe that a question reads."""
+"""The largest number of probed numbers that a command reads."""
 _OF_ROW = ("attempt", "rank", "root", "module_path", "phase", "mode", "scope")
 _OF_NOTE = ("dtype", "global_numel")
 _COUNTS = ("nan_count", "inf_count", "numel")
@@ -33,14 +33,14 @@ PROBE_SCHEMA = pa.schema(
         *((name, pa.int64()) for name in (*_COUNTS, "global_numel")),
     ]
 )
-"""The columns of the table. `l2`, `nan_count`, `inf_count` and `numel` are of all calls of the step together, and `l2`
-is over the finite elements. `global_numel` is the elements of the tensor that the value is a chunk of, or null."""
+"""The columns of the probe's table. `l2`, `nan_count`, `inf_count` and `numel` cover all calls of a step, and `l2` only
+the finite elements. `global_numel` is the number of elements of the tensor of which the value is a chunk, or null."""
 
 
 def read_probe(writers: Iterable[RecordedWriter]) -> Any:
     """Return the probe of some writers as a `pa.Table`, ordered by writer, block of steps, value and step.
 
-    CorruptError is raised if a payload is damaged, or no block of the probe.
+    CorruptError is raised if a payload is damaged, or is no block of the probe.
     """
     return pa.concat_tables([PROBE_SCHEMA.empty_table(), *probe_tables(writers)]).unify_dictionaries()
 
@@ -48,7 +48,7 @@ def read_probe(writers: Iterable[RecordedWriter]) -> Any:
 def probe_tables(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
     """Yield the probe of some writers as `read_probe` returns it, one table for each batch.
 
-    CorruptError is raised as there, and is damage of the run from then on.
+    CorruptError is raised as by `read_probe`; from then on the damage is listed among the problems of the run.
     """
     for writer in writers:
         try:
@@ -60,7 +60,7 @@ def probe_tables(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
 
 
 class ProbeSize(NamedTuple):
-    """How much the probe of some writers has."""
+    """The number of numbers in the probe of some writers, and their first and last step."""
 
     num_numbers: int
     first_step: int
@@ -68,7 +68,7 @@ class ProbeSize(NamedTuple):
 
 
 def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
-    """Return how many numbers a probe has, and its steps; None if there is no probe. Payloads are not read."""
+    """Return how many numbers a probe has, and their steps; None if there is no probe. Payloads are not read."""
     num_numbers, firsts, lasts = 0, [], []
     for batch in (batch for one in writers for shard in one.probe_shards for batch in shard.columns(_SIZE)):
         for site, step, shape, note in zip(*(batch.column(name).to_pylist() for name in _SIZE), strict=True):
@@ -119,7 +119,7 @@ def _blocks(shard: ShardRows, site: str) -> Iterator[tuple[list[dict[str, Any]],
 
 
 class TokenBlock(NamedTuple):
-    """A row of ``keep=tokens``: what some calls have of one value, one call after the other."""
+    """A row of ``keep=tokens``: the numbers that some calls have of one value, one call after the other."""
 
     attempt: int
     rank: int
@@ -128,14 +128,14 @@ class TokenBlock(NamedTuple):
     name: str
     dtype: str
     order: int
-    """The number of the value among those of its rank, in the order of execution."""
+    """The index of the value among all values of its rank, in the order of execution."""
     calls: list[dict[str, Any]]
-    """The facts of each call, with its number and how many of the `numbers` are its own."""
+    """The facts of each call, such as its number, and how many of the `numbers` are of this call."""
     numbers: npt.NDArray[Any]
 
 
 def token_blocks(writers: Iterable[RecordedWriter]) -> Iterator[TokenBlock]:
-    """Yield the rows of ``keep=tokens`` of some writers. CorruptError: a payload is damaged, or the note of a row."""
+    """Yield the rows of ``keep=tokens`` of some writers; raise CorruptError for a damaged payload or note."""
     for writer in writers:
         for shard in writer.probe_shards:
             for rows, arrays in _blocks(shard, TOKENS):
@@ -151,7 +151,7 @@ def token_blocks(writers: Iterable[RecordedWriter]) -> Iterator[TokenBlock]:
 def _numbers(
     row: Mapping[str, Any], values: npt.NDArray[Any], note: Mapping[str, Any], where: str
 ) -> npt.NDArray[np.float64]:
-    """Return the l2, NaN, infinite and all elements of a value at each step of a block; no elements: not seen."""
+    """Return [4, N]: l2 and the counts of NaN, infinite and all elements (0: not seen) at each of a block's N steps."""
     values = values.astype(np.float64)
     if values.ndim == 2 and len(values) == 1 + len(_COUNTS):
         return values

@@ -59,10 +59,10 @@ def table_of(
 ) -> Table:
     """Return a table whose columns are described by their titles.
 
-    `numbers`, `whole`, `prose` and `drops` list titles of columns: those of numbers, those that are never folded, those
-    that are folded between words, and those that a narrow terminal leaves out, the first one first. `dull` has, by
-    title, the text that makes a column not worth showing if all its cells are this text. `title` is the line above the
-    table, and `subtitle` the line below the title.
+    `numbers`, `whole`, `prose` and `drops` are titles of columns: columns of numbers, columns that are never folded,
+    columns that are folded between words, and columns that a narrow terminal leaves out, the first one first. `dull`
+    maps a title to a text: the column is not worth showing if all its cells are this text. `title` is the line above
+    the table, and `subtitle` the line below the title.
     """
     columns = [
         TableColumn(
@@ -93,7 +93,7 @@ Part = str | StateLine | Aside | Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reply of a command. Only `members` or `parts` is called; the other one costs nothing."""
+    """The reply of a command. Only one of `members` and `parts` is called, and the other function costs nothing."""
 
     members: Callable[[], object]
     """A function that returns the JSON document."""
@@ -154,7 +154,7 @@ def run_html(run: RecordedRun) -> str:
 
 
 def as_html(table_rows: dict[str, str], rows: Any) -> str:
-    """Return facts as a table, above a table of the sites of some rows."""
+    """Return facts as an HTML table, followed by an HTML table of the sites that `rows` have."""
     lines = "".join(
         f"<tr><th>{_shown(key)}</th><td>{_shown(value)}</td></tr>" for key, value in table_rows.items() if value
     )

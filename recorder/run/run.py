@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Qualifiers(TypedDict, total=False):
-    """Further facts that identify a tensor and are rarely needed."""
+    """Rarely needed facts that identify a tensor."""
 
     micro_step: int | None
     call: int | None
@@ -65,14 +65,14 @@ class Qualifiers(TypedDict, total=False):
     stage: int | None
     """The stage of a pipeline, from 0; needed for modules of several stages with the same path, such as the roots."""
     partial: bool
-    """With ``rank=None``: whether to answer from the present ranks even if some ranks have no such row."""
+    """With ``rank=None``: True to accept a tensor for which the rows of some ranks are missing."""
 
 
 class Which(Qualifiers, total=False):
     """The facts that identify a tensor of a module, site and step."""
 
     name: str | None
-    """The name of a parameter, a buffer or a number, or of a leaf of an input or an output."""
+    """The name of a parameter, a buffer or a scalar, or of a leaf of an input or an output."""
     rank: int | None
     """The rank whose own tensor is wanted; None for the global tensor."""
 
@@ -103,14 +103,14 @@ class Run(RecordedRun):
         return Topology(self.writers, self.run_id, self.world_size)
 
     def probe(self, rank: int | None = None) -> Any:
-        """Return the numbers of ``keep=probe`` as a `pa.Table`: one row for each value, rank and step.
+        """Return what ``keep=probe`` recorded as a `pa.Table`: one row for each value, rank and step.
 
-        ``run.probe().to_pandas()`` is a frame with the columns of `run.probe.PROBE_SCHEMA`. A value has one number at
-        each step, `l2`, the root of the sum of the squares of its finite elements, and the counts of the others. In a
-        step, values come in the order in which a rank has seen them first.
+        ``run.probe().to_pandas()`` is a frame with the columns of `run.probe.PROBE_SCHEMA`. `l2` is the root of the sum
+        of the squares of a value's finite elements; other columns count its NaN, infinite and all elements. Within a
+        step, values come in the order in which a rank first saw them.
 
         Args:
-            rank: only the numbers of this rank.
+            rank: the rank whose rows are returned; by default all ranks.
 
         Raises:
             CorruptError: a part of the probe is damaged.
@@ -118,7 +118,7 @@ class Run(RecordedRun):
         return read_probe(writer for writer in self.writers if rank in (None, writer.rank))
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
-        """Return the rows as tensors of the complete model, whichever ranks had them.
+        """Return the view that puts the rows of all ranks together as the tensors of the complete model.
 
         Args:
             loss: how each rank's loss follows from its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.
@@ -149,7 +149,7 @@ class Run(RecordedRun):
         `GlobalView`). The arguments must identify one tensor; of several attempts at a step the newest is taken.
 
         Raises:
-            LookupFailedError: no such tensor with values, or several, or the ranks' tensors form no single one;
+            LookupFailedError: no such tensor with values, or several, or the ranks' tensors do not form one tensor;
                 the message lists the choices.
             CorruptError: the bytes are not those that were written.
         """
@@ -175,11 +175,12 @@ class Run(RecordedRun):
     ) -> Histogram:
         """Return a tensor's histogram by sign and power of two, if a rule has kept histograms.
 
-        Arguments are those of `array`; no values are needed. Without `rank` the histogram is that of the global tensor:
-        counts of several ranks are added. Print it, ask it for a `quantile`, or add histograms of several steps.
+        The arguments are those of `array`; values need not be recorded. Without `rank` the histogram is that of the
+        global tensor: counts of several ranks are added. Print it, ask it for a `quantile`, or add those of other
+        steps.
 
         Raises:
-            LookupFailedError: no such tensor with a histogram, or several, or the tensor is a summand of a value, whose
+            LookupFailedError: no such tensor with a histogram, or several, or the tensor is a partial sum, whose
                 elements cannot be counted.
             CorruptError: the bytes are not those that were written.
         """
@@ -188,9 +189,9 @@ class Run(RecordedRun):
     def units(self, module_path: str, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Units:
         """Return sums over each unit (neuron, channel, feature) of a tensor, if a rule has kept such sums.
 
-        Arguments are those of `array`; no values are needed. Without `rank` the units are those of the global tensor:
-        units of different ranks are concatenated, and sums of the same unit are added. Print the result, ask it for
-        `mean`, `rms`, `absmax` and `zero_share`, or add the results of several steps.
+        The arguments are those of `array`; values need not be recorded. Without `rank` the sums are those of the global
+        tensor: units of different ranks are concatenated, and sums of the same unit are added. Print the result, ask it
+        for `mean`, `rms`, `absmax` and `zero_share`, or add the results of several steps.
 
         Raises:
             LookupFailedError: no such tensor with sums of its units, or several, or the tensor is a partial sum.
@@ -208,10 +209,10 @@ class Run(RecordedRun):
         layouts: Sequence[str] = (),
         **more: Unpack[Qualifiers],
     ) -> TensorLayout:
-        """Return the source of each chunk of a global tensor: its ranks, its position, and how these are known.
+        """Return where each chunk of a global tensor lies: its ranks, its position, and how these are known.
 
-        Print the result. Arguments are those of `array`, and `layouts` as for `view`; no values are needed. If the
-        chunks form no tensor, the result says why.
+        Print the result. The arguments are those of `array`, and `layouts` as for `view`; values need not be recorded.
+        If the chunks form no tensor, the result says why.
 
         Raises:
             LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one,
@@ -231,22 +232,22 @@ class Run(RecordedRun):
         )
 
     def check_layouts(self, layouts: Sequence[str]) -> None:
-        """Raise an error for an override of a layout that would change nothing.
+        """Raise an error for a layout override that would change nothing.
 
         Raises:
-            LookupFailedError: an override has another form, or no value matches its pattern; the message says which.
+            LookupFailedError: an override is not ``PATTERN=LAYOUT``, or no value matches its pattern.
         """
         check_overrides(layouts, self)
 
     def ended_before(self, step: int) -> str:
-        """Return a sentence about ranks whose records were ended by a kill before a step; empty if there are none."""
+        """Return a text that lists the ranks that were killed before `step`, each with its last step; may be empty."""
         return ended_before(self.writers, step)
 
     def __getitem__(self, module_path: str) -> ModuleView:
         """Return the run narrowed to a module and all below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
 
         Raises:
-            LookupFailedError: there is no such module; the message names the nearest.
+            LookupFailedError: there is no such module; the message names the most similar one.
         """
         return narrow(self, module_path)
 
@@ -303,9 +304,10 @@ class Run(RecordedRun):
     def _find(
         self, module_path: str, question: dict[str, Any], *, needs_values: bool = False
     ) -> tuple[LoadedRows | None, MetadataRows, TensorRows, bool]:
-        """Return the rows of the one tensor that a query selects, and whether rows of some ranks may be missing.
+        """Find the rows of the one tensor that a query selects.
 
-        For a tensor of several ranks, the loaded values of its rows are returned, too.
+        Returns the loaded rows of the run (None for a tensor of one rank or of a merged run), the metadata rows, the
+        rows of the tensor, and whether rows of some ranks may be missing.
         """
         partial = bool(question.pop("partial", False))
         is_global = question["rank"] is None and self._may_be_in_chunks
@@ -329,7 +331,7 @@ class Run(RecordedRun):
 
     @cached_property
     def _may_be_in_chunks(self) -> bool:
-        """Whether several rows may form one tensor: rows of several ranks, or of a pipeline's micro-batches."""
+        """True if several rows may form one tensor: rows of several ranks, or of a pipeline's micro-batches."""
         return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
 
 
@@ -387,7 +389,7 @@ class ModuleView:
     def plot(
         self, site: str | None = None, statistic: str | None = None, *, height_pixels: int | None = None
     ) -> InlinePage:
-        """Return a page with the module's lines, histograms and units over steps, which a notebook shows.
+        """Return a page that draws the module's lines, histograms and units over steps; a notebook shows the page.
 
         The page also contains the submodules, and the reader can choose what is drawn.
 
@@ -462,11 +464,11 @@ class ModuleView:
 
 
 def narrow(run: Run, path: str, below: str = "") -> ModuleView:
-    """Return the view of a module, by its path below another module.
+    """Return the view of the module at `path`, which is relative to the module `below`.
 
     Raises:
         TypeError: the path is no text.
-        LookupFailedError: there is no such module; the message names the nearest.
+        LookupFailedError: there is no such module; the message names the most similar one.
     """
     if not isinstance(path, str):
         raise TypeError(f"a module path is text, such as 'layers.0.mlp', not {path!r}")
@@ -482,9 +484,9 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
 
 
 def _question(site: str, step: int | None, **which: Unpack[Which]) -> dict[str, Any]:
-    """Return a query in the form that `find_tensor` takes, and ``partial``.
+    """Return the arguments as a query for `find_tensor`; a ``partial`` among them stays in the query.
 
-    Raises TypeError for an unknown word; the message names the most similar word.
+    Raises TypeError for an unknown argument; the message names the most similar argument.
     """
     for word in which.keys() - _QUESTION_WORDS:
         near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)

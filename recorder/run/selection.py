@@ -1,4 +1,4 @@
-"""Selects rows by module, site, name, step and rank, and the options of the global view.
+"""Selects rows by module, site, name, step and rank. Also has the options for joining ranks' rows.
 
 This module must never loop over rows.
 """
@@ -22,7 +22,7 @@ from ..system.text import listed, steps_in_words
 from .run import Run
 
 PER_RANK = ("*=per_rank",)
-"""The layouts of a view in which every row stays as its rank recorded it."""
+"""The layout override that leaves every row of a global view as its rank recorded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +32,17 @@ class Selection:
     module: str | None = None
     """Patterns of module paths, separated by commas, as in rules; ``''`` is the root."""
     site: str | None = None
-    """One site, or several separated by commas."""
+    """One site, or several sites separated by commas."""
     name: str | None = None
     """Patterns of names at the site, separated by commas."""
     step: int | str | None = None
-    """A step, or several as in rules: ``0:100``, ``::10``, ``0,5,7``, ``pow2``."""
+    """One step, or several steps as in rules: ``0:100``, ``::10``, ``0,5,7``, ``pow2``."""
     rank: int | str | None = None
-    """One rank, or several, written like steps."""
+    """One rank, or several ranks in the notation of `step`."""
 
     @property
     def columns(self) -> dict[str, int | str]:
-        """The columns by which `narrow` filters, with the selected values."""
+        """The columns by which `narrow` filters, each with the text or number that the user has given for it."""
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
         return {column: value for column, value in asked.items() if value is not None}
 
@@ -50,7 +50,7 @@ class Selection:
         """Raise an error for a selection that can match nothing in these runs, before their rows are read.
 
         Raises LookupFailedError if a pattern, or the schedule of steps or ranks, cannot be parsed, or if a site is
-        unknown in the format versions of the runs, as far as this version knows them.
+        unknown. If a run has a later version of the format, any site may exist.
         """
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
@@ -94,7 +94,7 @@ class Selection:
         return list(ranks) if self.rank is None else _within(_schedule("rank", self.rank), list(ranks))
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
-        """Return the error for a selection that matches no row of `table`, which must have the columns of `columns`."""
+        """Return the error for a selection that matches no row of `table`, which must have the columns in `columns`."""
         for column, asked in self.columns.items():
             if self.only(column).narrow(table).num_rows:
                 continue
@@ -127,13 +127,13 @@ class GlobalOptions:
     loss: str = "mean"
     layouts: Sequence[str] = ()
     partial: bool = False
-    """True to compute values that lack ranks from the present ranks; else they are left out, with a note."""
+    """True to compute values that lack ranks from the ranks present; else such values are left out, with a note."""
 
     def check(self, *runs: Run) -> None:
         """Raise an error for options without an effect.
 
-        Raises LookupFailedError if a loss or a layout is given although no global tensors are wanted, or all runs are
-        merged; also if no value matches a layout.
+        Raises LookupFailedError if a loss or a layout is given although no global tensors are wanted, or although all
+        runs are merged, or if no value matches a layout.
         """
         if self.loss == "mean" and not self.layouts:
             return
@@ -146,7 +146,7 @@ class GlobalOptions:
 
 
 RANKS_OWN = GlobalOptions()
-"""The options for each rank's own rows."""
+"""The options that leave each rank's rows separate."""
 
 
 def _within(wanted: Schedule | Sequence[str], values: list[Any]) -> list[Any]:

@@ -39,14 +39,14 @@ _MAX_ANSWERS = 64
 _MAX_FINDINGS = 16
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
-"""The size of the largest manifest that is read in place of a status: thousands of larger ones would take minutes."""
+"""The size of the largest manifest that is read in place of a status: thousands of larger ones take minutes."""
 _GRACE_S = 3.0
 """The seconds that a status may be late before its writer counts as silent."""
 _BEGIN_S = 60.0
-"""The most seconds from the creation of a writer's directory to its first status."""
+"""The seconds after the creation of a writer's directory from which on a writer without a status counts as silent."""
 
 _SETTLED_NS = 2_000_000_000
-"""The age of a change, when its file was read, from which on a later change has another time in every file system."""
+"""If the last change of a file was this long ago when the file was read, any later change has another time stamp."""
 
 ENDED = ("closed", "killed", "failed")
 """The states that a writer never leaves."""
@@ -54,18 +54,17 @@ ENDED = ("closed", "killed", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveFinding:
-    """What a rule that runs in training has found in one module on one rank."""
+    """The findings of one rule, which runs during training, in one module on one rank."""
 
     rule: str
     severity: str
     module: str
-    """The module's path; empty for the whole model, and for what the status has no room to tell apart."""
+    """The path of the module; empty for the whole model, and for modules for which the status has no room."""
     step: int
     """The step of the first finding."""
     number: int
-    """The number of findings."""
     text: str
-    """The first finding, as a part of a line."""
+    """The text of the first finding, which is shown as a part of a line."""
     site: str = ""
     """The site of the first finding; empty in statuses of earlier versions."""
 
@@ -83,13 +82,13 @@ class Status(Lifetime):
     interval_s: float = 0.0
     step: int = 0
     has_step: bool = True
-    """False if step and counts have no meaning, as the writer has left no status, or only the one from its start."""
+    """False if `step` and the counts have no meaning, because the writer left no status, or only its first one."""
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
     used_bytes: int = 0
-    """The bytes on the disk now, which are fewer than were written if retention has removed shards."""
+    """The bytes that the writer has on the disk now: fewer than it wrote if retention has removed shards."""
     max_bytes: int = 0
     free_bytes: int | None = None
     pool_bytes: int = 0
@@ -105,7 +104,7 @@ class Status(Lifetime):
     commands: tuple[Answer, ...] = ()
     findings: tuple[LiveFinding, ...] = ()
     num_commands_refused: int = 0
-    """The number of files among the commands that the writer refused as invalid."""
+    """The number of command files that the writer refused as invalid."""
 
     @property
     def num_dropped(self) -> int:
@@ -135,10 +134,10 @@ class RankNow:
     num_writers: int
     """The number of processes that have written for this rank in the run."""
     num_alive: int
-    """The number of these writers that are recording. More than one means that two jobs use the same directory."""
+    """The number of the rank's writers that are recording. More than one means that two jobs use the same directory."""
 
     def members(self) -> dict[str, Any]:
-        """Return all of this as JSON, with the rates."""
+        """Return the rank's state, its status and its rates per second as members of a JSON object."""
         status: dict[str, Any] = {name: getattr(self.status, name) for name in _STATUS_MEMBERS}
         status |= {name: [asdict(one) for one in status[name]] for name in ("commands", "findings")}
         step = self.status.step if status.pop("has_step") else None
@@ -152,13 +151,13 @@ class _StatusFile:
     directory: Location
     status: Status
     is_shown: bool = False
-    """False if there is only a manifest and no status."""
+    """False if there is no status, so that only the manifest was read."""
     changed_ns: int = 0
     inode: int = 0
     read_ns: int = 0
-    """The time at which the status was read last; a change right before it may have been followed by another one."""
+    """The time when the status was last read. A change just before it may hide a later one with the same time stamp."""
     members: dict[str, Any] | None = None
-    """The status in the document of the writer's node, where a node shows it."""
+    """The status from the document of the writer's node; None if no node has such a document."""
 
 
 class RunWatch:
@@ -181,7 +180,7 @@ class RunWatch:
             return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
 
     def _shown(self) -> dict[int, list[_StatusFile]]:
-        """Return the writers by the documents of a shipped run's nodes, for which the run need not be listed."""
+        """Return the writers by rank, from the documents of nodes that ship the run, without a listing of the run."""
         of_rank: dict[int, list[_StatusFile]] = {}
         for key, (changed_ns, members) in self._store.shown_statuses(self.run).items():
             folder, _, name = key.partition("/")
@@ -221,7 +220,7 @@ class RunWatch:
         )  # fmt: skip
 
     def _refresh(self, seen: _StatusFile) -> None:
-        """Read the files that have changed since the last look. A torn or invalid file changes nothing."""
+        """Read a writer's status, or else its manifest, if it has changed; ignore a torn or invalid file."""
         if seen.status.state != "closed" and not self._read_status(seen) and not seen.is_shown:
             self._read_manifest(seen)
 
@@ -254,7 +253,7 @@ class RunWatch:
         seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
 
     def _silent_s(self, seen: _StatusFile) -> float:
-        """Return the seconds since the last change by the file system's clock, as clocks of hosts may differ."""
+        """Return the seconds since the status file changed, by its time stamp: the writer's own clock may differ."""
         changed_ns = seen.changed_ns
         if not changed_ns:
             with suppress(OSError):
@@ -275,7 +274,7 @@ class RunWatch:
 
 
 def find_silent(folder: Location, paths: Sequence[str]) -> list[str]:
-    """Return those of some runs in a folder of which a rank is silent. Runs of a store are asked at the same time."""
+    """Return the runs out of `paths` of which a rank is silent. Runs in an object store are read in parallel."""
 
     def is_silent(path: str) -> bool:
         try:
@@ -334,11 +333,11 @@ class Proof:
     time_ns: int = 0
     """The time of the verdict, in nanoseconds since the epoch."""
     subject: str = "recording"
-    """What was tested: ``recording``, whether recording changes the training, ``resume``, ``checkpoint``, ``world``."""
+    """What was tested: ``recording`` (does recording change the training?), ``resume``, ``checkpoint`` or ``world``."""
     compared: Mapping[str, int] = field(default_factory=dict)
     """The number of values that were compared, by kind, such as ``parameters``."""
     commands: tuple[str, ...] = ()
-    """The command lines that were launched: one, or two if the program is resumed by another one."""
+    """The command lines that were launched: one, or two if another command resumed the program."""
     commit: str = ""
     """The commit of the program in git, with ``, changed`` if files differ from it; empty if unknown."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Cuts a run into ranges of steps, on which this process or other processes work.
 
-The ranges are the same wherever they are worked on, and the answers are put together in the order of the ranges. So no
-bit of an answer depends on the machine. A mapper must never hold the answers of more than a few ranges.
+The ranges are the same in whichever process they are worked on, and their results are put together in the order of the
+ranges. So no bit of a result depends on the machine. A mapper must never hold the results of more than a few ranges.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ..system.executors import check_versions, keep, versions, worker_name
 from .run import RecordedWriter, Run, open_run
 
 MAX_ROWS = 200_000
-"""The most rows in a range, of all ranks together, which bounds the memory for their columns. A step may have more."""
+"""The most rows in a range, over all ranks, which bounds the memory for columns. A single step may have more rows."""
 MAX_BYTES = 256 << 20
-"""The most decoded payload bytes in a range, of all ranks together: a second of work. A single step may have more."""
+"""The most decoded payload bytes in a range, over all ranks: a second of work. A single step may have more bytes."""
 
 T = TypeVar("T")
 Steps = tuple[int, int]
@@ -48,24 +48,24 @@ class Mapper(Protocol):
     def __call__(
         self, make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
     ) -> Iterator[T]:
-        """Yield the answers in the order of the ranges. Only few answers are computed ahead of the caller.
+        """Yield the results in the order of the ranges. Only few results are computed ahead of the caller.
 
-        `make`, a class or a function of a module, is called once in each process with `arguments`: each a run, a tuple
-        of runs, or plain data. It returns the function that is called with each of the `ranges`.
+        `make`, a class or a function of a module, is called once in each process with `arguments`, each of which is a
+        run, a tuple of runs, or plain data. It returns the function that is called with each of the `ranges`.
         """
 
 
 def map_serially(
     make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
 ) -> Iterator[T]:
-    """Work on the ranges in this thread, one after the other. This mapper is used without a cluster."""
+    """Work on the ranges in this thread, one after the other. Without a cluster, this mapper is used."""
     work = make(*arguments)
     for arguments_of_one in ranges:
         yield work(*arguments_of_one)
 
 
 def global_step_ranges(view: GlobalView) -> list[Steps]:
-    """Return ranges of steps that cover a run's global view, ascending."""
+    """Return ascending ranges of steps that cover all steps of a run's global view."""
     return view.windows(MAX_ROWS, MAX_BYTES)
 
 
@@ -97,10 +97,10 @@ def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
 def first_parts(
     writers: Iterable[RecordedWriter], steps: Steps, columns: Sequence[str], *, is_all: bool
 ) -> Iterator[Any]:
-    """Yield the rows of some writers and steps that are first parts of tensors, one table for each batch.
+    """Yield the rows of some writers and steps that are the first part of a tensor, one table for each batch.
 
     A batch may contain rows of many other steps, which are left out. `is_all` is True if `steps` covers the complete
-    run, so that no batch has to be compared with it.
+    run, so that no batch has to be compared with `steps`.
     """
     for shard in (shard for writer in writers for shard in writer.shards):
         for batch in shard.columns((*columns, "part"), None if is_all else steps):
@@ -111,7 +111,7 @@ def first_parts(
 
 
 def with_coded_texts(table: Any, schema: Any) -> Any:
-    """Return the columns of a schema, with texts encoded as dictionaries where the schema has dictionaries."""
+    """Return a table with the columns of a schema, with texts encoded as dictionaries where the schema says so."""
     columns = [table.column(name) for name in schema.names]
     made = [
         c.dictionary_encode() if pa.types.is_dictionary(t) else c for c, t in zip(columns, schema.types, strict=True)
@@ -132,11 +132,11 @@ def cut_rows(
     tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int = _PENDING_ROWS,
 ) -> Iterator[Callable[[Steps], Iterator[Any]]]:
-    """Make a function that returns the tables of a range, as `tables` would make them for this range alone.
+    """Make a function that returns the tables of one of the ranges, as `tables` would make them for this range alone.
 
     The half-open `ranges` are ascending and disjoint. `tables` makes tables for writers and a range of steps, all of
-    one schema, with a column ``step``. `max_pending_rows` are cut at a time. Twice as many rows, plus one table, are in
-    memory.
+    one schema, with a column ``step``. If the disk has room, rows are read once and cut into a temporary file for each
+    range, `max_pending_rows` at a time; twice as many rows, plus one table, are in memory.
     """
     with ExitStack() as stack:
         folder = None
@@ -155,10 +155,10 @@ def cut_rows(
 def read_ranges(
     run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]], mapper: Mapper
 ) -> Generator[Iterable[Any]]:
-    """Yield the tables of each range, as `cut_rows` gives them. `tables` must be picklable for workers.
+    """Yield the tables of each range, as `cut_rows` gives them. Workers need `tables` to be picklable.
 
-    From the first range on of which a worker had something to say, or knew other batches than this process, all is read
-    here: so what is said of damage, and which rows are left out, is the same without workers.
+    If a worker logged a message at a range, or knew other batches than this process, this process reads that range and
+    all later ranges itself. So the messages on damage, and the rows left out, are the same as without workers.
     """
     left = list(ranges)
     if mapper is not map_serially and len(ranges) > 1:
@@ -173,20 +173,20 @@ def read_ranges(
 
 
 class RangeReader:
-    """Reads the tables of ranges for another process, whose batches of the run have the given digest."""
+    """Reads the tables of ranges in a worker. `batches` is the digest of the run's batches in the calling process."""
 
     def __init__(self, run: Run, tables: Callable[[Sequence[Any], Steps], Iterator[Any]], batches: str) -> None:
         self._run, self._tables, self._batches = run, tables, batches
 
     def __call__(self, steps: Steps) -> list[Any] | None:
-        """Return the tables of a range; None if the other process has to read it."""
+        """Return the tables of a range; None if the calling process has to read the range."""
         with _heard() as messages:
             tables = list(self._tables(self._run.writers, steps))
         return None if messages or _batches(self._run) != self._batches else tables
 
 
 def _batches(run: Run) -> str:
-    """Return a digest of the numbers of the batches of each shard that were not found to be damaged."""
+    """Return a digest of the numbers of all batches, by shard, without the batches that were found to be damaged."""
     return _digest_of([[shard.numbers for shard in writer.shards] for writer in run.writers])
 
 
@@ -229,7 +229,7 @@ def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> 
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Yield the tables in a file. The file of a range without complete tensors does not exist."""
+    """Yield the tables in the file of a range. Without rows, the range has no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -244,14 +244,14 @@ class Attempts:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._newest: dict[int, int] = {}
-        """The attempt that counts, by step."""
+        """The attempt whose rows count, by step."""
         self._is_one = True
         if len({writer.attempt for writer in run.writers}) > 1:  # attempts without rows are possible
             batches = (b for writer in run.writers for shard in writer.shards for b in shard.columns(["attempt"]))
             self._is_one = len({one for batch in batches for one in batch.column("attempt").unique().to_pylist()}) < 2
 
     def counting(self, table: Any) -> npt.NDArray[np.bool_]:
-        """Return which rows count: if attempts share a step, the rows of the newest attempt that completed it."""
+        """Flag the rows that count: where attempts share a step, rows of the newest attempt that completed it."""
         steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         if self._is_one:
             return np.ones(len(steps), np.bool_)
@@ -277,7 +277,7 @@ class ChangedError(RunError):
 
 
 class RunAsOpened(NamedTuple):
-    """A run to be opened in another process, with the software versions that this process must have."""
+    """A run to be opened in a worker, which must have the software versions of the process that opened it first."""
 
     path: str
     identity: tuple[object, ...]
@@ -332,7 +332,7 @@ def _identity(run: Run) -> tuple[object, ...]:
 
 
 _RANGES_PER_WORKER = 2
-"""The number of ranges that a worker has at a time: it works on one while the other waits."""
+"""The number of ranges that a worker has at a time: it works on one range while the other one waits."""
 _LOGGER = (__package__ or "recorder").partition(".")[0]
 
 logger = logging.getLogger(__name__)
@@ -341,11 +341,11 @@ logger = logging.getLogger(__name__)
 def spread_over(executor: Executor, num_workers: int) -> Mapper:
     """Return a mapper that sends ranges to an executor, whose workers must find the runs at the same paths.
 
-    If a worker finds a run changed, because the run is being recorded, the range is worked on in this process. Warnings
-    of workers are logged here, each text once. Besides the errors of a range, the mapper raises ClusterError if a
-    worker finds no run or another one, has other versions, or was lost. The executor works on `num_workers` calls at
-    once; it is not shut down. Warnings are left out where a worker answers None, as this process then does the work,
-    and so are those of opening the runs, which this process has opened, too.
+    The executor works on `num_workers` calls at once; it is not shut down. If a worker finds a run changed, because the
+    run is being recorded, this process works on the range. Besides the errors of a range, the mapper raises
+    ClusterError if a worker finds no run or another run, has other versions, or was lost. Warnings of workers are
+    logged here, each text once. Warnings about opening a run are not logged, because this process has opened the run,
+    too, nor are warnings from a range for which a worker returns None, because this process then does the work.
     """
 
     def spread(
@@ -398,7 +398,7 @@ def _made(shipped: bytes) -> tuple[Callable[..., Any], list[tuple[int, str]]]:
 
 @contextmanager
 def _heard() -> Iterator[list[tuple[int, str]]]:
-    """Collect what this thread logs, for the log of the calling process instead of the worker's."""
+    """Collect the warnings of this thread, so that the calling process can log them."""
     messages: list[tuple[int, str]] = []
     thread = threading.get_ident()
 
