@@ -1,6 +1,6 @@
 """Combines the statistics of rows over steps, ranks and modules, and says why a row has no statistics.
 
-The module also makes the reply of `recorder stats`. It must never read a payload.
+The module also makes the output of `recorder stats`. It must never read a payload.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     import pandas
 
 GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",), "rank": ("rank",), "name": ("name",)}
-"""The columns by which rows are grouped, for each word of `by`."""
+"""For each word of `by`, the columns by which rows are grouped."""
 _NEVER_MIXED = ("site", "phase", "mode", "scope")
-"""Numbers that differ in these columns have different meanings, and are never combined."""
+"""Rows that differ in these columns have numbers of different meaning, and are never combined."""
 INNER = "inner"
 """The column, in grouped statistics, with the name of an inner tensor of a composite tensor, such as ``indices``.
 Numbers of different inner tensors are never combined."""
@@ -44,7 +44,7 @@ _VALUE = (
 )  # fmt: skip
 _NUMBERS = (*STATISTICS, *COUNTS)
 HISTOGRAM = "histogram"
-"""The column of the histograms, on request; a group has the sum of its rows' histograms."""
+"""The column of histograms, which is read on request; a group has the sum of its rows' histograms."""
 WHY = "why"
 """The column that says why a row has no statistics or no global tensor; null if it has both."""
 REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
@@ -60,16 +60,16 @@ class Statistics(NamedTuple):
 
     table: Any
     """A `pa.Table`. Ungrouped, it has one row for each value; `why` says why a row has no statistics or no global
-    tensor. Grouped, it has the keys, `inner` if there are tensors inside composite tensors, `rows`, `rows_without`
-    (rows without statistics, which do not count), `numel`, the statistics and the counts."""
+    tensor. Grouped, it has the keys, `inner` if there are tensors inside composite tensors, `rows`, `rows_without` (the
+    number of rows without statistics, which no other number includes), `numel`, the statistics and the counts."""
     notes: list[str]
     """Notes on rows that are not in the table, with the reason, and on values that lack ranks."""
     problems: Sequence[str] = ()
-    """With `across_ranks`, contradictions in the rows, or in the layouts that were given."""
+    """In statistics across ranks: texts about contradictions in the rows, or in the layouts that the caller gave."""
     is_whole: bool = True
-    """False if something of the run is damaged, or values lack ranks."""
+    """False if a part of the run is damaged, or values lack ranks."""
     damage: Sequence[str] = ()
-    """Damage on disk that makes rows missing."""
+    """Texts about damage on disk, because of which rows are missing."""
 
 
 def stats(
@@ -99,13 +99,13 @@ def stats(
         name: a name at the site, or a glob.
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
-        by: ``step``, ``module``, ``site``, ``name``, ``rank``: combine the rows that agree in these. Rows of different
-            phases or modes are never combined, nor different inner tensors of composite ones, such as the indices and
-            the values of a sparse tensor (column `inner`), and rows of several ranks only with `across_ranks`.
+        by: what combined rows have in common: ``step``, ``module``, ``site``, ``name``, ``rank``. Rows of different
+            phases or modes are never combined, nor rows of different inner tensors of a composite tensor, such as the
+            indices and values of a sparse tensor (column `inner`), nor rows of several ranks without `across_ranks`.
         across_ranks: whether to return the statistics of the global tensors, replicas counted once.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
-        layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
-        partial: whether values that lack ranks get the present ranks' numbers; else they get none, and `why` says so.
+        layouts: with `across_ranks`, how the ranks' chunks of some values lie in the global tensor; see `Run.view`.
+        partial: whether a value that lacks ranks gets the present ranks' statistics, or none and a reason in `why`.
         long: whether to return one row for each number, for plotting, with the columns step, rank, root, module_path,
             site, name, statistic, value, and micro_step, call, repeat, mode, phase where rows differ in them.
 
@@ -134,8 +134,8 @@ def statistics(
 ) -> Statistics:
     """Return the statistics of each value, or combined over all values that agree in `by`, as `pa.Table`.
 
-    `mapper` works on ranges of steps, whose groups are then combined as rows are. With `with_histograms` the table has
-    the column `HISTOGRAM`.
+    `mapper` computes groups of rows in each range of steps; the groups of all ranges are combined here. With
+    `with_histograms` the table has the column `HISTOGRAM`.
 
     Raises:
         LookupFailedError: nothing is selected, or a word in `by` or an option is unknown.
@@ -175,9 +175,9 @@ def statistics(
 class _RangeAnswer(NamedTuple):
     tables: list[Any]
     left_out: list[Any]
-    """With groups, tables of the values that stay per rank and so belong to no group."""
+    """If rows are grouped: tables of the values that only have rows of single ranks, and so belong to no group."""
     without: Counter[str]
-    """With groups, the number of rows without statistics, by the reason."""
+    """If rows are grouped: by reason, the number of rows without statistics."""
     num_rows: int
     partial: MissingRanks
     problems: Problems
@@ -194,7 +194,7 @@ class _RangeAnswer(NamedTuple):
 
 
 class _RangeStatistics:
-    """Statistics of ranges of steps: of the ranks' own rows, of a merged run's rows, or of the global tensors."""
+    """Computes statistics of a range of steps: of the ranks' own rows, of a merged run's rows, or of global tensors."""
 
     def __init__(
         self, run: Run, selection: Selection, options: GlobalOptions, keys: Sequence[str], more: Sequence[str]
@@ -204,7 +204,7 @@ class _RangeStatistics:
         self._view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
 
     def __call__(self, *steps: int) -> _RangeAnswer:
-        """Return the answer for (first step, last step), or (attempt, first step, last step) of ranks' own rows."""
+        """Return the statistics of a range of steps: (first, last), or for ranks' own rows (attempt, first, last)."""
         problems, partial = Problems(self._selection), MissingRanks()
         if self._view is None:
             attempt, first, last = steps
@@ -268,7 +268,7 @@ def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
 
 
 def _without_rank_rows(table: Any) -> tuple[Any, Any]:
-    """Return the rows of global values, and the values without a global row, which stay per rank."""
+    """Return the rows of global tensors, and the values that have rows of single ranks only."""
     is_rank = table.column("rank").is_valid().to_numpy()
     groups = group_rows(table, VALUE_KEY)
     has_global = np.zeros(groups.num_groups, np.bool_)
@@ -359,11 +359,10 @@ def reply_of(
     top: int | None = None,
     last: int | None = None,
 ) -> Reply:
-    """Return the reply of `recorder stats`. The exit code is 1 if something is damaged, missing or contradictory.
+    """Return the output of `recorder stats`. The exit code is 1 if something is damaged, missing or contradictory.
 
-    `by` are the words that the rows are combined by. `sort` is written ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``;
-    LookupFailedError is raised if it names no column or no direction. `top` and `last` are numbers of rows; 0 shows
-    all.
+    `by` has the words by which rows were combined. `sort` is written ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``; if
+    it names no column or no direction, LookupFailedError is raised. `top` and `last` are numbers of rows; 0: all.
     """
     table, sorted_by = answer.table, ""
     if sort is not None:
@@ -394,7 +393,7 @@ def reply_of(
 
 
 def _order(table: Any, sort: str) -> tuple[str, str]:
-    """Return a column, and Arrow's name for the direction: ``-l2`` and ``l2:desc`` are descending."""
+    """Return the column and Arrow's word for the direction of ``--sort``: ``-l2`` and ``l2:desc`` are descending."""
     column, _, order = sort.removeprefix("-").partition(":")
     column = next((name for name, title in _TITLES.items() if title == column), column)
     column = f"{column}_count" if f"{column}_count" in COUNTS else column
@@ -413,7 +412,7 @@ def _is_worth_showing(table: Any, name: str) -> bool:
 
 
 def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, has_types: bool) -> Table:
-    """Return a table for people. With `has_types` each row is one value, which has one type."""
+    """Return the table to print. With `has_types` each row is one value, which has one dtype."""
     drawn, subtitle = _drawn(table, has_types=has_types)
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
     has_why = WHY in table.column_names and table.column(WHY).null_count < table.num_rows
@@ -437,7 +436,7 @@ def _title(name: str) -> str:
 
 
 def _drawn(table: Any, *, has_types: bool) -> tuple[dict[str, list[str]], str]:
-    """Return the rows' histograms and counts of subnormal values, as cells by column name; and a legend."""
+    """Return cells, by column name, with each row's histogram and count of subnormal values; and the legend."""
     histograms = [
         histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
         for data in (table.column(HISTOGRAM).to_pylist() if HISTOGRAM in table.column_names else ())

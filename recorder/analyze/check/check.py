@@ -1,6 +1,6 @@
-"""Judges a training by rules, one of which compares the run's replicas, and makes the reply of `recorder check`.
+"""Applies check rules to a run, one of which compares replicas, and makes the output of `recorder check`.
 
-The reply has a sentence for each finding, with the command that shows more, or lists the rules.
+The output has a sentence for each finding, with a command that shows more. With ``--list`` it has the rules instead.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
 
 _LEAST_COMMON = 2
-"""A sound run with fewer than 1/`_LEAST_COMMON` of a run's values counts as one of another model or other sites."""
+"""A baseline run with fewer than 1/`_LEAST_COMMON` of the judged run's values counts as another model or other
+sites."""
 
 
 class Checked(NamedTuple):
-    """The result of applying the rules to a run."""
+    """The result of applying check rules to a run."""
 
     findings: list[Finding]
     """The findings, sorted by severity, the worst first, then by step."""
     unjudged: list[Unjudged]
-    """The rules that could not judge the run, each with what it needs."""
+    """The rules that could not judge the run, each with the data that it needs."""
     num_rules: int
     num_rows: int
-    """The number of rows that were judged."""
+    """The number of recorded rows that were judged."""
     num_probed: int
-    """The number of further values of a step that were judged by their number in the probe."""
+    """The number of (value, step) pairs without a row that were judged by the number that the probe recorded for
+    them."""
     steps: list[int]
     notes: list[str]
     """Notes on the rows and rules that were left out."""
@@ -60,7 +62,7 @@ class Checked(NamedTuple):
 
     @property
     def num_unjudged(self) -> str:
-        """How many of the rules could not judge the run, in words."""
+        """How many of the rules could not judge the run, as a text such as ``3 of 20 rules``."""
         return f"{len(self.unjudged)} of {counted(self.num_rules, 'rule')}"
 
 
@@ -79,15 +81,15 @@ def check(
         run: the recorded run of the training.
         rules: the names of the rules to apply; empty for all rules.
         thresholds: numbers that replace the default thresholds, by rule and setting.
-        own: rules besides those of the recorder and of entry points.
+        own: rules besides the recorder's own rules and the rules that packages install as entry points.
         baselines: runs of the same training that went well. The rules `unusual` and `invariant` compare the run with
             them. A finding that a rule also makes in these runs is only a note.
         widths: runs of the same training at other widths, for the rule `width`.
-        mapper: reads ranges of steps of `run`, in this process or in others. The rules run here.
+        mapper: reads ranges of steps of `run`, in this process or in others. The rules run in this process.
 
     Raises:
-        ConfigError: there is no rule of a name (the message names the nearest), or one of `own` has the name of an
-            installed rule.
+        ConfigError: `rules` has an unknown name (the message suggests the nearest name), or a rule of `own` has the
+            name of an installed rule.
     """
     installed, notes = installed_rules()
     if twice := {rule.name for rule in own} & {rule.name for rule in installed}:
@@ -129,7 +131,7 @@ def check(
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
-    """Remove the advice to add a recording rule that the run has already; note that a model has no buffers."""
+    """Remove advice to add a recording rule that the run had already, or that needs buffers if the model has none."""
     modules = run.modules.values()
     has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
@@ -145,7 +147,7 @@ def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
 
 
 def _selects_all(rule: Rule, wanted: Rule) -> bool:
-    """Return whether a rule selects everything that `wanted` selects: complete sites at every step and rank."""
+    """Return whether `rule` has at least the sites and the `keep` of `wanted`, and is otherwise equal to it."""
     is_asked_for = rule.keep & wanted.keep == wanted.keep and set(wanted.site) <= set(rule.site)
     return is_asked_for and replace(rule, site=wanted.site, keep=wanted.keep) == wanted
 
@@ -153,7 +155,7 @@ def _selects_all(rule: Rule, wanted: Rule) -> bool:
 def _learnt(
     baselines: Sequence[Run], rules: Sequence[type[CheckRule]], settings: Mapping[str, dict[str, float]]
 ) -> tuple[Normal, list[set[SeriesKey]]]:
-    """Return the normal values of sound runs, the rules' findings in them, and the series of each sound run."""
+    """Return the `Normal` learnt from baseline runs and their findings, and the set of series keys of each run."""
     normal, values = Normal(), []
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])
@@ -171,7 +173,7 @@ def _learnt(
 
 
 def _without_parts(findings: Sequence[Finding]) -> list[Finding]:
-    """Leave out that ranks have one batch and have other parameters from the start: each has a part of the model."""
+    """If ranks share one batch and never had equal parameters, remove both findings: each holds a part of the model."""
     said = (ONE_BATCH, NEVER_EQUAL)
     of_batch, of_parts = ({one.root for one in findings if one.what.startswith(what)} for what in said)
     return [one for one in findings if one.root not in of_batch & of_parts or not one.what.startswith(said)]
@@ -209,7 +211,7 @@ def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[
 
 
 def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
-    """Return why a sound run cannot be compared with a run: they have too few values of inner modules in common."""
+    """Return a text if a baseline run has too few of the judged run's values below the root; else an empty text."""
     inner = [key for key in series if key.module_path] or list(series)
     num = sum(key in known for key in inner)
     if num * _LEAST_COMMON >= len(inner):
@@ -225,7 +227,7 @@ def _num_lost(run: Run) -> int:
 
 
 def installed_rules() -> tuple[list[type[CheckRule]], list[str]]:
-    """Return the rules that installed packages add, and notes on the rules that were left out."""
+    """Return the rules that installed packages add, and notes on the rules that could not be loaded."""
     rules: list[type[CheckRule]] = []
     notes = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
@@ -259,7 +261,7 @@ _MAX_PATH = 80
 _MAX_DETAIL = 240
 _MAX_FOLLOWING = 400
 MAX_FINDINGS = 40
-"""The most findings that are told; --json has all."""
+"""The largest number of findings that `recorder check` prints; ``--json`` has all findings."""
 _MAX_RANKS = 8
 _MAX_WANTS = 6
 _INDENT = " " * 8
@@ -269,10 +271,10 @@ _OTHER = "something else"
 
 
 def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, is_verbose: bool) -> Reply:
-    """Return the reply of `recorder check`. `typed` is the text by which the user named the run on the command line.
+    """Return the output of `recorder check`. `typed` is the text by which the user named the run on the command line.
 
-    A finding of at least the severity `fails_from` or a damaged run makes the exit code 1; if it is None, the exit code
-    is always 0. With `is_verbose` the reply names each rule that did not judge the run, and what the rule needs.
+    A damaged run, or a finding of at least the severity `fails_from`, makes the exit code 1, unless `fails_from` is
+    None. With `is_verbose` the output names each rule that did not judge the run, and what the rule needs.
     """
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems))
@@ -299,7 +301,7 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
 
 
 def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Reply:
-    """Return the reply of `recorder check --list`: each rule, and each threshold in force."""
+    """Return the output of `recorder check --list`: each rule, and each threshold in force."""
     titles = ("rule", "setting", "threshold", "unit", "source")
     settings = [
         [rule.name, one.name, number(thresholds.get(rule.name, {}).get(one.name, one.default)), one.unit, one.source]
@@ -331,7 +333,7 @@ class ToldFindings(NamedTuple):
     last_step: int
     ranks: list[int]
     words: set[str]
-    """By each finding, the words with which its consequences name it."""
+    """For each of the findings, the text that findings which follow from it have as `Finding.cause`."""
 
     @classmethod
     def of(cls, findings: Sequence[Finding]) -> ToldFindings:
@@ -373,13 +375,13 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
 
 
 def told_of(findings: Sequence[Finding]) -> Iterator[tuple[ToldFindings, list[ToldFindings]]]:
-    """Yield the findings that no other finding explains, each with those that follow from it."""
+    """Yield each finding that no other finding explains, with the list of the findings that follow from it."""
     for one in joined(one for one in findings if not one.cause):
         yield one, list(joined(follower for follower in findings if follower.cause in one.words))
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
-    """Join findings that state the same at one site, over modules whose values have the same names."""
+    """Join findings that state the same at one site, if they are of modules whose values have the same names."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
@@ -414,7 +416,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def where_of(one: ToldFindings) -> dict[str, str]:
-    """Return the parts of `sentence`, by the titles of a table: what, module, value, step, rank and size."""
+    """Return the parts of the sentence about a finding, as table cells: what, module, value, step, rank and size."""
     worst = one.worst
     if not worst.site:
         return {"what": f"{worst.rule}: {worst.what}"}
@@ -433,7 +435,7 @@ def where_of(one: ToldFindings) -> dict[str, str]:
 
 
 def command_of(typed: str, one: ToldFindings) -> str:
-    """Return the command that shows the numbers of a finding; empty where the finding is about no value."""
+    """Return the command that shows the numbers of a finding; empty if the finding does not concern a value."""
     worst = one.worst
     if not worst.site:
         return ""

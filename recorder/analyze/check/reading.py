@@ -1,9 +1,9 @@
 """Reads the rows of a run for rules, one range of steps after another, as columns of numbers. It reads no payload.
 
-Rows of recomputed forwards are left out, because they repeat values of the forward. Rows of steps that a restart
-repeated are left out, too. The numbers of the probe become rows where a value has no row at a step. Some columns are
-numbers computed from the bytes of histograms and of sums of units. Such a number is null if a row has no bytes, or if
-it cannot be computed from them. No Python loop runs over rows.
+Rows of recomputed forwards are left out, because they repeat values of the forward. Of a step that a restart repeated,
+only the rows of the newer attempt are read. If a value has no row at a step, the probe's number of the value at this
+step becomes a row. Some columns are numbers computed from the bytes of histograms and of sums of units. In these
+columns a row is null if it has no bytes, or if the number cannot be computed. No Python loop runs over rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...run.step_ranges import Attempts, Mapper, cut_rows, first_parts, map_seri
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
-"""The most rows in a range of steps, over all ranks; they are in memory together. A single step may have more."""
+"""The most rows of all ranks in one range of steps. They are in memory together. A single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
@@ -41,25 +41,25 @@ _WHOLE = "global_numel"
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
-"""The range of all steps, for which no row's step has to be compared."""
+"""The range of all steps. When it is read, no row's step has to be compared with the ends of the range."""
 
 Steps = tuple[int, int]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 ACTIVE = 0.01
-"""The share of a unit's values that must be nonzero for the unit to be alive."""
+"""A unit (a channel or neuron) is alive if at least this share of its values is nonzero."""
 LEAST_VALUES = 32
-"""The least number of values from which a unit can count as dead."""
+"""A unit (a channel or neuron) of fewer values than this is never judged dead."""
 _NO_ENDS = (0, 0)
 
 
 class RunRows:
-    """The rows of a run for rules, with the catalog that describes the rows.
+    """The rows of a run as rules read them, with the catalog that describes the series of the rows.
 
-    `columns` are read besides the usual statistics, unless no version of the format has them. `steps` go from the first
-    up to, but not including, the last; None means all. `catalog` may be that of earlier rows of the same run. The probe
-    is read if `steps` is None, because a block of the probe is written long after its first step. `mapper` reads
-    ranges of steps in this process or in others; the probe is read here.
+    `columns` names columns to read besides the usual statistics; a name that the format does not have is ignored.
+    `steps` is (first, last), where the last is excluded; None means all steps. `catalog` may be the catalog of earlier
+    rows of the run. The probe is read only if `steps` is None, because a block of the probe is written long after its
+    first step. `mapper` reads ranges of steps in this process or in others; the probe is read in this process.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class RunRows:
         self.steps: set[int] = set()
         """The steps of the rows yielded so far."""
         self.num_probed = 0
-        """The number of rows yielded so far that the probe has; `num_rows` does not count them."""
+        """The number of rows yielded so far that come from the probe; `num_rows` counts only the other rows."""
         self.probe_notes: list[str] = []
-        """Sentences that say which numbers of the probe are not among the rows."""
+        """Sentences that say which steps of the probe are not among the rows."""
         self.num_superseded = 0
-        """The number of rows left out because a restart did their steps again."""
+        """The number of rows left out because a restart repeated their steps."""
         self._view = run.view()
         self._parts_and_peers = _parts_and_peers(self._view, run)
 
     def __iter__(self) -> Iterator[Rows]:
-        """Yield the rows of the next steps, sorted by step, rank and `seq`."""
+        """Yield the rows of one range of steps after another, each range sorted by step, rank and `seq`."""
         attempts = Attempts(self._run)
         ranges = self._ranges()
         with closing(self._read(ranges)) as tables:
@@ -114,7 +114,7 @@ class RunRows:
                 yield pa.concat_tables(tables).unify_dictionaries()
 
     def of_table(self, table: Any) -> Rows:
-        """Return the rows of a table with the columns of `columns_read`; each step must be of one attempt only."""
+        """Convert a table with the columns of `columns_read` to `Rows`; each step must be of one attempt only."""
         return self._as_rows(self._recorded.of(table))
 
     def _ranges(self) -> list[Steps]:
@@ -135,7 +135,7 @@ class RunRows:
                 yield from self._probed(writer, steps)
 
     def _probed(self, writer: RecordedWriter, steps: Steps) -> Iterator[Any]:
-        """Yield the numbers of a writer's probe as rows, each step's in the order in which values were first seen."""
+        """Yield a writer's probe as rows; within a step, in the order in which the writer first saw the values."""
         assert self._probe is not None
         excess = self._probe.num_numbers / MOST_PROBED
         num_steps = self._probe.last_step + 1 - self._probe.first_step
@@ -172,7 +172,7 @@ class RunRows:
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any) -> tuple[Integers, Integers, Integers]:
-        """Return, for each row, its series, its rank's part of the batch, and its rank's piece of the model."""
+        """Return three numbers of each row: its series, its rank's part of the batch, its rank's piece of the model."""
         groups = group_rows(table, _KEY)
         series_of = []
         for row in table.select((*_KEY, *_ABOUT, _WHOLE)).take(pa.array(groups.firsts)).to_pylist():
@@ -218,7 +218,7 @@ class _Recorded:
 
 
 def columns_read(columns: Sequence[str]) -> list[str]:
-    """Return all columns to read for rules that need these columns besides the usual statistics."""
+    """Return the names of all columns to read for rules that need `columns` besides the usual statistics."""
     sources = (SOURCES[name] for name in _details(columns))
     return list(dict.fromkeys((*_ORDER, *_numbers(columns), *_TEXTS, *sources)))
 
@@ -248,10 +248,10 @@ def _is_only_one(keys: Sequence[Integers], flags: Flags) -> Flags:
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
-    """Return, by root and rank, the part of the batch on which the rank works, and its piece of the model."""
+    """Return, by root and rank, the index of the rank's part of the batch, and the index of its piece of the model."""
     pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
-    """By `id` of a group of ranks, the piece of the model that each rank of the group holds."""
+    """By `id` of a group of ranks, and by rank, the index of the piece of the model that the rank holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
             if writer.rank is None or (root.name, writer.rank) in pairs:
@@ -273,7 +273,7 @@ def _dead_share(units: ManyUnits) -> Floats:
 
 
 def _largest(units: ManyUnits) -> Floats:
-    """Return the largest magnitude of any unit, relative to the median root mean square of the nonzero units."""
+    """Return, for each row, the largest magnitude of any unit, relative to the median rms of the nonzero units."""
     sizes = np.sqrt(units.sum_sq / np.maximum(units.num_values, 1)[:, None])
     num = np.count_nonzero(sizes, axis=1)
     is_told = (num >= 2) & np.isfinite(sizes).all(axis=1)
@@ -289,9 +289,9 @@ def _subnormal_share(histograms: Histograms, ends: Integers) -> Floats:
 
 
 def _top_share(histograms: Histograms, ends: Integers) -> Floats:
-    """Return the share of the nonzero values that lie in the type's highest power of two, or are infinite.
+    """Return, for each row, the share of the nonzero values that are infinite or in the dtype's highest power of two.
 
-    At the upper end only positive values count, because large negative values may be a mask.
+    Of these large values only positive ones count, because large negative values may be a mask.
     """
     counts = histograms.counts[:, 1] * (histograms.exponents >= ends[:, 1:])
     return _share(counts.sum(axis=1) + histograms.infinite[:, 1], histograms)
@@ -305,11 +305,11 @@ def _share(counts: Integers, histograms: Histograms) -> Floats:
 _OF_UNITS = {"units.dead_share": _dead_share, "units.largest": _largest}
 _OF_HISTOGRAMS = {"histogram.subnormal_share": _subnormal_share, "histogram.top_share": _top_share}
 SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram")
-"""The column of bytes from which each computed number is derived, by the name of the number."""
+"""Maps the name of each number that is computed from bytes to the column that has these bytes."""
 
 
 def columns_of(names: Sequence[str], table: Any) -> list[Any]:
-    """Compute the named numbers for each row of a table, which must have the bytes, `dtype` and `shape`."""
+    """Compute the numbers `names` for each row of a table that has `dtype`, `shape` and the columns in `SOURCES`."""
     columns = {name: np.full(table.num_rows, np.nan) for name in names}
     dtype_of, dtypes = encode(table.column("dtype"))
     of_units, of_histograms = ([name for name in names if name in some] for some in (_OF_UNITS, _OF_HISTOGRAMS))
@@ -323,7 +323,7 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
                     columns[name][units.rows] = _OF_UNITS[name](units)
         if of_histograms:
             ends_of = [*(NORMAL_EXPONENTS.get(dtype, _NO_ENDS) for dtype in dtypes), _NO_ENDS]
-            # By row, the exponents of the smallest normal and of the largest number of its type.
+            # For each row, the exponents of the smallest normal number and of the largest number of its dtype.
             ends = np.array(ends_of, np.int64)[dtype_of]
             rows = _there(table, "histogram", ends[:, 0] < ends[:, 1])
             for histograms in histograms_of(table.column("histogram"), rows):
@@ -337,7 +337,7 @@ def _there(table: Any, column: str, chosen: npt.NDArray[np.bool_]) -> Integers:
 
 
 def shape_or_none(text: str) -> tuple[int, ...] | None:
-    """Return the shape that an untrusted text says; None if it says none."""
+    """Parse a shape from an untrusted text; return None if the text is no shape."""
     with suppress(RunError):
         return parse_shape(text)
     return None

@@ -1,4 +1,4 @@
-"""Answers what went wrong first in a run, and puts the answer into words and tables of what ranks hold."""
+"""Finds what went wrong first in a run, and makes the output of `recorder first`, with a table of the ranks' values."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 
 
 class First(NamedTuple):
-    """The answer to what went wrong first in a run."""
+    """What went wrong first in a run: the first value that is not finite, and the first replica that differs."""
 
     nonfinite: NonFiniteTensor | None
-    """The first NaN or infinity; None where all values are finite."""
+    """The first NaN or infinity; None if all values are finite."""
     num_nonfinite: int
     num_nonfinite_modules: int
     num_known: int
     """The number of recorded values of which it is known whether they are finite."""
     has_masks: bool
-    """Whether some values are infinite from their first record on, as masks are, and so are not counted."""
+    """Whether some values are infinite from their first record on, as masks are. Their infinities are not counted."""
     steps: list[int]
     replica: Differing | None
     """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
     replica_probed: ApartByProbe | None
-    """The first value whose replicas came apart by the probe, before any recorded ones differ."""
+    """The first value whose replicas differ in the probe, if that is before any recorded replicas differ; else None."""
     differing: list[tuple[str, str, str]]
     """Module, site and name of every value whose replicas differ, in the order of the first differences."""
     buffers: list[Differing]
-    """The buffers that differ between ranks. A stale buffer counts as something that went wrong."""
+    """The buffers that differ between ranks. Only a buffer with `is_stale` counts as something that went wrong."""
     num_compared: int
     """The number of values whose replicas were compared, including buffers."""
     num_compared_of: dict[str, int]
@@ -47,7 +47,7 @@ class First(NamedTuple):
     steps_compared: list[int]
     """The steps at which replicas of parameters, gradients or optimizer states were compared."""
     not_recorded: list[str]
-    """The sites of `FINDINGS` that have no row in the run."""
+    """The sites of `FINDINGS` of which the run has no row."""
     why_none_compared: str
     """Why only buffers were compared; empty if other replicas were compared, too."""
     notes: list[str]
@@ -61,7 +61,7 @@ class First(NamedTuple):
 
     @property
     def all_finite(self) -> str:
-        """A sentence that says of how many values it is known that all are finite; empty if a value is not."""
+        """A sentence that says how many values are known to be finite; empty if a value is not finite."""
         if self.nonfinite is not None:
             return ""
         if not self.num_known:
@@ -72,7 +72,7 @@ class First(NamedTuple):
 
     @property
     def replicas_agree(self) -> str:
-        """A sentence on the replicas that agree and on what was not recorded; empty if none agree or some differ."""
+        """A sentence that names the replicas that agree and the sites without rows; empty unless all replicas agree."""
         numbers = {site: self.num_compared_of[site] for site in FINDINGS if site in self.num_compared_of}
         if self.replica is not None or not numbers:
             return ""
@@ -91,10 +91,10 @@ def first(run: Run) -> First:
     """Return the first value that is not finite, and the first replica that differs.
 
     Values are ordered by step, then by the order of execution on each rank. Infinities that are there from a value's
-    first record on and do not grow, as in an attention mask, are only noted; NaN always counts. Replicas are
-    parameters, gradients and optimizer states of data-parallel ranks. Buffers are reported apart: a forward may update
-    each rank's own until DDP broadcasts the first rank's. Different buffers count if DDP was told not to, and nothing
-    else makes them equal.
+    first record on and do not grow in number, as in an attention mask, are only noted; NaN always counts. Replicas are
+    parameters, gradients and optimizer states of data-parallel ranks. Buffers are reported apart, because a forward may
+    update each rank's buffer until DDP broadcasts the first rank's buffer. Buffers that differ count only if DDP was
+    told not to broadcast them, and nothing else makes them equal.
     """
     attempts = Attempts(run)
     nonfinite, replicas = NonFiniteFinder(), ReplicaFinder(run)
@@ -141,7 +141,7 @@ def first(run: Run) -> First:
 
 
 def first_nonfinite(run: Run, until: int) -> NonFiniteTensor | None:
-    """Return the first value that is not finite up to a step; no gradient of a step that GradScaler skipped counts."""
+    """Return the first value up to step `until` that is not finite. Gradients that GradScaler skipped do not count."""
     finder, attempts = NonFiniteFinder(), Attempts(run)
     firsts: FirstRows | None = None
     ranges = [steps for steps in run.view().windows(RANGE_ROWS) if steps[0] <= until]
@@ -154,7 +154,7 @@ def first_nonfinite(run: Run, until: int) -> NonFiniteTensor | None:
 
 
 def sentence(bad: NonFiniteTensor) -> str:
-    """Return the words that say where the first value that is not finite was seen."""
+    """Return a sentence that says where the first value that is not finite was seen."""
     where = "in the global tensor" if bad.value.rank is None else f"rank {bad.value.rank}"
     return f"first NaN or infinity: step {bad.value.step}, {_value(bad.value)}, {where}"
 
@@ -188,7 +188,7 @@ _HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record
 
 
 def reply_of(run: Run, answer: First) -> Reply:
-    """Return the reply. The exit code is 1 if something went wrong, or if damage may hide that something did."""
+    """Return the output of `recorder first`. The exit code is 1 if something went wrong, or if damage may hide it."""
     return Reply(
         members=lambda: {"run": str(run.path), "found": answer.is_found, "problems": run.problems, **plain(answer)},
         parts=lambda: _parts(run, answer),

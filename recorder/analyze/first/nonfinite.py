@@ -1,7 +1,7 @@
-"""Finds the first value that is not finite, and the last healthy values before it.
+"""Finds the first value that is not finite, and the last finite values before it.
 
-Infinities that are there from a value's first record on, and do not grow, are those of a mask, and only noted. This
-module must never read a payload where counts say enough.
+Infinities that are there from a value's first record on, and do not grow in number, count as a mask and are only noted.
+This module must never read a payload if the counts in the rows are enough.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_PROBLEMS = 3
 
 
 class OtherNonFinite(NamedTuple):
-    """A parameter or input of the module, or a loss, that is not finite at the step of the first bad value, too."""
+    """A loss, or a parameter or input of the module, that is not finite at the step of the first NaN or infinity."""
 
     site: str
     name: str
@@ -37,12 +37,12 @@ class OtherNonFinite(NamedTuple):
 
 
 class ProbedHealth(NamedTuple):
-    """What the probe, which has one number of each value at every step, saw before a value that is not finite."""
+    """What the probe, which has one number of each value at every step, saw before the first NaN or infinity."""
 
     before: tuple[str, str, str] | None
-    """Module, site and name of the last finite value that the rank saw before it in its step."""
+    """Module, site and name of the last finite value that the rank saw before the NaN or infinity in its step."""
     last_step: int | None
-    """The last earlier step at which the same value was finite on the rank."""
+    """The last earlier step at which the value that is now NaN or infinite was finite on the rank."""
 
 
 class NonFiniteTensor(NamedTuple):
@@ -51,27 +51,28 @@ class NonFiniteTensor(NamedTuple):
     value: RecordedValue
     nan_count: int
     is_counted_at_least: bool
-    """Whether the counts are 1 where at least one element is NaN or infinite, as the probe of a device says."""
+    """True if the counts only mean "at least 1": the probe on a device tells whether any element is NaN or infinite."""
     inf_count: int
     numel: int
     num_before: int
     """The number of values that the rank recorded before this value in the step."""
     before: RecordedValue | None
-    """The last healthy value that the rank recorded before this value, in the order of execution."""
+    """The last value without NaN or infinity that the rank recorded before this value, in the order of execution."""
     last_healthy: RecordedValue | None
-    """The last healthy record of the same value on the same rank, or of all ranks, at an earlier step."""
+    """The last record of this value without NaN or infinity at an earlier step, on the same rank or for all ranks."""
     num_steps_healthy: int
-    """The number of earlier steps at which the same value was recorded healthy."""
+    """The number of earlier steps at which this value was recorded without NaN or infinity."""
     is_skipped: bool
     """Whether GradScaler skipped the update of this step, as it does if gradients overflow."""
     probed: ProbedHealth | None
-    """None if the probe has not seen the value at this step."""
+    """What the probe saw before this value; None if the probe has not seen the value at this step."""
     num_gradients: int
-    """The number of gradients of parameters, on all ranks, that are not finite at the step, if the value is one."""
+    """The number of non-finite parameter gradients at this step on all ranks; 0 if this value is none of them."""
     beside: list[OtherNonFinite]
-    """Other values of the module, and losses, that hold NaN or infinities at this step on this rank."""
+    """Parameters and inputs of the module, and losses, that hold NaN or infinities at this step on this rank."""
     objectives: list[str]
-    """The objectives whose gradient is not finite at this step on this rank, where that of another is."""
+    """The objectives with a non-finite gradient at this step on this rank, if another objective's gradient is
+    finite."""
 
 
 class NonFiniteFinder:
@@ -80,7 +81,7 @@ class NonFiniteFinder:
     def __init__(self) -> None:
         self.first: NonFiniteTensor | None = None
         self.num_values = 0
-        """The number of rows that are not finite and not excused as masks."""
+        """The number of rows with NaN or infinities that are not excused as masks."""
         self.num_known = 0
         """The number of rows of which it is known whether they are finite."""
         self._modules: set[tuple[str, str]] = set()
@@ -89,13 +90,13 @@ class NonFiniteFinder:
         """The first gradient that is not finite at a step whose update GradScaler skipped."""
         self._overflow_steps: set[int] = set()
         self._is_skipping = False
-        """Whether GradScaler skipped the last step so far."""
+        """Whether GradScaler skipped the update of the last step that was added."""
         self._num_unchecked = 0
         self._problems: list[str] = []
 
     @property
     def num_modules(self) -> int:
-        """The number of modules with rows that are not finite and not excused as masks."""
+        """The number of modules that have a row with NaN or infinities that are not excused as masks."""
         return len(self._modules)
 
     @property
@@ -128,15 +129,15 @@ class NonFiniteFinder:
         return state.firsts()
 
     def found(self) -> NonFiniteTensor | None:
-        """Return the first value that is not finite.
+        """Return the first value that is not finite; None if all values are finite.
 
-        A gradient of a step that GradScaler skipped counts only if there is no other, and the last step was skipped,
-        too: a scale that is found by overflows is no fault, and a training that ends in overflows has one.
+        A gradient of a step that GradScaler skipped counts only if no other value is NaN or infinite, and the last step
+        was skipped, too: GradScaler finds its scale by overflows, but a training that ends in overflows has a fault.
         """
         return self.first or (self._overflow if self._is_skipping else None)
 
     def notes(self) -> list[str]:
-        """Return notes on what is not counted and what could not be read."""
+        """Return notes on the values that are not counted and the values that could not be read."""
         notes = list(self._masks.values())[:_MAX_NOTED]
         if self._overflow is not None and self.found() is not self._overflow:
             steps = steps_in_words(sorted(self._overflow_steps))
@@ -187,19 +188,19 @@ class _Counts:
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
 
     def bad(self) -> npt.NDArray[np.bool_]:
-        """Return which rows of these steps are not finite, and are no masks and no overflows."""
+        """Return which rows of these steps have NaN or infinities that do not count as a mask or a skipped overflow."""
         bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused() & ~self._may_overflow
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
 
     def overflows(self) -> npt.NDArray[np.bool_]:
-        """Return which rows of these steps are gradients that are not finite, of updates that GradScaler skipped."""
+        """Return which rows of these steps are gradients with NaN or infinities whose update GradScaler skipped."""
         bad = ((self.nan > 0) | (self.inf > 0)) & self._may_overflow
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
 
     def is_skipping(self, was_skipping: bool) -> bool:
-        """Return whether GradScaler skipped the last of these steps; `was_skipping` if nothing says so."""
+        """Return whether GradScaler skipped the last of these steps; `was_skipping` if no row records that."""
         return bool(self._is_skipped[-1]) if len(self._skips) else was_skipping
 
     def firsts(self) -> FirstRows:
@@ -209,14 +210,14 @@ class _Counts:
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
-        """Return rows infinite from the first record on, with no more infinities than the first of their shape."""
+        """Return which rows count as masks: infinite since the first record, but not more than first in their shape."""
         nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
         was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
         grows = inf > self.inf[self._begins_in_shape[rows]]
         return np.asarray((inf > 0) & (nan == 0) & self._may_mask[rows] & was_infinite & ~grows)
 
     def search(self) -> int | None:
-        """Return the first bad row, after reading every unknown row before it; None if no row is bad."""
+        """Return the first row of `bad`, after reading the payloads of all earlier rows without counts; else None."""
         while True:
             bad_rows = np.flatnonzero(self.bad())
             limit = int(bad_rows[0]) if len(bad_rows) else self._timeline.num_rows
@@ -283,10 +284,10 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
 def _healthy(
     timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
 ) -> tuple[RecordedValue | None, RecordedValue | None, int]:
-    """Find the healthy values before a row; if `row` is None, in all rows, which are then of earlier steps.
+    """Find the finite values before a row; if `row` is None, all rows count, because they are of earlier steps.
 
-    Returns the last healthy value of the row's rank, the last healthy record of the same value at an earlier step, and
-    the number of steps at which the same value was healthy.
+    Returns the last finite value on the row's rank, the last finite record of the row's own value at an earlier step,
+    and the number of steps at which the row's own value was finite.
     """
     is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
     is_healthy[: timeline.num_firsts] = False
@@ -294,10 +295,10 @@ def _healthy(
     if row is not None:
         is_healthy &= np.arange(timeline.num_rows) < row
         is_before = timeline.codes["step"] < timeline.codes["step"][row]
-    # A merged run has a row of one rank only where that rank differs: elsewhere the row of all ranks counts.
+    # A merged run has a row of one rank only where this rank differs; elsewhere the row for all ranks counts.
     of_all = is_before & timeline.is_equal("rank", None)
     on_rank = is_healthy & (timeline.is_equal("rank", values["rank"]) | of_all)
-    # A learning rate is finite in any training: of the numbers that the program gives, only a loss shows health.
+    # A learning rate is finite in any training. Of the numbers that the program gives, only a loss shows health.
     is_number = holds(timeline.table.column("site"), NUMBERS.__contains__)
     before = np.flatnonzero(on_rank & (~is_number | _is_loss(timeline.table)))
     is_same = np.all([timeline.is_equal(name, values[name]) for name in SERIES_KEY], axis=0)
@@ -310,7 +311,7 @@ def _healthy(
 
 
 def probed_health(run: Run, bad: RecordedValue) -> ProbedHealth | None:
-    """Return what the probe saw before a value; None if it did not see the value. Reads all of a rank."""
+    """Return what the probe saw before the value `bad`; None if it did not see `bad`. Reads the rank's whole probe."""
     try:
         table = run.probe(bad.rank) if bad.rank is not None else None
     except RunError:  # `verify` names the damage, and the answer stands without the probe

@@ -1,8 +1,8 @@
-"""Groups of rows that must be equal, bit by bit, on several ranks. A group is equal, differs, or is undecided.
+"""Groups the rows of several ranks that must be equal bit by bit. A group is equal, differs, or is undecided.
 
-The manifests say which ranks are replicas; a row of a DTensor, or of a tensor that a framework marks, says it itself.
-Of an activation that such rows call replicated, the ranks' sizes must be equal but for rounding. This module must never
-read a payload where the rows decide.
+The manifests say which ranks are replicas; the row of a DTensor, or of a tensor that a framework marks, has placements
+that say it. If placements call an activation replicated, only the norms of the ranks' activations must be equal, up to
+rounding. This module must never read a payload if the rows decide.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
 """How ranks keep their buffers equal. BROADCAST: DDP sends the first rank's buffers to all ranks before each forward.
-NEVER: DDP was told not to. OWN: FSDP keeps each rank's own buffers."""
+NEVER: DDP was told not to send them. OWN: FSDP keeps each rank's own buffers."""
 
 NAME = ("root", "module_path", "site", "name")
 _ROUNDING = 1e-3
-"""The greatest difference of the ranks' `l2` of an activation, as a share, that not every rank's rounding explains."""
+"""Rounding may make the ranks' `l2` of a replicated activation differ by this share of the largest `l2`."""
 SAME = 1e-4
-"""The relative distance up to which numbers of two ranks agree on a factor."""
+"""Two ratios between two ranks' numbers count as one common factor up to this relative distance."""
 _MAX_RANKS = 8
 
 
@@ -54,29 +54,29 @@ class Differing(NamedTuple):
     """A value whose replicas on several ranks differ."""
 
     value: RecordedValue
-    """The value on the lowest rank outside the largest group of equal ranks."""
+    """The value on the lowest rank outside the largest group of ranks with equal values."""
     groups: list[list[int]]
     """Groups of ranks that hold equal values, the largest group first."""
     by: str
-    """The data that show the difference: ``fingerprint``, ``statistics``, ``values``, ``shape`` or ``merge``."""
+    """What shows the difference: ``fingerprint``, ``statistics``, ``values``, ``shape``, or ``merge`` (its note)."""
     ranks: list[RankValue]
     is_assumed: bool
     """True if no DDP, no FSDP and no device mesh says that these ranks share one model."""
     last_equal: RecordedValue | None
-    """The last record of the same value, at an earlier step, at which all ranks agreed; None if there is none."""
+    """The last record of the value, at an earlier step, in which all ranks agreed; None if they never agreed."""
     sync: str | None = None
     """How ranks keep a buffer equal: `BROADCAST`, `NEVER` or `OWN`; None if the manifests do not say."""
     differs_last: bool = True
-    """Whether ranks also differ in the last record of a buffer; if not, the program made the buffer equal again."""
+    """Whether ranks also differ in the last record of a buffer; False if the program made the buffer equal again."""
 
     @property
     def was_never_equal(self) -> bool:
-        """Whether nothing calls the ranks replicas, and they have differed since the first record."""
+        """Whether the ranks are only assumed to be replicas, and have differed since the first record."""
         return self.is_assumed and self.last_equal is None
 
     @property
     def is_stale(self) -> bool:
-        """Whether the value is a buffer that differs at the end and that DDP was told not to broadcast."""
+        """Whether the value is a buffer that DDP was told not to broadcast and that differs in its last record."""
         return self.sync == NEVER and self.differs_last
 
 
@@ -100,7 +100,7 @@ class ReplicaGroups:
         is_plain = placements.is_null().to_numpy() & ~holds(notes, lambda note: "no_layout" in note_members(note))
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
-        # Without offsets, equal placements do not mean equal chunks. A slice of the flattened tensor needs no offsets.
+        # Without offsets, equal placements do not mean equal chunks. A piece of a flattened tensor needs no offsets.
         has_placement = has_offsets | ~holds(placements, lambda text: _has_kind(text, "Shard", but="FlatShard"))
         has_placement |= (shards > 0) & holds(placements, lambda text: "Replicate" in kinds_of(text))
         has_placement &= placements.is_valid().to_numpy() & ~holds(placements, lambda text: _has_kind(text, "Partial"))
@@ -110,7 +110,7 @@ class ReplicaGroups:
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in NAME])
         self.own: set[ValueName] = timeline.texts(NAME, counted[of_own.firsts])
-        """The values that every rank has for itself alone, such as the parameters of a rank's experts."""
+        """The names of the values that every rank has for itself alone, such as the parameters of a rank's experts."""
         self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | has_placement))
         chunks = [codes(table.column(name)) for name in ("offsets", "placements")]
         keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *chunks]
@@ -122,7 +122,7 @@ class ReplicaGroups:
 
     @property
     def compared(self) -> Any:
-        """The site and step of each value that was compared over several ranks."""
+        """A table of the site and step of each value that was compared over several ranks."""
         compared = self._groups.firsts[(self._sizes > 1) & ~self._is_open & ~self._is_unknown]
         return self._table.select(["site", "step"]).take(pa.array(compared))
 
@@ -157,7 +157,7 @@ class ReplicaGroups:
         return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
 
     def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
-        """Return the first of the asked groups that differs, after deciding every group before it; None for none."""
+        """Return the first group of the mask `asked` that differs, after deciding every group before it; else None."""
         differing = np.flatnonzero(self._differs & asked)
         limit = int(differing[0]) if len(differing) else self._groups.num_groups
         for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
@@ -166,7 +166,7 @@ class ReplicaGroups:
         return limit if len(differing) else None
 
     def firsts(self, asked: npt.NDArray[np.bool_]) -> Iterator[tuple[int, RecordedValue]]:
-        """Yield, for each asked value with a difference, the first group that differs and a record of the value."""
+        """Yield, for each value that differs in groups of the mask `asked`, the first of these groups, and a record."""
         numbers = np.flatnonzero(self._differs & asked)
         rows = self._rows[self._groups.firsts[numbers]]
         for first in group([self._timeline.codes[name][rows] for name in NAME]).firsts.tolist():
@@ -195,7 +195,7 @@ class ReplicaGroups:
         )
 
     def with_last(self, buffer: Differing) -> Differing:
-        """Set `differs_last` of a buffer by its last record in these steps; keep it where no record decides."""
+        """Return a buffer with `differs_last` set by its last record in these steps, if a record decides that."""
         differs = self._differs_last(buffer.value.key)
         return buffer if differs is None else buffer._replace(differs_last=differs)
 
@@ -218,10 +218,10 @@ class ReplicaGroups:
         return differs
 
     def uncompared(self, asked: npt.NDArray[np.bool_]) -> Counter[str]:
-        """Count the asked groups that could not be compared, by the reason.
+        """Count the groups of the mask `asked` that could not be compared, by the reason.
 
-        The reason is ``nothing`` without anything to compare, ``statistics`` where only statistics are equal, which
-        proves nothing, and ``after`` for a group behind the first difference that only its bytes could decide.
+        ``nothing``: the rows have nothing to compare. ``statistics``: they only have equal statistics, which prove
+        nothing. ``after``: only payloads could decide, which are not read after the first difference.
         """
         of_nothing, of_statistics = self._is_unknown & self._lacks_numbers, self._is_unknown & ~self._lacks_numbers
         reasons = {"nothing": of_nothing, "statistics": of_statistics, "after": self._is_open}
@@ -265,7 +265,7 @@ class ReplicaGroups:
         return timeline.value_in(self._equal, int(earlier[-1])) if len(earlier) else None
 
     def last_equals(self) -> Any:
-        """Return, for each value, the last record so far at which all ranks agreed."""
+        """Return a table with, for each value, the last record so far in which all ranks agreed."""
         rows = np.flatnonzero(self._agrees())
         newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
         table = self._timeline.table.select(VALUE_COLUMNS).take(pa.array(np.sort(newest)))
@@ -292,7 +292,7 @@ class ReplicaGroups:
 
 
 def is_replicated(table: Any) -> npt.NDArray[np.bool_]:
-    """Return which rows say that several ranks have the same chunk."""
+    """Return which rows have placements that say that several ranks hold the same chunk."""
     return holds(table.column("placements"), lambda text: "Replicate" in kinds_of(text))
 
 
@@ -313,14 +313,14 @@ def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
 
 
 def _shards(table: Any) -> Integers:
-    """Number the coordinates of rows on the mesh axes that do not replicate; 0 where the coordinate is unknown."""
+    """Number each row's coordinate on the mesh axes that do not replicate; 0 if the coordinate is unknown."""
     numbers: dict[Any, int] = {None: 0}
     shards, ids = by_distinct(table, ("placements", "mesh"), _shard)
     return np.array([numbers.setdefault(shard, len(numbers)) for shard in shards], np.int64)[ids]
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
-    """Read the coordinate on the mesh axes that do not replicate, from untrusted JSON; None if there is none."""
+    """Read a rank's coordinate on the mesh axes that do not replicate, from untrusted JSON; None if it has none."""
     try:
         kinds, mesh_object = json.loads(placements or "null"), json.loads(mesh or "null")
     except (ValueError, RecursionError):
@@ -340,10 +340,10 @@ def _statistics_ids(table: Any) -> Integers:
 
 
 def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
-    """Return the lowest rank of each row's model, and the roots whose ranks are only assumed to share a model.
+    """Return each row's lowest rank with the same model, and the roots whose ranks are only assumed to share a model.
 
-    Ranks of other pipeline stages do not have the same model. Where manifests contradict each other, each rank's own
-    manifest counts.
+    Ranks of different pipeline stages have different models. If manifests contradict each other, each rank's own
+    manifest counts. A row for all ranks has -1.
     """
     number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
     assumed: set[str] = set()
@@ -363,7 +363,7 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
 
 
 def factor_of(differing: Differing) -> str:
-    """Say that one group of ranks has a multiple of what another one has, if norm and largest magnitude agree on it."""
+    """Return a sentence if one group of ranks holds a multiple of the other group's values; else an empty text."""
     held = {value.rank: value for value in differing.ranks}
     sides = [(held[ranks[0]], ranks) for ranks in differing.groups if ranks[0] in held]
     if not len(sides) == len(differing.groups) == 2:
@@ -379,7 +379,7 @@ def factor_of(differing: Differing) -> str:
 
 
 def factor_in_words(factor: float, low: Sequence[int], high: Sequence[int], *, is_gradient: bool) -> str:
-    """Say that the ranks `high` have `factor` times what the ranks `low` have; empty for a factor of about 1."""
+    """Return a sentence that says that ranks `high` hold `factor` times what `low` hold; empty if it is about 1."""
     if factor < 1 + 100 * SAME:
         return ""
     num_ranks = len(low) + len(high)
@@ -393,5 +393,5 @@ def _having(ranks: Sequence[int]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return the numbers of some ranks, of many the first few."""
+    """Return rank numbers as a text; of many ranks, only the first few and their count."""
     return ",".join(map(str, ranks[:_MAX_RANKS])) + (f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else "")

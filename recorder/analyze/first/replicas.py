@@ -1,10 +1,10 @@
-"""Finds the first replica that differs: a value that ranks of data parallelism or of one mesh must share bit by bit.
+"""Finds the first value whose replicas differ: ranks of data parallelism, or of one mesh, must hold it bit by bit.
 
 Replicas are compared by fingerprint, or else by their bytes. Different statistics prove a difference, but equal
-statistics prove nothing. Manifests say which ranks are replicas, and whether buffers are made equal again; rows of
-DTensors say it themselves. Elsewhere replicas are assumed, and the finding says so. Between the steps at which
-replicas were recorded, the probe has one number of a parameter at each step: different numbers prove when replicas
-came apart.
+statistics prove nothing. Manifests say which ranks are replicas, and whether buffers are made equal again; for DTensors
+the placements in rows say it. If neither says which ranks are replicas, they are assumed, and the finding says so.
+Between the steps at which replicas were recorded, the probe has one number of a parameter at each step: different
+numbers on the ranks prove when replicas came apart.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ FINDINGS = tuple(site for site in STATES if site != "buffer")
 class ReplicaFinder:
     """Finds the first difference of replicas by step and order of execution. It takes one range of steps after another.
 
-    `reads_payloads` says whether values are compared by their bytes if their rows do not decide.
+    `reads_payloads` says whether payloads are compared if the rows of the replicas do not decide.
     """
 
     def __init__(self, run: Run, *, reads_payloads: bool = True) -> None:
         self._run, self._reads_payloads = run, reads_payloads
         self.first: Differing | None = None
-        """The first difference, of buffers excepted; None while all are equal."""
+        """The first difference of replicas, except in buffers; None while all replicas are equal."""
         self.firsts: dict[str, Differing] = {}
         """The first difference at each site of `FINDINGS`, and of an ``activation`` that ranks of a mesh share. Assumed
-        replicas that were never equal are apart from these."""
+        replicas that were never equal have keys of their own."""
         self.values: dict[ValueName, RecordedValue] = {}
-        """The first differing record of every value whose replicas differ, buffers excepted, in the order of time."""
+        """The first differing record of every value, except buffers, whose replicas differ, in the order of time."""
         self.num_compared: Counter[str] = Counter()
         """The number of values that were compared over ranks, by site."""
         self.steps: set[int] = set()
@@ -116,14 +116,14 @@ class ReplicaFinder:
 
     @property
     def equal_values(self) -> set[ValueName]:
-        """The values that all ranks which share them held alike in some record."""
+        """The names of the values that, in some record, were equal on all ranks that share them."""
         if self._equal is None:
             return set()
         return set(zip(*(self._equal.column(name).to_pylist() for name in NAME), strict=True))
 
     @property
     def not_recorded(self) -> list[str]:
-        """The sites of `FINDINGS` that have no row."""
+        """The sites of `FINDINGS` of which no row was added."""
         return [site for site in FINDINGS if site not in self._recorded]
 
     def notes(self) -> list[str]:
@@ -141,7 +141,7 @@ class ReplicaFinder:
         return notes + self._problems
 
     def why_none(self) -> str:
-        """Return why nothing but buffers could be compared; empty if something else was."""
+        """Return why only buffers could be compared; empty if other values were compared, too."""
         if not self.num_compared.keys().isdisjoint(FINDINGS):
             return ""
         if "statistics" in self._why_uncompared:
@@ -193,7 +193,7 @@ def _syncs(run: Run) -> dict[str, str]:
 
 
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
-    """Yield the buffers that a merged run's notes call different between ranks, whose own rows the merge left out."""
+    """Yield the buffers that differ between ranks by a merged run's notes; the merge kept no rows of single ranks."""
     notes = timeline.table.column("note")
     is_told = holds(notes, lambda note: "replicas_differ" in note_members(note))
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
@@ -212,28 +212,29 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
 
 _NAMES = ("root", "module_path", "site", "name")
 _LEAST_FACTORS = 3
-"""The least number of norms of two ranks whose ratios show a factor: any two norms have a ratio."""
+"""At least this many pairs of norms of two ranks must have the same ratio, because any single pair has a ratio."""
 
 
 class ApartByProbe(NamedTuple):
-    """The first value of a site of which ranks have different numbers in the probe."""
+    """The first value of a site for which ranks have different numbers in the probe."""
 
     key: tuple[str, str, str, str]
     step: int
     equal_step: int
-    """The last step before, at which all ranks had the same number."""
+    """The last earlier step at which all ranks had the same number in the probe."""
     ranks: tuple[int, ...]
-    """The ranks outside the largest group of equal ranks; all ranks where no group is the largest."""
+    """The ranks outside the largest group of equal ranks; all ranks if no group is the largest."""
     is_odd: bool
-    """Whether a group is the largest: of two ranks nobody can say which of them is right."""
+    """True if one group of equal ranks is the largest, and so is right; of two ranks nobody can say which is right."""
     factor: str
-    """That some ranks have a multiple of what the others have, if all numbers of the site agree on it; else empty."""
+    """A sentence that says which ranks hold a multiple of other ranks' values, if all numbers of the site agree; else
+    empty."""
 
 
 def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[ApartByProbe]:
-    """Return, by site, the first of some values whose ranks came apart by the probe after they were equal.
+    """Return, by site, the first of the values `names` whose numbers in the probe differ after they were equal.
 
-    A run with more than `MOST_PROBED` numbers is not looked at.
+    A probe with more than `MOST_PROBED` numbers is not read.
     """
     size = probe_size(run.writers)
     if size is None or size.num_numbers > MOST_PROBED or not names:
@@ -285,7 +286,7 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
 def _common_factor(
     sizes: Any, ranks: Integers, ids: Integers, asked: Any, sides: list[list[int]], *, is_gradient: bool
 ) -> str:
-    """Say which multiple the ranks of the second side have of what those of the first have, in each asked group."""
+    """Return a sentence with the factor between two sides of ranks; empty if groups of the mask `asked` disagree."""
     of_sides = []
     for side in sides:
         column = np.full(len(asked), np.nan)

@@ -1,4 +1,4 @@
-"""The rows of a run in the order of time, and the position of a row in the run. No payload is read unless asked for."""
+"""Orders the rows of a run by time, and finds a row's value in the run. Payloads are read only on request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VALUE_COLUMNS = (*_KEY, "dtype", "shape")
 """The columns of a table that a `RecordedValue` is made of."""
 _WINDOW_ROWS = 50_000
 _LATEST = 1 << 61
-"""A number that is larger than every number of a row."""
+"""A number that is larger than every sequence number or time of a row."""
 _BEGINNING = -(1 << 62)
 """A number that is smaller than every step."""
 
@@ -61,7 +61,7 @@ ValueName = tuple[str, str, str, str]
 
 
 def is_counted_at_least(note: str | None) -> bool:
-    """Whether the counts of the row with this note are 1 where at least one element is NaN or infinite."""
+    """Whether a count of 1, in the row with this note, means that at least one element is NaN or infinite."""
     return note_members(note).get("counts") == AT_LEAST
 
 
@@ -73,7 +73,7 @@ class RecordedValue(NamedTuple):
     site: str
     name: str
     rank: int | None
-    """The rank of the record; None for a value of all ranks, in a merged run."""
+    """The rank of the record; None if the record of a merged run is for all ranks."""
     micro_step: int | None
     call: int
     repeat: int
@@ -116,22 +116,22 @@ class Timeline:
     ) -> None:  # fmt: skip
         """Load the rows of the steps from the first up to, but not including, the last; None means all steps.
 
-        `attempts` have seen all writers' rows of these steps, or see them now. `firsts` are the first records of values
-        at earlier steps. `tables` are what `whole_rows` gives for these steps and some writers; None for all writers.
+        `attempts` has seen all writers' rows of these steps, or sees them now. `firsts` are the first records of values
+        at earlier steps. `tables` are the tables of `whole_rows` for these steps and some writers; None: all writers.
         """
         self.run, self.attempts, self.steps = run, attempts, steps
         self.firsts = firsts
         tables = whole_rows(run.writers, steps) if tables is None else tables
         table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
-        # In a merged run the rows of the model and those that stayed with a rank are numbered apart.
+        # In a merged run, rows for all ranks and rows of single ranks have sequence numbers of their own.
         columns = ("attempt", "step", "time_ns") if run.is_merged else TIME_ORDER
         in_time = [integers(table.column(name)) for name in columns]
-        # The row of a value that turned on a device is put once its norm has arrived, after the scalars of its step.
+        # A device's probe writes the row of a value that turned non-finite late, after the scalars of its step.
         in_time[-1] = in_time[-1] - np.where(holds(table.column("note"), is_counted_at_least), _LATEST, 0)
         table = table.take(pa.array(np.lexsort(in_time[::-1])))
         counts = attempts.counting(table)
         self.num_superseded = int((~counts).sum())
-        """The number of rows of steps that a restart did again, which the timeline leaves out."""
+        """The number of rows that the timeline leaves out because a restart repeated their steps."""
         if self.num_superseded:
             table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
@@ -148,7 +148,7 @@ class Timeline:
             num_before = np.r_[np.zeros(self.num_firsts, np.int64), num_before]
         self.table = table
         self.num_before: Integers = num_before
-        """By row, the number of earlier rows of the same rank and step."""
+        """For each row, the number of earlier rows of the same rank and step."""
 
     @property
     def num_rows(self) -> int:
@@ -156,7 +156,7 @@ class Timeline:
 
     @cached_property
     def codes(self) -> dict[str, Integers]:
-        """Integer codes for the columns that identify values."""
+        """For each column that identifies values, an integer code of every row."""
         return {name: codes(self.table.column(name)) for name in dict.fromkeys((*VALUE_KEY, *SERIES_KEY, "rank"))}
 
     @cached_property
@@ -165,7 +165,7 @@ class Timeline:
         return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
 
     def before(self, rank: int | None) -> Timeline:
-        """Return the timeline of all earlier steps for one rank; in a merged run, rows of all ranks are included."""
+        """Return the timeline of a rank for all earlier steps; in a merged run, it includes the rows for all ranks."""
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
@@ -180,7 +180,7 @@ class Timeline:
         return np.array(flags.to_numpy(), np.bool_)
 
     def texts(self, names: Sequence[str], rows: Integers) -> set[tuple[Any, ...]]:
-        """Return the distinct combinations that some rows have in some columns."""
+        """Return the distinct combinations of texts that the rows `rows` have in the columns `names`."""
         table = self.table.select(names).take(pa.array(rows))
         return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
@@ -188,13 +188,13 @@ class Timeline:
         return self.value_in(self.table, row)
 
     def value_in(self, table: Any, row: int) -> RecordedValue:
-        """Return the value that a row of another table of this run records. The table must have `VALUE_COLUMNS`."""
+        """Return the value that a row of `table` records. The table is of this run and has `VALUE_COLUMNS`."""
         values = {name: table.column(name)[row].as_py() for name in VALUE_COLUMNS}
         info = self.run.modules.get((values["root"], values["module_path"]))
         return RecordedValue(**values, module_class=info.class_name if info else "", source=info.source if info else "")
 
     def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
-        """Yield the tensors of many rows, in the order of steps, or the error where a tensor cannot be read."""
+        """Yield the index and the tensor of each row, in the order of steps, or the error that reading it raised."""
         table = self.table.take(pa.array(rows))
         steps = integers(table.column("step"))
         view = self.run.view(layouts=PER_RANK)
@@ -218,14 +218,14 @@ class Timeline:
 
 
 def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the rows of complete tensors of some writers and steps, one table for each batch, with texts as codes."""
+    """Yield the rows of complete tensors of some writers and steps, one table per batch, with texts encoded."""
     every = _BEGINNING, -_BEGINNING
     for table in first_parts(writers, steps or every, _COLUMNS, is_all=steps is None):
         yield with_coded_texts(table, _SCHEMA)
 
 
 def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
-    """Return when the rows were seen; the index of a row within its rank's step is a time common to all ranks."""
+    """Return the keys that order rows by time. The index of a row within its rank and step is a time for all ranks."""
     mode, phase, micro_step = codes(table.column("mode")), table.column("phase"), codes(table.column("micro_step"))
     is_forward, is_backward = holds(phase, "forward".__eq__), holds(phase, ("backward", "recompute").__contains__)
     return Times(steps, mode, is_forward, is_backward, num_before, _stages(run, table), micro_step, ranks)
