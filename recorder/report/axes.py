@@ -1,4 +1,4 @@
-"""The axes of a run's page: its rows by ranges of steps, and the modules, series, steps and lanes in them.
+"""Lists the axes of a run's page: ranges of steps with their rows, and the modules, series, steps and lanes to draw.
 
 A lane is one of the lines that are drawn for a series. With few ranks, each rank has a lane. With many ranks, three
 lanes hold the lowest, the median and the highest value over the ranks, and a few lanes hold the ranks that are most
@@ -34,9 +34,9 @@ from ..sites import SITE_OF, Kind
 from .blocks import PageBlock
 
 RANGE_ROWS = 200_000
-"""The rows of a range of steps, over all ranks; they are in memory together. A single step may have more."""
+"""The most rows, over all ranks, of a range of steps, which are in memory together. One step alone may have more."""
 SERIES_KEY = ("root", "module_path", "site", "name", "mode")
-"""The columns that identify a series. The calls and micro-steps of one step are drawn as one value."""
+"""The columns that identify a series, which is one value over time. Calls and micro-steps of a step are combined."""
 _RECOMPUTED = "recompute"
 _COLUMNS = (
     "step", "rank", "attempt", "seq", *SERIES_KEY, "phase", "dtype", "shape", "global_shape", "numel", "note",
@@ -48,7 +48,7 @@ Steps = tuple[int, int]
 
 
 class DrawnSeries(NamedTuple):
-    """The columns that identify a series of values."""
+    """The columns that identify a series, which is one value over time."""
 
     root: str
     module_path: str
@@ -58,7 +58,7 @@ class DrawnSeries(NamedTuple):
 
 
 class StepRows:
-    """The rows of a run, one table for each range of steps."""
+    """The rows of a run that are drawn: one table for each range of steps."""
 
     def __init__(
         self, run: Run, tables_of: Callable[[Steps], Iterator[Any]], ranges: Sequence[Steps], schema: Any
@@ -117,7 +117,7 @@ class SeriesValues(NamedTuple):
     ranks: Integers
     """The rank of each value; -1 for a value of all ranks together."""
     numbers: dict[str, npt.NDArray[np.float64]]
-    """The numbers of each statistic or count; NaN where a row has no number."""
+    """The numbers of each statistic or count, by its name; NaN where a row has no number."""
 
 
 def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
@@ -128,7 +128,7 @@ def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
 
 
 def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValues:
-    """Return the values of a table; `series` has the index of each row's series."""
+    """Return the statistics `names` of a table, combined by series, step and rank; `series` has each row's series."""
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     groups = group([series, codes(table.column("step")), ranks + 1])
     if groups.num_groups == table.num_rows:
@@ -150,9 +150,8 @@ class Axes:
     index: dict[DrawnSeries, int] = field(default_factory=dict)
     """The index of each series, in the order in which the series were found."""
     _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """The index of a series by its names without the root; -1 if several series have these names. Each pipeline stage
-    is a root, and a value of the complete model has the root of one stage, or none.
-    """
+    """The index of a series by its key without the root; -1 if several series have this key. Each pipeline stage is a
+    root, and a value of the complete model has the root of one stage, or none."""
     is_scalar: list[bool] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
     """The global shape of each series if its first row has one, else the shape of that row's local tensor."""
@@ -171,21 +170,21 @@ class Axes:
     below: str | None = None
     """The path of a module: only the module, its submodules and scalars are drawn. None draws everything."""
     without: Collection[str] = ()
-    """The models whose values are not drawn, by the names of their roots."""
+    """The names of the roots (models under hooks) whose values are not drawn."""
     most_in_step: dict[DrawnSeries, int] = field(default_factory=dict)
-    """The most values that a rank has of a scalar in a step, if these are several; their mean is drawn."""
+    """For a scalar with several values in a step, the most values that a rank has of it; their mean is drawn."""
     optimizer_of_loss: dict[str, str] = field(default_factory=dict)
-    """By the name of a loss, the optimizer that steps after it."""
+    """For each loss, by its name, the optimizer that steps next after the loss was computed."""
     _optimizer_of_root: dict[str, str] = field(default_factory=dict)
     _later_losses: dict[tuple[int, int], str] = field(default_factory=dict)
-    """The name of a loss of another optimizer than the first, by the loss' step and repeat."""
+    """The names of the losses of later optimizers than the first, by the step and the repeat of the loss."""
 
     def with_losses(self, table: Any) -> Any:
-        """Return a table in which the losses of several models, as those of a GAN, have a name each.
+        """Return the table with a name of its own for the loss of each model, for example in the training of a GAN.
 
-        A loss belongs to the optimizer that steps next on its rank; of several optimizers of one model, to the first.
-        The losses of the first optimizer that is found keep their name. Rows of all ranks together get the names that
-        rows of ranks had before.
+        A loss belongs to the optimizer that steps next on its rank; if a model has several optimizers, to the first
+        one. Losses of the first optimizer that is found stay named ``loss``. Rows of all ranks together get the names
+        that the rows of single ranks got before.
         """
         names, is_scalar = table.column("name"), holds(table.column("site"), is_number)
         losses = np.flatnonzero(is_scalar & holds(names, "loss".__eq__))
@@ -268,7 +267,7 @@ class Axes:
             self.most_in_step[keys[number]] = max(int(most[number]), self.most_in_step.get(keys[number], 0))
 
     def add_probe(self, table: Any) -> None:
-        """Add the series and the steps of a part of the probe; `is_probed` is true from then on."""
+        """Add the series and the steps in a table of the probe's numbers; `is_probed` is true from then on."""
         _, keys, firsts = keys_of(table)
         found = set(np.unique(integers(table.column("step"))).tolist())
         self.num_steps += len(found - self.steps - self.scalar_steps)
@@ -280,7 +279,7 @@ class Axes:
 
     @property
     def models_alike(self) -> list[str]:
-        """The roots of models whose values have the same names, as those of a GAN may; see `roots` of map.js."""
+        """The roots of models whose values have equal names, for example in a GAN; `roots` of map.js finds the same."""
         roots: dict[tuple[str, ...], set[str]] = {}
         for key, number in self.index.items():
             if not self.is_scalar[number]:
@@ -300,17 +299,17 @@ class Axes:
 
 
 _FORWARD = ("input", "output", "tap")
-"""The sites whose values come in the order in which modules run."""
+"""The sites whose values are recorded in the order in which modules run."""
 MAX_PROBED = 4_000_000
-"""The most numbers of a probe that are drawn; they are in memory together, at 48 bytes each."""
+"""If a run's probe has more numbers than this, none is drawn: they are in memory together, at 48 bytes each."""
 PROBED = ("l2", "nan_count", "inf_count", "numel")
 
 
 def probe_values(run: Run, axes: Axes) -> list[SeriesValues]:
     """Return the numbers that the probe has of each value at each step, and add their series and steps to the axes.
 
-    The list is empty without a probe, and with one of too many ranks or numbers to be drawn. A later attempt supersedes
-    the steps of an earlier one from its first step on. Damage ends the list: `recorder verify` reports it.
+    The list is empty if there is no probe, or if its ranks or numbers are too many to draw. From its first step on, a
+    later attempt supersedes the earlier attempts. Damage ends the list: `recorder verify` reports the damage.
     """
     sizes = [(writer, probe_size([writer])) for writer in run.writers] if len(run.ranks) <= MAX_RANKS else []
     if sum(size.num_numbers for _, size in sizes if size) > MAX_PROBED:
@@ -337,7 +336,7 @@ def is_number(site: str) -> bool:
 
 
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
-    """Return the block of the modules in the order of execution, and the index of each module by its path."""
+    """Return the block that lists the modules in the order of execution, and the index of each module by its path."""
     order = dict.fromkeys(in_order(run, series))
     # Modules without rows, such as pure containers, come last; the page places each beside its children.
     known = list_paths((path for _, path in run.modules), order)
@@ -355,9 +354,9 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
 
 
 def in_order(run: Run, series: Iterable[DrawnSeries]) -> list[str]:
-    """Return the paths of modules in the order in which they ran; in that of the model where no forward is recorded.
+    """Return the paths of modules in the order in which they ran, or in the model's order if no forward is recorded.
 
-    Gradients come from the last module to the first, and parameters in the order of the optimizer's groups.
+    Gradients begin at the last module, and parameters are in the order of the optimizer's groups: neither is used.
     """
     recorded = dict.fromkeys(key.module_path for key in series)
     order = dict.fromkeys(key.module_path for key in series if key.site in _FORWARD)
@@ -367,7 +366,7 @@ def in_order(run: Run, series: Iterable[DrawnSeries]) -> list[str]:
 
 
 def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
-    """Return why no optimizer's step gives rows of a module's parameters; empty where one does, or nobody knows."""
+    """Return why a module's parameters have no rows of an optimizer's step; empty if they have, or if unknown."""
     if "param" not in info.sites or not info.params:
         return ""
     if len(info.params) == len(info.frozen):
@@ -376,21 +375,21 @@ def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
 
 
 MAX_RANKS = 8
-"""The most ranks that each have a lane of their own. More ranks are summed up in three lanes."""
+"""Up to this many ranks have a lane (drawn line) each; the values of more ranks are summed up in three lanes."""
 MODEL = "(the model)"
-"""The name of the root on the page, where its path would be an empty text."""
+"""The name that the page shows for the root module, whose path is an empty text."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _FAR = 8.0
-"""The distance from the median of the ranks, in interquartile ranges, beyond which a value is far from it."""
+"""A rank's value is far from the median of all ranks beyond this distance, in interquartile ranges of the ranks."""
 _LEAST_SHARE = 1e-3
-"""The least interquartile range, as a share of the median, so that ranks with mere rounding differences are not odd."""
+"""The interquartile range counts as at least this fraction of the median, so that mere rounding makes no rank odd."""
 _MIN_RANKS = 3
-"""The fewest ranks that are compared. If only two ranks differ, either may be the odd one."""
+"""The fewest ranks whose values are compared. If only two ranks differ, either may be the odd one."""
 
 
 class Lanes:
-    """The lanes of a run's page, by index."""
+    """The lanes (drawn lines of each series) of a run's page, and the index of the lane of each rank."""
 
     def __init__(self, run: Run, *, can_have_global: bool = True) -> None:
         self.ranks: list[int] = run.ranks
@@ -432,7 +431,7 @@ class Spread(NamedTuple):
     series: Integers
     steps: Integers
     numbers: dict[str, tuple[npt.NDArray[np.float64], ...]]
-    """The lowest, the median and the highest value of each statistic; NaN where no rank has a value."""
+    """The ranks' lowest, median and highest value of each statistic, by its name; NaN where no rank has a value."""
     deviation: npt.NDArray[np.float64]
     """The distance of each rank's value from the median, in interquartile ranges; NaN if unknown."""
 
@@ -474,12 +473,12 @@ class OddRanks:
         self.far = np.zeros(size, np.int64)
         """The number of values of each rank that are far from the median of all ranks."""
         self.alone = np.zeros(size, np.int64)
-        """The number of nonfinite values of each rank where most ranks' values are finite."""
+        """For each rank, the number of its nonfinite values where most ranks' values are finite."""
         self.compared = np.zeros(size, np.int64)
         self._most = np.full(size, _FAR)
-        """The deviation of the value of each rank that is farthest from the median."""
+        """For each rank, the deviation of its value that is farthest from the median of all ranks."""
         self._farthest = np.full((size, 2), -1, np.int64)
-        """The number of that value's series, and its step; -1 if no value of the rank is far."""
+        """For each rank, the series' index and the step of its farthest value; -1 if none of its values is far."""
 
     def add(self, values: SeriesValues, spread: Spread) -> None:
         """Count values that are far from the median in `spread`, and nonfinite values if most ranks' are finite."""
@@ -499,7 +498,7 @@ class OddRanks:
             self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[ids]], minlength=size)
 
     def farthest(self, rank: int, series: Sequence[DrawnSeries]) -> str:
-        """Return the name and the step of a rank's value that is farthest from the median; empty if none is far."""
+        """Return the name and the step of the rank's value that is farthest from the median; empty if none is far."""
         number, step = self._farthest[rank]
         if number < 0:
             return ""

@@ -73,18 +73,17 @@ FINE, COARSE = 65534, 254
 """The numbers of values that a two-byte code and a one-byte code can distinguish."""
 _WIDE = 64.0
 _MAX_COARSE_SPAN = 1e20
-"""In one byte, a value that is this many times smaller than the largest value of its series is drawn as zero; where the
-series has both signs, which share the codes, the root of it. In two bytes no value is: a run that diverges to 1e38
-keeps its healthy values."""
+"""With one-byte codes, a value is drawn as zero if it is this many times smaller than the largest value of its series,
+or the square root of this many times if the series has both signs, which share the codes. With two-byte codes no value
+is drawn as zero: a run that diverges to 1e38 keeps its healthy values."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Quantised(NamedTuple):
-    """Codes of an array by series, lane and column, and the scale of each series."""
+    """An array by series, lane and column as codes of one or two bytes, and the scale of each series."""
 
     codes: npt.NDArray[Any]
-    """Codes as uint8 or uint16: differences to be summed along columns, then along lanes, modulo the width of the type.
-    """
+    """Delta-coded codes as uint8 or uint16; to decode, sum them up along columns, then along lanes, with wraparound."""
     low: npt.NDArray[np.float32]
     high: npt.NDArray[np.float32]
     unit: npt.NDArray[np.float32]
@@ -130,14 +129,14 @@ def _differences(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of codes, all low bytes first: similar bytes lie together and compress better."""
+    """Return the bytes of codes, all low bytes before all high bytes: similar bytes compress better together."""
     if codes.dtype == np.uint8:
         return codes.reshape(-1)
     return np.concatenate([(codes & 0xFF).reshape(-1), (codes >> 8).reshape(-1)]).astype(np.uint8)
 
 
 class Cube:
-    """Has a number for each statistic, series, lane and column."""
+    """Holds a number for each statistic, series, lane (drawn line) and column (range of steps)."""
 
     def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
                  statistics: Sequence[str]) -> None:  # fmt: skip
@@ -159,7 +158,7 @@ class Cube:
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> Integers:
-        """Add values, possibly several to a cell, and return the columns that change. NaN is a row without a number."""
+        """Add values, possibly several to a cell; return the changed columns. NaN is a row without a number."""
         cells = (series * self.shape[1] + lanes) * self.shape[2] + self.columns_of(steps)
         has_row = self.has_row.reshape(-1)
         changed = [cells[~has_row[cells]]]
@@ -202,9 +201,9 @@ class GrowingCube(Cube):
             steps=(), num_columns=max(num_columns, 2), num_series=num_series, num_lanes=num_lanes, statistics=statistics
         )
         self.changed = np.zeros(self.shape[2], np.int64)
-        """For each column, the version in which it changed last."""
+        """For each column, the value that `version` had when the column was changed last."""
         self.version = 0
-        """The current version, which changes are marked with."""
+        """The number of the current version, which `changed` notes for every column that changes."""
         self.num_halved = 0
         """Counts up whenever pairs of columns are joined, which changes every column."""
         self._width = 1
@@ -235,13 +234,13 @@ class GrowingCube(Cube):
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> Integers:
-        """Add values, mark the columns that the values change, and return these."""
+        """Add values, mark the columns that the values change, and return these columns."""
         columns = super().put(series, lanes, steps, numbers)
         self.changed[columns] = self.version
         return columns
 
     def save_from(self, step: int) -> None:
-        """Mark the beginning of values that are not final, at this step or later; `restore` removes them."""
+        """Save the columns from this step on, before values that are not final are added; `restore` removes those."""
         first = int(self.columns_of(np.array([step]))[0])
         values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
         self._saved = first, values, self.has_row[:, :, first:].copy()
@@ -258,7 +257,7 @@ class GrowingCube(Cube):
         self._saved = None
 
     def adopt(self, older: GrowingCube) -> None:
-        """Take over the values of an older cube. Its series, lanes and statistics come first in this cube."""
+        """Take over an older cube's values. Its series, lanes and statistics are the first ones of this cube."""
         while len(older.first_steps) > self.shape[2]:
             older._halve()
         num_series, num_lanes, num = older.shape[0], older.shape[1], len(older.first_steps)

@@ -1,4 +1,4 @@
-"""All blocks of the page of a run or of two runs, and the panes (saved pictures) of a run.
+"""Collects all blocks of a page about one run or two, and reads and saves the panes (saved pictures) of a run.
 
 The memory that `collect` needs is bounded for any number of ranks and steps.
 
@@ -43,12 +43,12 @@ from .top import DoctorLine, facts_of, found_since, gaps_block, told_by_check, t
 _MAX_DIFFERING = 200
 _OF_CULPRIT = ("step", "module_path", "site", "name", "seen_at", "hint")
 _EXPECTED = ("started", "rows")
-"""The facts that any two runs differ in."""
+"""The titles of the facts in which any two runs differ."""
 Report = Callable[[int], None]
 
 
 def num_looks(run: Run, against: Run | None) -> int:
-    """Return the number of rows that `collect` will report in total. It includes the third reading by `check`."""
+    """Return the number of rows that `collect` will report: it reads each run's rows twice, and `check` once more."""
     return 3 * run.num_rows + (2 * against.num_rows if against is not None else 0)
 
 
@@ -170,7 +170,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
 
 
 def _unlike_facts(a: Run, b: Run) -> list[tuple[str, str, str]]:
-    """Return the facts in which two runs differ: a title, and the text of each run; rules have a line each."""
+    """Return the facts in which two runs differ: a title, and the text of each run, with a line for each rule."""
     facts = [list(facts_of(run, steps=span(run.steps), states=_states(run), rows="")) for run in (a, b)]
     titles = dict.fromkeys(title for title, _ in [*facts[0], *facts[1]] if title not in _EXPECTED)
     unlike = []
@@ -189,7 +189,7 @@ def _states(run: Run) -> list[str]:
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
-    """Return for each series of `a` its index in `b`, under any root; -1 if `b` has no such series."""
+    """Return for each series of `a` the index of the same series in `b`, whose root may differ; -1 if `b` lacks it."""
     numbers = {key: number for number, key in enumerate(b.series)}
     of_any_root: dict[tuple[str, ...], list[int]] = {}
     for number, key in enumerate(b.series):
@@ -223,7 +223,7 @@ def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> 
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128
 _MAX_ROWS, _MAX_RANKS = 1_000_000, 256
-"""The most rows and ranks of a run whose layouts are drawn, as finding them reads all ranks' rows three times more."""
+"""Layouts are drawn only up to this many rows and ranks, as finding them reads all ranks' rows three times more."""
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 
@@ -231,7 +231,7 @@ def ranks_block(
     run: Run, axes: Axes, collected: StatisticsBlocks, now: Sequence[RankNow],
     layouts: Sequence[Mapping[str, Any]] | None = None,
 ) -> PageBlock:  # fmt: skip
-    """Return the block of the ranks, as of the statuses `now`. `layouts` say which rank had which chunk, if known."""
+    """Return the block of the ranks, with their statuses `now`; `layouts` say which rank had which chunk, if known."""
     odd, of_rank = collected.odd, {one.rank: one for one in now}
     newest_s = min((one.silent_s for one in now), default=0.0)
     rows: list[list[Any]] = []
@@ -314,7 +314,7 @@ _LISTS = ("pins", "open", "shut")
 
 
 def read_panes(run: Location) -> list[dict[str, Any]]:
-    """Return the panes of a run; empty if the file is missing or unreadable."""
+    """Return the panes (saved pictures) of a run; empty if their file is missing or unreadable."""
     store = store_of(run)
     with suppress(RunError, OSError):
         if store.is_file(run / VIEW):
@@ -323,7 +323,7 @@ def read_panes(run: Location) -> list[dict[str, Any]]:
 
 
 def checked_panes(document: object) -> list[dict[str, Any]]:
-    """Return the valid panes in a JSON value, each with name, kind, width and state."""
+    """Return the valid panes (saved pictures) in a JSON value, each with name, kind, width and state."""
     panes: list[dict[str, Any]] = []
     for one in document if isinstance(document, list) else ():
         if not isinstance(one, Mapping) or one.get("kind") not in KINDS or len(panes) >= MAX_PANES:
@@ -342,7 +342,7 @@ def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> PageBlock:
-    """Return the block of the panes. `why_not_saved` is None if a server saves changes, or if no server runs."""
+    """Return the block of the panes. `why_not_saved` is None if a server saves changed panes, or if no server runs."""
     return PageBlock(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
 
 

@@ -1,7 +1,7 @@
-"""The histograms and units of each series over steps, for the steps and ranks that the page draws; and pictures.
+"""Collects histograms and units of series, for the steps and ranks that the page draws, and makes pictures of tensors.
 
 Pictures are made of recorded tensors: first filters, then inputs, feature maps, attention maps, and the spectra of
-weights. Payloads of all but weights come from one rank, for at most `_MAX_SERIES` tensors of a kind at two steps each.
+weights. Except for weights, payloads come from one rank, for at most `_MAX_SERIES` tensors of a kind at two steps each.
 
 The histograms of the ranks' rows are added up. A replica counts once for each rank, which does not change the shares of
 the bins. A unit is measured by its root mean square. The units of each rank are sorted separately, from the largest to
@@ -70,7 +70,7 @@ class StepsCollector(ABC, Generic[T]):
     column: str
     """The column that is collected; rows in which it is null are skipped."""
     max_collected: int
-    """The most pairs of a series and a step that are collected, but at least two steps."""
+    """The most collected values, one for each series and step; more are thinned out by steps, down to two steps."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._thinned = ThinnedSteps()
@@ -112,7 +112,7 @@ class StepsCollector(ABC, Generic[T]):
 
 
 _LOWEST, _HIGHEST = -60, 40
-"""The exponents that have a bin of their own. Smaller and larger exponents are counted in the outermost bins."""
+"""The powers of two that have a bin of their own. Smaller and larger values are counted in the outermost bins."""
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 _NUM_LINE = 2 * _NUM_BINS + 2
 _MAX_BIN_CELLS = 1_500_000
@@ -121,7 +121,7 @@ _SHARE_LEVELS = 31
 
 
 class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
-    """Collects bins: negative values from the largest magnitude on, then zeros, positive values, nonfinite values."""
+    """Collects bins in this order: negative values from the largest magnitude on, zeros, positive values, nonfinite."""
 
     column = "histogram"
     max_collected = _MAX_BIN_CELLS // _NUM_LINE
@@ -186,7 +186,7 @@ class _UnitsOfStep(NamedTuple):
 
 
 class UnitsCollector(StepsCollector[_UnitsOfStep]):
-    """Collects the sizes of units for the steps and ranks that the page draws."""
+    """Collects the sizes of units (channels, neurons) for the steps and ranks that the page draws."""
 
     column = "units"
     max_collected = _MAX_UNIT_CELLS // _NUM_QUANTILES
@@ -242,7 +242,7 @@ _MAX_FILTERS, _MAX_MAPS, _MAX_HEADS = 64, 10, 8
 _MAX_SIDE, _MAX_ATTENTION_SIDE = 40, 64
 _MAX_TENSOR_BYTES = 64 << 20
 _MAX_BYTES = 150_000
-"""The most bytes of all tiles together, before deflation."""
+"""The most bytes of all pictures of tensors together, before deflation."""
 _NOT_FINITE = 255
 _KINDS = ("filters", "input", "feature maps", "attention", "spectrum")
 _MAX_DENSE_SIDE, _NUM_ITERATIONS = 512, 30
@@ -344,14 +344,14 @@ def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
 
 
 _Range = tuple[float, float, int, int]
-"""The values of the darkest and brightest pixel (NaN without finite values), and the counts of NaN and infinities."""
+"""The values of the darkest and brightest pixel (NaN without finite values), the number of NaN, and of infinities."""
 _Made = tuple[str, npt.NDArray[np.uint8], _Range, int]
 
 
 def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | None:
-    """Return the kind, the uint8 tiles (number, row, column, colour), their range, and the number of pictures.
+    """Return a picture's kind, uint8 tiles (number, row, column, colour), range of values, and number of all tiles.
 
-    `was_attention` is True if the same series was attention at an earlier step.
+    `was_attention` is True if the same series was drawn as attention at an earlier step. None: nothing can be drawn.
     """
     if array.size == 0 or array.dtype.kind == "c":
         return None
@@ -371,7 +371,7 @@ def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | N
 
 
 def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    """Return the singular values, the largest first: of a large matrix the largest alone, or NaN if one element is."""
+    """Return singular values in descending order, only the largest of a large matrix; NaN for a nonfinite element."""
     if not np.isfinite(matrix).all():
         return np.full(1, np.nan)
     if min(matrix.shape) <= _MAX_DENSE_SIDE:
@@ -383,7 +383,7 @@ def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
 
 
 def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
-    """Return True if each row sums to one, or if no row is finite and the series was attention before."""
+    """Return True if each finite row sums to one; without a finite row, if the series was attention before."""
     some = values.reshape(-1, *values.shape[-2:])[:4]
     if some.shape[-1] != some.shape[-2]:
         return False

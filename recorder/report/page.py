@@ -85,8 +85,8 @@ def _end(last_script: str) -> bytes:
 def page(title: str, blocks: Iterable[PageBlock], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
     """Yield the complete HTML file, piece by piece.
 
-    The page begins at the view that `address` names, unless its own address names one. `panels` names the panels to
-    draw, if they have content; empty for all panels.
+    The page begins at the view that `address` names, unless the address in the browser names one. `panels` names the
+    panels to draw, if they have content; empty for all panels.
     """
     given = {"address": address, "panels": " ".join(panels)}
     yield _head(title, given={name: value for name, value in given.items() if value})
@@ -120,7 +120,7 @@ def live_policy() -> str:
 def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
     """Return the page that a server sends; its script polls the server.
 
-    `kind` is ``run``, ``runs`` (the list of runs), ``ranks`` (those of a run) or ``side`` (runs side by side).
+    `kind` is ``run``, ``runs`` (the list of runs), ``ranks`` (the ranks of a run) or ``side`` (runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
     head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # avoids a request for /favicon.ico

@@ -1,4 +1,4 @@
-"""Panels of the page as a PNG that needs no browser, drawn by Pillow. Never reads a payload."""
+"""Draws panels of the page as a PNG, with Pillow and without a browser. Never reads a payload."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ _PALETTE = np.array([[int(color[at : at + 2], 16) for at in (0, 2, 4)] for color
 _BAD, _LATER, _HOLE, _LINE = (230, 0, 122), (247, 195, 223), (236, 238, 241), (36, 87, 197)
 _Floats = npt.NDArray[np.float64]
 _First = Mapping[str, Any] | None
-"""Where the first value of the run that is not finite is, as the page marks it; None if all are finite."""
+"""The series, the step and the rank of the run's first value that is not finite; None if all values are finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
     title: str
     names: Sequence[str]
-    """The names of the rows, all of which are equally high."""
+    """The names of the picture's rows, all of which have the same height."""
     pixels: npt.NDArray[np.uint8]
     scale: tuple[float, float] | None = None
-    """What the darkest and the brightest colour of a map stand for."""
+    """The numbers that the darkest and the brightest colour of a map stand for."""
     kinds: Sequence[tuple[tuple[int, int, int], str]] = ()
-    """The other colours and what they mean."""
+    """The colours that stand for no number, such as the colour of NaN, and their meanings."""
     first: tuple[float, float] | None = None
-    """Where the cross stands: the middle of the first cell that is not finite, in pixels."""
+    """The position of the cross in pixels: the middle of the first cell with a nonfinite value."""
     ticks: Sequence[tuple[float, str]] = ()
-    """The numbers beside lines, by their height in pixels."""
+    """The numbers of the vertical axis, each after its distance from the top in pixels."""
 
 
 def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None, force: bool = False) -> int:
     """Write one of `PANELS` of a run as PNG, and return its size in bytes. `force` replaces a file.
 
-    `model` is drawn where the values of several models have the same names; without, the first of them by name.
+    If values of several models have the same names, only `model` is drawn, by default the first model by name.
 
     LookupFailedError is raised if there is nothing to draw, and WriteError if the file exists or cannot be written.
     """
@@ -140,7 +140,7 @@ def _heat(
     title: str, names: Sequence[str], steps: Sequence[int], at: _Floats, values: npt.NDArray[Any],
     is_bad: npt.NDArray[np.bool_], first: _First = None, first_row: int | None = None, hole: str = "not recorded",
 ) -> _Drawn:  # fmt: skip
-    """Draw a row for each name, coloured by the logarithm of its values; `first_row` has the first bad value."""
+    """Draw a row for each name, coloured by the logarithm of values; `first_row` has the first nonfinite value."""
     with np.errstate(divide="ignore"):
         sizes = np.log10(values.astype(np.float64))
     high = float(sizes[np.isfinite(sizes)].max(initial=-_MAX_DECADES))
@@ -191,7 +191,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _sizes(collected: StatisticsBlocks, statistic: str, chosen: Sequence[int], over: int) -> tuple[Any, Any]:
-    """Return the largest magnitudes over series (0) or lanes (1), and where a value is not finite."""
+    """Return the largest magnitudes, over series (`over` = 0) or lanes (1), and a mask of the nonfinite values."""
     cube = collected.cube.values
     values, num_bad = (
         np.fmax.reduce(np.abs([cube[name][chosen] for name in names]), axis=(0, over + 1))
@@ -346,7 +346,7 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
 
 
 def _order(name: str, mode: str) -> int:
-    """Return the place of a number, as on the page: the loss, the norm of the gradient, other losses, others, rates."""
+    """Return a scalar's place in the page's order: loss, gradient norms, other losses, other scalars, rates."""
     if name.startswith("lr."):
         return 4
     if mode != "train":
@@ -355,7 +355,7 @@ def _order(name: str, mode: str) -> int:
 
 
 def _round_numbers(low: float, high: float, most: int = 5) -> list[float]:
-    """Return up to `most` round numbers between two ends; of whole numbers whole ones, if `most` are enough."""
+    """Return up to `most` round numbers between two ends; whole numbers if the ends are whole and `most` suffices."""
     power = 10.0 ** np.floor(np.log10((high - low) / (most - 1)) - 1e-9)
     step = next(one * power for one in (1, 2, 5, 10, 20) if (high - low) / (one * power) <= most - 1)
     return [float(one * step) for one in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)]
@@ -372,7 +372,7 @@ PANELS: Mapping[str, Callable[[StatisticsBlocks, _Floats, _First], _Drawn | None
     "ranks": _ranks,
     "experts": partial(_map, sites=("output",), modules=r"(^|\.)experts\.\d+$", statistic="numel"),
 }
-"""The panels by the names that `recorder report --png` takes; a panel is None where there is nothing for it."""
+"""The functions that draw a panel, by the name that `recorder report --png` takes; None: there is nothing to draw."""
 _RULES = "the next time record it with RECORDER=1 RECORDER_PRESET=default RECORDER_RULES="
 _TO_RECORD: Mapping[str, str] = {
     "map": f"{_RULES}'site=output keep=stats'",
@@ -385,8 +385,8 @@ _TO_RECORD: Mapping[str, str] = {
     "ranks": "it needs several ranks: RECORDER=1 torchrun --nproc-per-node 2 train.py",
     "experts": f"it needs modules that are called experts.0, experts.1, ...; {_RULES}'site=output keep=stats'",
 }
-"""By panel, what makes a run have its values."""
+"""For each panel, a text that says how to record the values that the panel draws."""
 _OF_ALL = ("loss", "objectives")
-"""The panels that are of all models together."""
+"""The panels that draw all models together, and so take no `--model`."""
 _MARKED = ("map", "gradients", "experts", "ranks")
-"""The panels that mark the first value that is not finite, for which the rules have to be asked."""
+"""The panels that mark the first value that is not finite, which the rules of `recorder check` find."""

@@ -37,22 +37,22 @@ from .distributions import HistogramCollector, UnitsCollector
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page may have, the most informative first. A page always has the counts."""
 _LEAST_DRAWN = 3
-"""The number of statistics on the page of a large run, so that there is room for more steps."""
+"""A large run's page keeps this many statistics; further statistics are left out to make room for more steps."""
 _OF_SCALARS = ("mean", *COUNTS)
 _JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
-"""The statistics by which ranks may be compared; the first one on the page is used."""
+"""The statistics by which ranks may be compared, the best first; the first one that the page has is used."""
 _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
-"""The most cells of a page, which has at most 2 MB if each cell has one byte."""
+"""The most cells (numbers) of a page, which has at most 2 MB if each cell has one byte."""
 _MAX_FINE_CELLS = 250_000
-"""The cells of a cube have two bytes if they are at most this many; otherwise one byte."""
+"""A cube with at most this many cells stores each cell in two bytes; a larger cube uses one byte."""
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
-"""Statistics are left out until the others have this many columns, or as many as possible."""
+"""Statistics are left out, the last first, until there is room for this many columns, or for a column per step."""
 _MAX_RANK_BINS = 64
 _MAX_RANK_CELLS = 300_000
-"""The most cells of the map over ranks, in which each rank has a column of its own if there is room."""
+"""The most cells of the map of series and ranks, in which each rank has a column of its own if there is room."""
 _MAX_GLOBAL_ROWS = 120_000
 """In a run with more rows, values of all ranks together are drawn only at some steps."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
@@ -61,7 +61,7 @@ and gigabytes.
 """
 _MAX_REASONS = 2000
 _ALIKE = 1e-3
-"""How far apart two norms of one tensor may be, as a share: they were computed in another order."""
+"""Two norms may be of one tensor if their relative difference is at most this: their sums differ in order."""
 _LARGEST = 3e38
 _MANY_STEPS = 1 << 30
 """The number of steps that a growing run is assumed to reach."""
@@ -76,10 +76,10 @@ class StatisticsBlocks:
     ) -> None:  # fmt: skip
         """Make room for the statistics, and read nothing yet. LookupFailedError: `asked` names an unknown statistic.
 
-        Without `asked` there are as many statistics as the room allows, of which `share` is theirs. `steps` are the
-        steps of the columns; by default the steps of this run, which a second run may not share. `prefix` begins the
-        block names. `is_growing` means that any number of steps may follow; odd ranks then have no lanes of their own.
-        `has_global` says whether to assemble values of all ranks together; by default only if that does not take
+        Without `asked` there are as many statistics as fit into `share` (a fraction) of the page's room. `steps` are
+        the steps of the columns; by default the steps of this run, which a second run may not share. `prefix` begins
+        the block names. `is_growing` means that any number of steps may follow; odd ranks then have no lanes of their
+        own. `has_global` says whether to assemble values of all ranks together; by default only if that does not take
         minutes.
         """
         self._run, self._axes, self._prefix = run, axes, prefix
@@ -116,7 +116,7 @@ class StatisticsBlocks:
         self._judged_by = next((name for name in _JUDGED_BY if name in self.names), None)
         self.histograms, self.units = HistogramCollector(self.lanes.ranks), UnitsCollector(self.lanes.ranks)
         self.reasons: dict[tuple[int, bool], str] = {}
-        """Why a series has no statistics, by its number; the flag is True for the values of all ranks together."""
+        """Why a series has no statistics, by its index and a flag, which is True for global values, else False."""
         self.global_steps: int | None = None
         """The number of steps with values of all ranks together; None if every step has such values."""
         self._make_rank_cubes()
@@ -140,7 +140,7 @@ class StatisticsBlocks:
             )  # fmt: skip
 
     def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
-        """Read all rows, and assemble the values of all ranks; `report` is called with each table's number of rows."""
+        """Read all rows, and assemble the global values; `report` is called with each table's number of rows."""
         for table in rows:
             self.add(table)
             report(table.num_rows)
@@ -154,7 +154,7 @@ class StatisticsBlocks:
             self._add_global()
 
     def add_probe(self, values: Sequence[SeriesValues]) -> None:
-        """Add the numbers of the probe, and make those of all ranks together of them."""
+        """Add the numbers of the probe, and compute the norms of global tensors from the norms that ranks have."""
         for one in values:
             series = np.where(one.series >= 0, self._number[one.series], -1)
             is_drawn = series >= 0
@@ -167,10 +167,10 @@ class StatisticsBlocks:
             self._join_probe()
 
     def _join_probe(self) -> None:
-        """Make the norm of all ranks together, at the steps where the probe alone has norms of ranks.
+        """Compute the norms of global tensors, at the steps at which only the probe has norms, of single ranks.
 
-        Ranks have parts of a tensor, whose squares add up, or the same tensor: most steps with rows say which it is,
-        for an update those of its parameter.
+        If ranks have chunks of a tensor, the squares of their norms add up; if they have the same tensor, they agree.
+        Most steps with rows show which case it is; the rows of a parameter decide for its update, too.
         """
         number_of = {key: number for number, key in enumerate(self.series)}
         told_by = [
@@ -351,7 +351,7 @@ class StatisticsBlocks:
         )
 
     def _bare(self) -> list[str]:
-        """Return the sites and modes of which no row has a statistic, as those of tensors alone."""
+        """Return the sites and modes whose rows have no statistics, for example because only tensors are kept."""
         has_some = np.zeros(len(self.series), np.bool_)
         for name in self.names:
             has_some |= ~np.isnan(self.cube.values[name]).all(axis=(1, 2))
@@ -359,7 +359,7 @@ class StatisticsBlocks:
         return sorted({f"{key.site} {key.mode}" for key in self.series} - told)
 
     def steps_known(self) -> dict[str, Any]:
-        """Return the columns of the cubes and the number of steps in them, for the axes of the page."""
+        """Return the axes' facts that change while a run grows: steps, gradient norms, and notes on scalars."""
         firsts = [cube.first_steps[0] for cube in (self.cube, self.scalar_cube) if cube.first_steps]
         lasts = [cube.last_step for cube in (self.cube, self.scalar_cube) if cube.last_step is not None]
         return {
@@ -377,7 +377,7 @@ class StatisticsBlocks:
         }
 
     def note_of(self, key: DrawnSeries) -> str:
-        """Return what the numbers of a scalar are, where its name does not say so."""
+        """Return what a scalar's numbers are, such as the mean of 4 values in a step; empty if its name suffices."""
         of, number = self._axes.optimizer_of_loss, self._axes.most_in_step.get(key, 1)
         notes = []
         if len(of) > 1 and key.name in of:
@@ -390,9 +390,9 @@ class StatisticsBlocks:
         return [root for root, own in rates.items() if own[0].startswith(f"lr.{optimizer}.")]
 
     def _gradient_norms(self) -> dict[int, list[float | None]]:
-        """Return the norm of all gradients at each column, by lane: -1 is one that is not finite, null an unknown one.
+        """Return by lane the norm of all gradients in each column; -1 if the norm is not finite, None if it is unknown.
 
-        A rank has a lane here unless its norm is that of all ranks together, as the norms of replicas are.
+        The lane of a rank is left out if its norms equal the norms of all ranks together, as norms of replicas do.
         """
         grads = [number for number, key in enumerate(self.series) if key.site == "grad" and key.mode == "train"]
         if not grads or "l2" not in self.names:
@@ -421,9 +421,9 @@ class StatisticsBlocks:
         return np.where(is_bad, -1.0, np.where(2 * num_known > num_known.max(initial=0), norms, np.nan))
 
     def updates(self) -> tuple[list[int], npt.NDArray[np.float64]]:
-        """Return the series of the matrices that have updates, and how large these are, by series and column.
+        """Return the indexes of the matrices (series) that have updates, and the sizes of the updates in each column.
 
-        An update is relative to the norm of its matrix, as in `updates` of data.js.
+        The size is the norm of the update, divided by the norm of its matrix, as in `updates` of data.js.
         """
         update_of = {key._replace(site="param"): number for number, key in enumerate(self.series) if key.site == UPDATE}
         shapes = {key: self._axes.shapes[self._axes.index[key]] or "" for key in update_of if key in self.series}

@@ -1,4 +1,4 @@
-"""The block of the page of `recorder report --align`: samples down, tokens across, and the modules of each token."""
+"""Makes the block for `recorder report --align`: a map of samples (down) and tokens (across), a layer per module."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .blocks import PageBlock
 
 _MAX_SAMPLES = 128
 _MAX_CELLS = 1 << 22
-"""The most numbers of modules and tokens together; samples with small differences are left out for it."""
+"""The most cells: modules times samples times tokens. The samples with the smallest differences are left out."""
 _LOWEST, _DECADES = -9.0, 11.0
-"""How far a module's value is apart is a code of one byte: 0 for none, then powers of ten from -9 to 2."""
+"""A one-byte code says how far apart a module's values are: 0 without values, else on a log scale from 1e-9 to 100."""
 
 
 def tokens_block(found: Aligned) -> PageBlock:
-    """Return what is to be drawn of a trainer and an engine; the samples that are farthest apart come first."""
+    """Return the block that draws where a trainer and an engine differ; the samples that differ most come first."""
     search, joined = found.search, found.search.joined
     apart = joined.logprobs[0] - joined.logprobs[1]
     samples, positions = joined.samples, joined.positions

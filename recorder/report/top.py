@@ -29,11 +29,11 @@ _MAX_GAPS = 500
 _JUMP = 30.0
 """A jump is reported if a value is this many times the value predicted from the records before it."""
 _FLOOR = 1e-3
-"""A value below this share of the usual largest value at its site is near zero, where values jump without a meaning."""
+"""A value below this fraction of the median, over its site, of the largest values is near zero: jumps mean nothing."""
 _NUM_BEFORE = 4
 """The number of earlier records from which the usual size and growth of a series are computed."""
 _MIN_STEPS = 8
-"""The fewest steps for a search for jumps: fewer steps do not show what is usual."""
+"""The fewest steps of a series that is searched for jumps: fewer steps do not show what is usual."""
 _MAX_JUMPS = 4
 _NO_TENSOR = (
     "No tensor was recorded, only numbers of the step: nothing is known of parameters, activations and gradients"
@@ -46,10 +46,10 @@ class DoctorLine(NamedTuple):
     """One line of the reply of `recorder doctor`."""
 
     state: str
-    """``ok``, ``note`` or ``missing``."""
+    """How the line is judged: ``ok``, ``note`` or ``missing``."""
     text: str
     facts: Mapping[str, Any]
-    """The sites, modules, steps, ranks and reason of a gap."""
+    """The members of the line in JSON; for a gap its sites, modules, steps, ranks and reason."""
 
 
 class Highlight(NamedTuple):
@@ -57,20 +57,19 @@ class Highlight(NamedTuple):
 
     text: str
     link: Mapping[str, Any]
-    """The members of the page's address to which the sentence links."""
+    """The parameters in the page's address to which the sentence links."""
     mark: str = "wrong"
-    """``wrong``, ``right``, or ``note``."""
+    """How the sentence is marked: ``wrong``, ``right``, or ``note``."""
     steps: tuple[int, int] | None = None
     """The first and the last step of the finding; None if the finding belongs to no step."""
     ranks: tuple[int, ...] = ()
     about: Mapping[str, str] = MappingProxyType({})
-    """The cells of the finding in the table: ``what``, ``module``, ``value``, ``step``, ``rank``, ``size``, ``advice``,
-    and ``type``, the lines to type. Empty if the sentence is all there is to say.
-    """
+    """The cells of the finding's row in the table: ``what``, ``module``, ``value``, ``step``, ``rank``, ``size``,
+    ``advice``, and ``type``, the lines to type. Empty if the sentence is all there is to say."""
     more: tuple[Highlight, ...] = ()
     """The findings that follow from this one."""
     rule: str = ""
-    """The rule of a finding of `recorder check`."""
+    """The rule of `recorder check` that made the finding; empty if the page itself found it."""
 
 
 def top_block(
@@ -80,8 +79,8 @@ def top_block(
 ) -> PageBlock:  # fmt: skip
     """Return the block of the head of the page.
 
-    `checks` tell whether the record is complete, `judged` and `notes` are the findings and omissions of
-    `recorder check`, and `numbers` are facts of the page. With `is_growing` the statistics are not searched for jumps
+    `checks` tell whether the record is complete, `judged` and `notes` are the findings and omissions of `recorder
+    check`, and `numbers` are further members of the block. With `is_growing` the statistics are not searched for jumps
     yet.
     """
     listed = [*_of_dumps(run)]
@@ -116,10 +115,10 @@ def _packed(one: Highlight) -> list[Any]:
 
 
 def folded(judged: Sequence[Highlight], own: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
-    """Return groups of findings: in a group, a finding of `recorder check`, and then what is folded below it.
+    """Return groups of findings: each begins with a finding of `recorder check`, with further findings folded below it.
 
-    Folded are what follows from the finding, and what the page itself saw of the same rank, or at steps that are the
-    same or next to each other. Whatever else the page saw is a group of its own. `steps` are the recorded steps,
+    Folded below it are the findings that follow from it, and what the page itself found on the same rank, or at the
+    same or adjacent steps. Any other finding of the page is a group of its own. `steps` are the recorded steps,
     ascending.
     """
     groups = [[one, *one.more] for one in judged]
@@ -169,7 +168,7 @@ def _ranges(numbers: Sequence[int]) -> list[int]:
 
 
 def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts about a run, from its model and its ranks to its rules."""
+    """Yield facts about a run as pairs of a title and a text, from its model and its ranks to its rules."""
     manifests = [writer.manifest for writer in run.writers]
     roots = [root for manifest in manifests for root in manifest.roots]
     models: dict[str, int] = {}
@@ -211,15 +210,15 @@ def told_by_doctor(run: Run) -> list[DoctorLine]:
 
 
 def found_since(run: Run, checks: Sequence[DoctorLine]) -> list[DoctorLine]:
-    """Return the damage of a run that was found after `recorder doctor` answered, such as that of a payload."""
+    """Return lines for the damage that was found after `recorder doctor` answered, for example in a payload."""
     told = {check.text for check in checks}
     return [DoctorLine("missing", problem, {}) for problem in run.problems if problem not in told]
 
 
 def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "") -> list[Highlight]:
-    """Return the findings as `recorder check` tells them, each with those that follow from it.
+    """Return the findings in the words of `recorder check`, each with the findings that follow from it.
 
-    `typed` is the run in the commands that the page says, and `num_unjudged` how many rules were not judged, in words.
+    `typed` names the run in the commands on the page, and `num_unjudged` says in words how many rules were not judged.
     """
     told = list(told_of(findings))
     highlights = [
@@ -257,7 +256,7 @@ def _highlight(one: ToldFindings, typed: str) -> Highlight:
 
 
 def first_nonfinite(judged: Sequence[Highlight]) -> dict[str, Any] | None:
-    """Return where the first value that is not finite is, for its mark in the map; None if there is none."""
+    """Return the place of the first value that is not finite, for its mark in the map; None if all are finite."""
     known = [one for group in judged for one in (group, *group.more) if one.steps and one.rule == "nonfinite"]
     first = min(known, key=lambda one: one.steps or (0, 0), default=None)
     if first is None:
@@ -292,7 +291,7 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Highlight]:
 
 
 def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
-    """Yield the values that jump. Jumps at the same step or at adjacent steps are one finding."""
+    """Yield findings of values that jump. Jumps at the same step or at adjacent steps are one finding."""
     cube = collected.cube
     name = next((name for name in ("l2", "absmax") if name in cube.values), None)
     if name is None or not cube.shape[2]:
@@ -337,7 +336,7 @@ class _Jump(NamedTuple):
     series: int
     """The index of the series, in the order of execution."""
     ratio: float
-    """The value divided by the largest of the records before it."""
+    """The value divided by the largest of the `_NUM_BEFORE` values recorded before it."""
 
 
 def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> Iterator[tuple[int, float]]:
