@@ -123,6 +123,23 @@ class Chunk(NamedTuple):
     """The shape of a box at `offsets` of the global tensor, if the chunk is a run of this box, flattened; else None."""
 
 
+class SeenValue(NamedTuple):
+    """A value that a hook has seen, without the tensor itself."""
+
+    origin: Origin
+    moment: Moment
+    phase: str
+    call: int = 0
+    repeat: int = 0
+    """The number of the row among rows whose key is otherwise equal."""
+    scope: str | None = None
+    """The scope of a gradient or parameter; None where a scope has no meaning."""
+    chunk: Chunk | None = None
+    """The position in a global tensor, where the hook knows it and the tensor does not tell."""
+    note: str | None = None
+    """JSON text for the row's ``note``."""
+
+
 class Staged(NamedTuple):
     """One observed tensor in host memory that training can no longer change, and what to keep of it."""
 

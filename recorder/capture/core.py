@@ -42,6 +42,7 @@ from ..records import (
     Moment,
     Origin,
     ProbedStep,
+    SeenValue,
     Staged,
     kind_of,
 )
@@ -244,26 +245,14 @@ class Capture:
         return keep
 
     def observe(
-        self,
-        origin: Origin,
-        moment: Moment,
-        phase: str,
-        call: int,
-        repeat: int,
-        keep: int,
-        tensor: torch.Tensor,
-        scope: str | None = None,
-        chunk: Chunk | None = None,
-        note: str | None = None,
-        put: Callable[[Staged], None] | None = None,
+        self, seen: SeenValue, keep: int, tensor: torch.Tensor, put: Callable[[Staged], None] | None = None
     ) -> None:
         """Copy the values of a tensor into the pool and put them on the channel, or count them as dropped. Any thread.
 
-        The tensor may be of any kind; it is read before this method returns and never held. `repeat` numbers rows whose
-        key is otherwise equal. `keep` has bits of KEEP_* and is not 0. `scope` is the scope of a gradient or parameter,
-        and None for other values. `chunk` is the value's chunk if the caller knows it and the tensor does not show it.
-        `note` is JSON text for the row. `put`, if given, takes the record in place of the channel.
+        The tensor may be of any kind; it is read before this method returns and never held. `keep` has bits of KEEP_*
+        and is not 0. `put`, if given, takes the record in place of the channel.
         """
+        origin, moment, phase, call, repeat, scope, chunk, note = seen
         try:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
@@ -278,7 +267,7 @@ class Capture:
                     return
             if keep & KEEP_PROBE:
                 probe, is_alone = self.probe or self._begin_probe(), keep == KEEP_PROBE
-                keep = probe.saw(origin, moment, phase, call, scope, chunk, note, local, keep)
+                keep = probe.saw(seen if chunk is seen.chunk else seen._replace(chunk=chunk), local, keep)
                 if not keep:
                     return
                 note = merged_notes(note, TURNED) if is_alone else note
@@ -299,8 +288,8 @@ class Capture:
                 nbytes = nbytes if plan is None else plan.nbytes
         except UnsupportedKind as error:
             for name, inner, its_chunk, why in self._inside(origin, tensor, chunk, str(error)):
-                named, note_ = origin._replace(name=name), merged_notes(note, why)
-                self.observe(named, moment, phase, call, repeat, keep, inner, scope=scope, chunk=its_chunk, note=note_)
+                named, its_note = origin._replace(name=name), merged_notes(note, why)
+                self.observe(seen._replace(origin=named, chunk=its_chunk, note=its_note), keep, inner)
             return
         except Exception as error:
             self.site_failed(origin, error)
@@ -372,8 +361,8 @@ class Capture:
                 continue
             block = self.pool.take(nbytes) if is_small else None
             if block is None:
-                origin, scope, chunk, note = value.origin, value.scope, value.chunk, value.note
-                self.observe(origin, moment, value.phase, 0, repeat, keep, tensor, scope, chunk, note)
+                seen = SeenValue(value.origin, moment, value.phase, 0, repeat, value.scope, value.chunk, value.note)
+                self.observe(seen, keep, tensor)
                 continue
             try:
                 stager.copy(tensor, block)

@@ -44,6 +44,7 @@ from ..records import (
     Origin,
     ProbedSeries,
     ProbedStep,
+    SeenValue,
 )
 from ..sites import AT_LEAST, GRADIENTS, PROBE, UPDATE, may_mask
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
@@ -215,16 +216,14 @@ class Probe:
 
         self._host_measure, self._measure, self._weights = host_measure, measure, compiled_weights
 
-    def saw(
-        self, origin: Origin, moment: Moment, phase: str, call: int, scope: str | None, chunk: Chunk | None,
-        note: str | None, local: torch.Tensor, keep: int,
-    ) -> int:  # fmt: skip
+    def saw(self, value: SeenValue, local: torch.Tensor, keep: int) -> int:
         """Measure a value, and return the other bits of KEEP_* with which the value is to be recorded.
 
         These are the bits of `keep` except KEEP_PROBE, and KEEP_STATS if the value has its first NaN, or a larger
         fraction of infinite elements than before. A recompute is not measured, nor a value that is local to a rank
         before a reduction (`scope`). `local` has the value's plain elements, in host memory or on a device.
         """
+        origin, moment, phase, call, _, scope, chunk, note = value
         keep &= ~KEEP_PROBE
         numel = local.numel()
         if phase == "recompute" or scope == "local" or not numel:
@@ -238,11 +237,11 @@ class Probe:
         is_on_host = _is_on_host(local)
         seen = self._seen.get(threading.get_ident()) if self._seen else None
         if seen is not None or not is_on_host:
-            value = ProbedValue(column, local.dtype, numel, local.shape, origin, phase, scope, chunk, note)
+            probed = ProbedValue(column, local.dtype, numel, local.shape, origin, phase, scope, chunk, note)
             if seen is not None:
-                seen.append((value, keep))
+                seen.append((probed, keep))
             if not is_on_host:
-                self._launched(self._on_device.measure(SeenOnDevice(value, moment, call, keep != 0), local), moment)
+                self._launched(self._on_device.measure(SeenOnDevice(probed, moment, call, keep != 0), local), moment)
                 return keep
         local, times = _without_repeats(local)
         total = times * self._sum_of_squares(local)
@@ -554,7 +553,7 @@ class Probe:
         for column, values, note in block_rows(self._columns, steps):
             its, origin = self._columns[column], self._origins[column]
             moment = Moment(steps[0].step, None, its.mode)
-            self._observe(origin, moment, its.phase, 0, 0, KEEP_TENSOR, values, its.scope, note=note)
+            self._observe(SeenValue(origin, moment, its.phase, scope=its.scope, note=note), KEEP_TENSOR, values)
 
     def close(self) -> None:
         """End the current step, and record the block."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
-from ..records import Moment, Origin
+from ..records import Moment, Origin, SeenValue
 from ..sites import OBJECTIVE, OBJECTIVE_COSINE, OBJECTIVE_NORM
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
@@ -129,7 +129,7 @@ class Scalars:
         if root_name is None:
             root_name = next((root.name for root in self._roots), "")
         origin, moment = Origin(root_name, "", "scalar", name), Moment(step, None, "train")
-        self.capture.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)
+        self.capture.observe(SeenValue(origin, moment, "forward", 0, repeat, note=note), keep, value)
 
 
 class SharedTensor:
@@ -184,7 +184,7 @@ class SharedTensor:
     def _record(self, name: str, value: torch.Tensor) -> None:
         origin, moment = self._origin._replace(name=name + self._number), self._moment._replace(micro_step=None)
         repeat = self._owner.repeat(moment.step, origin)
-        self._owner.capture.observe(origin, moment, "forward", 0, repeat, self._keep, value)
+        self._owner.capture.observe(SeenValue(origin, moment, "forward", 0, repeat), self._keep, value)
 
 
 class SharedTensors:
@@ -291,7 +291,7 @@ class TapsByHand:
             return
         is_in_region = root.is_over_meshes and has_owner(tensor)
         chunk = capture.aliases.chunk_of_alias(tensor) if is_in_region else None
-        capture.observe(origin, slice_.moment, phase, call, 0, keep, tensor, chunk=chunk)
+        capture.observe(SeenValue(origin, slice_.moment, phase, call, chunk=chunk), keep, tensor)
         if graph is not None and requires_gradient(tensor):
             hook = GradientArrives(capture, origin, slice_.moment, graph[0], keep, repeat=graph[1])
             hook.chunk = None if chunk is None else chunk_of_gradient(chunk)

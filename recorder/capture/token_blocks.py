@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..numerics.units import signs, token_rows
-from ..records import KEEP_TENSOR, Chunk, Moment, Origin
+from ..records import KEEP_TENSOR, Chunk, Moment, Origin, SeenValue
 from ..sites import TOKENS
 
 _BLOCK_CALLS = 64
@@ -269,7 +269,7 @@ class TokenBlocks:
         block.begin()
         if moment is not None:
             note = json.dumps({"order": block.order, "calls": calls}, separators=(",", ":"))
-            self._observe(block.origin, moment, "forward", 0, 0, KEEP_TENSOR, torch.cat(parts), note=note)
+            self._observe(SeenValue(block.origin, moment, "forward", note=note), KEEP_TENSOR, torch.cat(parts))
 
     def flush(self) -> None:
         with self._changing:

@@ -128,6 +128,7 @@ class _KindWriter:
         self._next_number = 0
         self._file: BatchFile | None = None
         self._index = Index()
+        self._payload_crc = 0
         self._clear()
 
     def add(self, seq: int, row: int, part: PayloadPart | None, number: int, why: str | None) -> None:

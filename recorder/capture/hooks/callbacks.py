@@ -19,7 +19,7 @@ from ...config import Settings
 from ...observe.clock import Clock, RootClock, Slice
 from ...observe.selection import RuleSelection
 from ...observe.tree import Hook
-from ...records import Chunk, Moment, Origin, Staged
+from ...records import Chunk, Moment, Origin, SeenValue, Staged
 from ...system.log import Events
 from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
@@ -67,18 +67,7 @@ class CaptureForHooks(Protocol):
     def keep_of(self, rule_set: int, call: int) -> int: ...
 
     def observe(
-        self,
-        origin: Origin,
-        moment: Moment,
-        phase: str,
-        call: int,
-        repeat: int,
-        keep: int,
-        tensor: torch.Tensor,
-        scope: str | None = None,
-        chunk: Chunk | None = None,
-        note: str | None = None,
-        put: Callable[[Staged], None] | None = None,
+        self, seen: SeenValue, keep: int, tensor: torch.Tensor, put: Callable[[Staged], None] | None = None
     ) -> None: ...
 
     def probe_again(
@@ -334,17 +323,9 @@ class GradientArrives:
             back = capture.clock.going_back if self._is_once and self.handle is not None else None
             if back is not None and back.moment != self._moment:
                 return
-            capture.observe(
-                self._origin,
-                self._moment,
-                "backward",
-                self._call,
-                self._repeat,
-                self._keep,
-                gradient,
-                self._scope,
-                self.chunk,
-            )
+            repeat, scope = self._repeat, self._scope
+            seen = SeenValue(self._origin, self._moment, "backward", self._call, repeat, scope, self.chunk)
+            capture.observe(seen, self._keep, gradient)
             self._repeat += 1
             if self.handle is not None:
                 self.handle.remove()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ...observe import tree
-from ...records import KEEP_TENSOR, Moment, Origin
+from ...records import KEEP_TENSOR, Moment, Origin, SeenValue
 from ..local_values import is_dtensor
 from .callbacks import CaptureForHooks
 
@@ -62,10 +62,11 @@ def record_call(
     except Exception as error:
         capture.site_failed(origin, error)
         return
-    capture.observe(origin, moment, "forward", call, 0, KEEP_TENSOR, document)
+    capture.observe(SeenValue(origin, moment, "forward", call), KEEP_TENSOR, document)
     for name, tensor in held.items():
         if "same_as" not in tensors[name] and tensors[name].get("layout") != _FREED:
-            capture.observe(origin._replace(name=name), moment, "forward", call, 0, KEEP_TENSOR, tensor.detach())
+            seen = SeenValue(origin._replace(name=name), moment, "forward", call)
+            capture.observe(seen, KEEP_TENSOR, tensor.detach())
 
 
 def signature_tree(signature: tree.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from ...observe.selection import unit_dim_of
-from ...records import Moment, Origin
+from ...records import Moment, Origin, SeenValue
 from ...sites import GRADIENT_OF, OBJECTIVE
 from ...taps.module_taps import Where
 from .callbacks import CaptureForHooks
@@ -111,7 +111,7 @@ class TapRows:
             shared = capture.objectives.shared(tap.origin, slice_.moment, phase, value, is_kept=bool(keep))
             self._remember(key, tap, slice_.moment, *graph, shared)
         if keep:
-            self._observe(tap.origin, slice_.moment, phase, call, 0, keep, value, None)
+            self._observe(SeenValue(tap.origin, slice_.moment, phase, call), keep, value)
 
     def _remember(
         self, key: _Key, tap: _RootTap, moment: Moment, call: int, repeat: int, shared: SharedByTaps | None
@@ -146,23 +146,14 @@ class TapRows:
         keep = self._capture.keep_of(tap.gradient_rule_set, call.call)
         if keep:
             note = None if is_total else _NOTE
-            self._observe(tap.gradient_origin, call.moment, "backward", call.call, repeat, keep, gradient, note)
+            seen = SeenValue(tap.gradient_origin, call.moment, "backward", call.call, repeat, note=note)
+            self._observe(seen, keep, gradient)
 
-    def _observe(
-        self,
-        origin: Origin,
-        moment: Moment,
-        phase: str,
-        call: int,
-        repeat: int,
-        keep: int,
-        value: torch.Tensor,
-        note: str | None,
-    ) -> None:
+    def _observe(self, seen: SeenValue, keep: int, value: torch.Tensor) -> None:
         try:
-            self._capture.observe(origin, moment, phase, call, repeat, keep, value, note=note)
+            self._capture.observe(seen, keep, value)
         except Exception as error:
-            if self._capture.site_failed(origin, error):
+            if self._capture.site_failed(seen.origin, error):
                 self._taps.clear()
 
     def root_of(self, where: str) -> Root | None:

@@ -18,7 +18,7 @@ from torch import nn
 from ...observe import tree
 from ...observe.clock import Slice
 from ...observe.selection import NOTHING, unit_dim_of
-from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin
+from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin, SeenValue
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
@@ -328,7 +328,7 @@ class HookedModule:
                 origin, rule_set = self._leaf(site, name)
                 if keep := capture.keep_of(rule_set, call):
                     put = None if waiting is None else waiting.put
-                    capture.observe(origin, moment, phase, call, 0, keep, tensor, None, chunk, None, put)
+                    capture.observe(SeenValue(origin, moment, phase, call, 0, None, chunk), keep, tensor, put)
             if graph is not None and requires_gradient(tensor):
                 origin, rule_set = self._leaf(GRADIENT_OF[site], name)
                 if keep := capture.keep_of(rule_set, graph[0]):
@@ -459,9 +459,7 @@ class HookedModule:
         origin, rule_set = self._leaf(site, name)
         if keep := self.capture.keep_of(rule_set, 0):
             try:
-                self.capture.observe(
-                    origin, moment, phase, 0, repeat, keep, tensor, scope=scope, chunk=chunk, note=note
-                )
+                self.capture.observe(SeenValue(origin, moment, phase, 0, repeat, scope, chunk, note), keep, tensor)
             except Exception as error:
                 self.failed(site, error)
 
