@@ -107,7 +107,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
             except Exception as error:  # for example no memory for the pool, which must not make training fail
                 recorder.discovery_failed(error)
                 return Inactive()
-        # When a notebook cell runs for the second time, its first handle is still alive until the cell ends.
+        # The root stays if a handle was dropped unclosed. (A notebook cell that runs again drops its handle later.)
         root.is_kept = root.is_kept or any(handle() is None for handle in root.attachments)
         attachment = Attachment(
             detach=partial(_detach, recorder, root),
@@ -120,7 +120,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
 
 
 def _detach(recorder: Recorder, root: Root) -> None:
-    """Detach one handle of a root. The last handle ends the recording, unless ``RECORDER=1`` started the recording."""
+    """Detach one handle. The last handle removes its root; the last root ends a recording that `attach` began."""
     root.attachments = [handle for handle in root.attachments if (held := handle()) is not None and held.is_attached]
     capture = recorder.capture
     if recorder.by_flag or root.attachments or root.is_kept or capture is None or root not in capture.roots:

@@ -1,4 +1,4 @@
-"""The commands that are sent to a run under way, as one rank receives them: `Commands`; and `Carrier`.
+"""Receives the commands that are sent to a run under way (`Commands`), and carries them between nodes (`Carrier`).
 
 A command is a small immutable file in the run's directory (`format.commands` describes its content). The sender
 (`recorder set`, `recorder dump`, or the writer thread of any rank) names steps that lie ahead. Each rank's writer
@@ -12,8 +12,8 @@ So 4,096 ranks of 512 nodes make 250 system calls a second on the shared file sy
 If nodes share no file system, one rank carries commands for each directory. It copies the commands of its directory
 into the store of the process group, and writes the commands of other directories from the store into its own as files,
 which the writer threads find like any others. Training's connections are not used. The carrier runs on its own thread,
-which may wait for the store and for the disk; training and the writer thread never wait for it. Every failure ends in
-a log line. A carrier ends once it knows that all ranks share one directory.
+which may wait for the store and for the disk; training and the writer thread never wait for it. Every failure ends in a
+log line. A carrier ends once it knows that all ranks share one directory.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most looks a second of all carriers at the store, and of all nodes at the run's directory; 512 look every 2 s."""
+"""The most reads a second, of the store by all carriers and of the run's directory by all nodes; 512 read every 2 s."""
 _PATIENCE_S = 5.0
-"""The seconds that a command's text may come after its number; then the rank that took the number counts as gone."""
+"""If the store has a command's number but no text for so many seconds, the rank that took the number counts as gone."""
 _LAST_S = 1.0
-"""How long the end of a recording waits for the last commands to be carried, and then for a call that was cut off."""
+"""The seconds that the end of a recording waits for the last commands, and again after cutting the store off."""
 
 
 class Carrier:
-    """Carries commands between this rank's directory and the store, unless another rank of the directory does."""
+    """Carries commands between this rank's run directory and the job's store, if no other rank does so for it."""
 
     def __init__(self, topology: JobRank, events: Events, *, dir_setting: str) -> None:
         """Carry nothing yet. Each command that cannot be carried becomes an event.
@@ -191,7 +191,7 @@ class Carrier:
             self._next += 1
 
     def _write(self, text: bytes, run_dir: Path) -> None:
-        """Write one command into the directory, if the directory does not have the command.
+        """Write a command from another node into this rank's directory, unless the directory has it.
 
         Raises:
             CommandError: the text is no command, or the command cannot be written.
@@ -218,11 +218,11 @@ def _digest(value: bytes) -> str:
 
 
 _ALONE_S = 2.0
-"""The seconds between a rank's own reads of the run's directory if none reads it for the node; more over 500 ranks."""
+"""The seconds between a rank's reads of the run's directory if no rank reads for the node; more over 500 ranks."""
 _LEADER_GONE_S = 3.0
-"""The seconds beyond the interval of reads after which a mark without a new time counts as abandoned."""
+"""A node's mark counts as abandoned if its time is older than the interval of reads plus this many seconds."""
 _MAX_SHOWN = 8
-"""The number of newest answers that fit in a status."""
+"""The number of newest answers to commands that fit in a status."""
 
 
 class Commands:
@@ -238,10 +238,10 @@ class Commands:
     ) -> None:
         """Prepare, without reading the directory yet. Each file that is refused becomes an event.
 
-        `clock` is monotonic, in seconds. `marks` is the directory of the node's mark; None for the node's own memory.
+        `clock` is monotonic, in seconds. `marks` is the folder of the node's mark; None for the node's own memory.
         """
         self.num_refused = 0
-        """The number of refused files: their names are those of commands, but they contained no command."""
+        """The number of refused files; each had the name of a command, but contained no command."""
         self.has_changed = False
         """True if an answer has changed since the answers were last shown; the code that shows them resets this to
         False."""
@@ -279,7 +279,7 @@ class Commands:
         self.has_changed = True
 
     def answer_all(self, answers: Iterable[Answer]) -> None:
-        """Set the answers to some commands. An answer that equals the earlier one is not news. Any thread."""
+        """Set the answers to some commands; an answer that has not changed is not reported again. Any thread."""
         for answer in answers:
             if self._answers.get(answer.number) != answer:
                 self._answers[answer.number] = answer
@@ -306,12 +306,12 @@ class Commands:
         return sent
 
     def look(self) -> None:
-        """Look for commands of other ranks at once, for example before sending what another rank may have sent."""
+        """Look for commands of other ranks at once, for example before sending one that another rank may have sent."""
         if self._folder is not None:
             self._look(is_told=True)
 
     def poll(self, run_dir: Path | None) -> None:
-        """Look for new commands, if it is time to, and carry them out. `run_dir` is None before it is made."""
+        """Look for new commands, if it is time to, and carry them out. `run_dir` is None until the writer makes it."""
         if run_dir is None:
             return
         if self._folder is None:
@@ -336,7 +336,7 @@ class Commands:
                 self._mark.write(self._folder.num_seen)
 
     def close(self) -> None:
-        """Remove the node's mark, if it belongs to this rank."""
+        """Remove the node's mark, if this rank writes it."""
         if self._mark is not None and self._topology.local_rank == 0:
             self._mark.remove()
 
@@ -373,7 +373,7 @@ class Commands:
 
 
 class _NodeMark:
-    """The mark by which one rank of a node shows the others how many commands it has found. An error means no mark."""
+    """The file that shows the ranks of a node how many commands local rank 0 has found. An error means no file."""
 
     def __init__(self, folder: Path, run_dir: Path, topology: JobRank) -> None:
         digest = hashlib.blake2b(os.fsencode(run_dir), digest_size=8).hexdigest()
@@ -381,7 +381,7 @@ class _NodeMark:
         self._length = -1
 
     def write(self, length: int) -> None:
-        """Record in the mark that this rank is at work, and how many commands it has found."""
+        """Record in the file that this rank is at work, and how many commands it has found."""
         with contextlib.suppress(OSError):
             if length != self._length:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -395,7 +395,7 @@ class _NodeMark:
             os.utime(self._path, follow_symlinks=False)
 
     def read(self, patience_s: float) -> int | None:
-        """Return how many commands the mark's writer has found; None if the mark is older than `patience_s` seconds."""
+        """Return how many commands local rank 0 has found; None if the file is older than `patience_s` seconds."""
         try:
             stat_result = os.stat(self._path, follow_symlinks=False)
         except OSError:

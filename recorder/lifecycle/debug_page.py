@@ -30,10 +30,10 @@ _PAGE = """
 
 
 class RecorderHandler(DebugHandler):  # type: ignore[misc, unused-ignore] # torch has no types there
-    """The recorder's page. Make it on every rank, as each rank then answers; rank 0 gathers the answers."""
+    """The recorder's page. Make a handler on every rank, so that each rank answers; rank 0 gathers the answers."""
 
     def __init__(self) -> None:
-        # Torch drops its reference after the end of Python: if that were the last one, the process would abort.
+        # Torch drops a reference to `_answer` after the end of Python; if it were the last, the process would abort.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_answer))
         _register_handler(_NAME, _answer)
 
@@ -76,7 +76,7 @@ def _lines(rank: int, status: dict[str, Any]) -> list[str]:
 
 
 def _answer(request: Any, response: Any) -> None:
-    """Answer with this rank's status. A dump is asked for on rank 0, which tells the others."""
+    """Answer with this rank's status. If a dump is wanted, rank 0 asks for it, and so notifies the other ranks."""
     active: Any = getattr(_package, "_active", None)
     status: dict[str, Any] = {} if active is None else active.status()
     if status.get("rank") == 0 and request.get_param("dump") == "1":

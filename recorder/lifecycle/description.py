@@ -1,8 +1,8 @@
 """What a recording says of itself: manifests and status for the disk, and the first and last lines of its log.
 
 An estimate after the first recorded step predicts how many bytes the rules will have written by later steps; it counts
-the records of the first step on the writer thread. Rank 0 logs the lines from its own data. Any thread may describe.
-Nothing here may call a collective, touch a file, or read the elements of a tensor.
+the records of the first step on the writer thread. Rank 0 logs the lines from its own data. All else may run on any
+thread. Nothing here may call a collective, touch a file, or read the elements of a tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Description:
     topology: JobRank
     loaded: Loaded
     process: Mapping[str, Any]
-    """The members that `processes.own_process` returns."""
+    """The members that identify this process in a manifest, from `processes.own_process`."""
     started_ns: int
     by_flag: bool
     """True if ``RECORDER=1`` asked for the recording, False if the program did."""
@@ -142,7 +142,7 @@ class Summary:
     is_asked_for: bool
     """True if a rule applies to rank 0."""
     finding: str = ""
-    """The worst finding of the rules that ran in training, on rank 0; empty without one."""
+    """The worst finding of the rules that ran in training, on rank 0; empty if there was no finding."""
     num_dumps: int = 0
     """The number of triggers that made rank 0 write its ring."""
 
@@ -214,7 +214,7 @@ UNIT_BYTES = 19
 PROBE_BYTES = 5
 """The bytes that the probe of a value adds to the disk at each step."""
 _AHEAD = (100, 1000)
-"""The numbers of steps for which the estimate says how many bytes are written."""
+"""The estimate says how many bytes will have been written this many steps after the first."""
 
 
 class Estimate:
@@ -232,7 +232,7 @@ class Estimate:
         self._first: int | None = None
         self._num_rows: Counter[str] = Counter()
         self._num_bytes: Counter[tuple[str, int]] = Counter()
-        """The bytes that the first step kept in addition to its rows, by the site and the bit of `keep`."""
+        """The bytes that the first step's rows need beyond `ROW_BYTES` each, by site and bit of `keep`."""
         self._num_looked_at = 0
         """The number of rows at the last call of `look`."""
         self._is_over = False
@@ -258,7 +258,7 @@ class Estimate:
             self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
 
     def look(self, step: int) -> str | None:
-        """Return the estimate, once: after the first step, when no more of its records came since the last call."""
+        """Return the estimate, once: after the first step, when no records of this step came since the last call."""
         if self._is_over or self._first is None or step <= self._first:
             return None
         num_rows = self._num_rows.total()
@@ -277,7 +277,7 @@ class Estimate:
         return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
 
     def num_bytes(self, first: int, num_steps: int) -> int:
-        """Return the bytes that the `num_steps` steps from `first` on will write, from the counts of the first step."""
+        """Return the bytes that `num_steps` steps will write from step `first` on, by the first step's counts."""
 
         @cache
         def times(schedules: frozenset[Schedule]) -> int:

@@ -40,7 +40,7 @@ def launch(arguments: list[str]) -> NoReturn:
 
 
 def split_assignments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return this process's environment with the leading ``NAME=VALUE`` words added, and the words after them."""
+    """Return this process's environment plus the leading ``NAME=VALUE`` arguments, and the remaining arguments."""
     environ = dict(os.environ)
     rest = list(arguments)
     while rest and "=" in rest[0] and rest[0].partition("=")[0].isidentifier():

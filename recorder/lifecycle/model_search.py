@@ -1,4 +1,4 @@
-"""Finds what to record: the roots at their first call, the model around a module, and rules that match nothing.
+"""Finds the roots at their first call, the model around a module, and the rules that match no module.
 
 A root is an outermost module that an optimizer trains; no line of user code is needed. A call of a module inside a root
 counts as a call of the root if the program calls the module directly.
@@ -47,10 +47,10 @@ class RecorderForDiscovery(Protocol):
     """The part of `Recorder` that discovery needs; the recorder may not have started yet."""
 
     def is_inside_root(self) -> bool:
-        """Whether this thread is inside a root's call."""
+        """Return True if this thread is inside a root's call."""
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether an outermost module should become a root."""
+        """Return True if an outermost module should become a root."""
 
     def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None: ...
 
@@ -58,12 +58,12 @@ class RecorderForDiscovery(Protocol):
 
 
 class Discovery:
-    """The global forward pre-hook, which stays on while it is needed."""
+    """Owns the global forward pre-hook that finds roots; the hook stays on while it is needed."""
 
     def __init__(self, recorder: RecorderForDiscovery) -> None:
         self._recorder = recorder
         self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
-        """The rejected modules, by whether gradients were enabled: an evaluation may call a module before training."""
+        """The modules that are no roots, by whether gradients were enabled: an evaluation may come before training."""
         self._handle: Any = None
         self.start()
 
@@ -75,7 +75,7 @@ class Discovery:
             module_internals._has_any_global_hook = self._has_other_global_hook
 
     def _has_other_global_hook(self) -> bool:
-        """Suppress torch's warning of global hooks for our own hook, when a compiled module is called.
+        """Return True if there is another global hook than ours; else torch would warn of ours in compiled modules.
 
         The process may have turned the warning into an error. Torch still warns of the user's own global hooks.
         """
@@ -97,11 +97,11 @@ class Discovery:
             if is_traced():
                 return None
             if not recorder.wants(module):
-                # `functional_call` lends a module other tensors as its parameters for the length of one call.
+                # No rejection is kept if `functional_call` lends the module other tensors as parameters for one call.
                 if all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
                     rejected.add(module)
                 return None
-            # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
+            # A global pre-hook is given no kwargs; the kwargs are a local variable of the function that calls the hook.
             kwargs = sys._getframe(1).f_locals.get("kwargs")
             return recorder.make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
         except Exception as error:
@@ -139,13 +139,13 @@ def collector_paused() -> Iterator[None]:
 def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module, list[Optimizer]]:
     """Return the outermost live module that contains `module` and is completely trained, or `module` itself.
 
-    With `of_any`, and where no optimizer trains anything, it need not be trained. The second result are all live
-    optimizers, which the same scan finds.
+    With `of_any`, a model need not be trained if no optimizer trains anything. The second result is the list of all
+    live optimizers, which the same scan finds.
 
     A module thus has the same path on every rank, whether the program calls the module or a model around it first. A
     model is not completely trained if optimizers have only some of its trainable parameters: it may be another rank's
-    stage. If two such models contain the module, the result is `module` itself. Transparent wrappers change no path and
-    are skipped.
+    stage. If two outermost models contain the module, the result is `module` itself. Transparent wrappers change no
+    path and are skipped.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return module, find_live()
@@ -238,14 +238,14 @@ class EarlyOptimizers:
         self._handles.clear()
 
     def hold(self, parameters: Collection[int]) -> bool:
-        """Return True if one of these optimizers trains one of the parameters, which are given by their `id`."""
+        """Return True if a live optimizer trains one of the parameters, which are given by their `id`."""
         if not self.live and self._num_scans < _MAX_LIVE_SCANS:
             self._num_scans += 1
             self.live = find_live()
         return any(id(p) in parameters for o in self.live for group in o.param_groups for p in group["params"])
 
     def take(self) -> list[Optimizer]:
-        """Return the optimizers, and keep no reference to them from now on."""
+        """Return the live optimizers, and keep no reference to them from now on."""
         live, self.live = self.live or find_live(), []
         return live
 

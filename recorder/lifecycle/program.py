@@ -1,4 +1,4 @@
-"""The values that a training program gives the recorder: scalars, taps, steps, and the values of taps in graphs.
+"""Takes the values that a training program gives the recorder: scalars, taps, steps, and values of taps in graphs.
 
 The callers are training threads and threads that run a graph. Nothing here may raise into training.
 """
@@ -31,7 +31,7 @@ _MAX_SHOWN = 100
 
 
 class ProgramRecorder(RecorderForDiscovery, Protocol):
-    """The members of the recorder that calls of a program and taps need; the recorder may not have started."""
+    """The part of `Recorder` that `ProgramCalls` and `GraphTaps` need; the recorder may not have started yet."""
 
     settings: Settings
     events: Events
@@ -45,7 +45,7 @@ class ProgramRecorder(RecorderForDiscovery, Protocol):
 
 
 class ProgramCalls:
-    """The calls of a program. They are passed to the capture once it exists; before, they are only counted."""
+    """Passes the calls that a program makes to the capture, once it exists; before, the calls are only counted."""
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
@@ -109,7 +109,7 @@ class ProgramCalls:
 
     @contextmanager
     def tokens(self, sample_ids: Any, positions: Any, texts: Any) -> Iterator[None]:
-        """Say whose tokens the calls inside the context are given, for `recorder.tokens`."""
+        """Set the samples, positions and texts of tokens in calls inside the ``with`` block, for `recorder.tokens`."""
         before = SAID_TOKENS.names, SAID_TOKENS.positions, SAID_TOKENS.texts
         try:
             ids = sample_ids.tolist() if isinstance(sample_ids, torch.Tensor) else sample_ids
@@ -156,12 +156,12 @@ def _shown(name: object) -> str:
 
 
 class GraphTaps:
-    """Passes values and gradients of taps to the rows of the capture, and finds or makes their root."""
+    """Passes values and gradients of taps in graphs to the capture, and finds or makes the root of each tap."""
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self._stand_ins: list[nn.Module] = []
-        """Empty modules that stand for the modules of roots whose own calls are not seen."""
+        """Empty modules in place of the modules of roots whose calls no hook sees."""
 
     def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None:
         if self._recorder.is_over or is_traced():

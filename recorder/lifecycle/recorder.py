@@ -56,7 +56,7 @@ class Recorder:
     def __init__(
         self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
     ) -> None:
-        """Start nothing before the first root call. ConfigError: the settings name a file of rules that is wrong.
+        """Start nothing before the first root call. Raises ConfigError if the settings name a wrong file of rules.
 
         `by_flag` is True if ``RECORDER=1`` asks for the recording, False if the program does. `on_change` is called
         when this recorder begins to record (True) and when it is over (False).
@@ -69,9 +69,9 @@ class Recorder:
         self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory
         self.events = Events()
         self.recording: Recording | None = None
-        """What runs from the first root call on."""
+        """The recording; None before the first root call."""
         self.capture: Capture | None = None
-        """The capture of `recording`."""
+        """The capture of `recording`; None before the first root call."""
         self._pid = os.getpid()
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -91,13 +91,13 @@ class Recorder:
             self._early.watch_steps()
             atexit.register(self._at_exit)
 
-    # -- what discovery asks --------------------------------------------------------------------------------------
+    # -- called by discovery ----------------------------------------------------------------------------------------
 
     def is_inside_root(self) -> bool:
         return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
-        """Return True if an outermost module should be a root's: an optimizer trains it, or soon may."""
+        """Return True if a call of an outermost module should be a root's call: an optimizer trains it or may soon."""
         if self.is_over or is_data_worker():
             return False
         if self.capture is not None and (root := self.capture.root_of(module)) is not None:
@@ -192,7 +192,7 @@ class Recorder:
     # -- roots ----------------------------------------------------------------------------------------------------
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
-        """Start the recording if this is its first root, and put hooks on the root."""
+        """Make a module a root, and put hooks on it. The first root starts the recording."""
         with self._lock:
             if self.recording is None:
                 try:
@@ -253,7 +253,7 @@ class Recorder:
         self._ring.ask(kind, reason, step=step)
 
     def ask_for_error(self, error: BaseException) -> None:
-        """Note that an exception leaves the training, and request that the last steps are written."""
+        """Record that an exception ends the training, and request that the ring writes the last steps."""
         reason = f"{type(error).__name__}: {one_line(error)}"
         self.events.add(EXCEPTION, reason, level=logging.DEBUG)  # the program prints it
         self.ask(EXCEPTION, reason)
@@ -281,7 +281,7 @@ class Recorder:
             self.discovery.start()
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Stop looking for roots once every parameter has one; a new optimizer starts the search again."""
+        """Stop looking for roots once every trained parameter is in one; a new optimizer starts the search again."""
         assert self.recording is not None
         capture, optimizers, discovery = self.recording.capture, self.recording.optimizers, self.discovery
         capture.every_call_is_a_step = False
@@ -305,7 +305,7 @@ class Recorder:
             discovery.stop()
 
     def _check_patterns(self, recording: Recording) -> None:
-        """Report rules that match nothing. As this may run at every step, it checks once for each number of modules."""
+        """Report rules that match nothing. Called at many steps; checks only if the number of modules has changed."""
         capture = recording.capture
         paths = [path for root in capture.roots for path in root.inventory.paths]
         if len(paths) != self._num_judged:
@@ -322,7 +322,7 @@ class Recorder:
         if self.recording is not None:
             self.recording.optimizers.closure_returned(optimizer)
 
-    # -- what attachments ask --------------------------------------------------------------------------------------
+    # -- called by attachments ---------------------------------------------------------------------------------------
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until all values observed so far are on disk; return False if the deadline came first."""
@@ -332,7 +332,7 @@ class Recorder:
         return self.recording.writer.drain(deadline_s)
 
     def status(self) -> dict[str, Any]:
-        """Return what the rank's status would say now, with its run and its accounts. Any thread."""
+        """Return what `_status.json` would contain now, with the run directory and the ledger. Any thread."""
         return {} if self.recording is None else self.recording.status()
 
     def run_dir(self) -> Path | None:
@@ -358,7 +358,7 @@ class Recorder:
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
-        """End the recording as the interpreter ends. After a third Ctrl-C, rows that take over `_LAST_S` are lost.
+        """End the recording as the interpreter ends. After a third Ctrl-C, rows that need over `_LAST_S` are lost.
 
         The ledger is closed however often Ctrl-C comes.
         """

@@ -1,4 +1,4 @@
-"""A recording that has begun: its capture, its writer, and what the writer thread asks of both until the end.
+"""A recording that has begun: its capture, its writer, and the functions that the writer thread calls until the end.
 
 `Recorder` makes a `Recording` at the first root call. Nothing here may raise into training.
 """
@@ -64,7 +64,7 @@ class Recording:
         self._name_in_commands = ""
         """The run's name for commands; empty while the name is not known."""
         self._is_summed_up = threading.Lock()
-        """Acquired by the thread that logs the summary, and never released."""
+        """The thread that logs the summary acquires this lock, and nobody releases it."""
         self._estimate: Estimate | None = None
         """The estimate of bytes, which only rank 0 has."""
         if own_topology.rank == 0:
@@ -142,7 +142,7 @@ class Recording:
         self.optimizers.close()
         self._loss.close()
 
-    # -- what the writer thread asks --------------------------------------------------------------------------------
+    # -- called by the writer thread ----------------------------------------------------------------------------------
 
     def _resolve_target(self) -> Any:
         """Decide where to write. Called on the writer thread, because it may wait for the other ranks."""
@@ -167,7 +167,7 @@ class Recording:
         )
 
     def _take_name(self, run_dir: Path, name: str) -> None:
-        """Set the name of the run. Called on the writer thread: the check whether it is unique may read the disk."""
+        """Set the run's name. Called on the writer thread, because the check for uniqueness may read the disk."""
         folder = Path(self._settings.dir)
         self._name_in_commands = name_in_commands(run_dir, name, folder, is_default=self._is_default_folder)
 
@@ -214,7 +214,7 @@ class Recording:
         return manifest
 
     def _before_last(self) -> None:
-        """Look for triggers a last time, before the waiting values are lost. Called on the writer thread."""
+        """Look for triggers a last time, before the ring gives up its values. Called on the writer thread."""
         try:
             self._ring.end(self.capture, self.commands)
             if self._ring.has_triggers:
@@ -233,11 +233,11 @@ class Recording:
         return self._description.status(self.capture, self.commands, findings)
 
     def status(self) -> dict[str, Any]:
-        """Return what the rank's status would say now, with its run and its accounts. Any thread."""
+        """Return what `_status.json` would contain now, with the run directory and the ledger. Any thread."""
         return {"run": str(self.run_dir), **self.writer.stats().ledger, **self._status()}
 
     def _answer(self) -> None:
-        """Set the present answers to commands that change rules. Any thread."""
+        """Update the answers to the commands that change rules. Any thread."""
         self.commands.answer_all(self.capture.rule_commands.answers())
 
     # -- the end --------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """The ring of a rank: the rules that keep a ring, its memory, and the triggers that cause it to be written.
 
-`RingWatch` joins the memory, `Triggers`, and the rules of `recorder check` that run in training, and that may be
-triggers. Code that finds a reason to write the ring only asks `Triggers`, on any thread. The writer thread then
-determines the window of steps, has its own ring write them, and sends the other ranks a command; no rank waits. A rank
-that receives the command too late reports the steps that it no longer has. Nothing here may touch a tensor, wait, or
-raise into training.
+`RingWatch` owns the memory, the `Triggers`, and the rules of `recorder check` that run in training. A finding of these
+rules may be a trigger. Code that finds a reason to write the ring only asks `Triggers`, on any thread. The writer
+thread then determines the window of steps, has its own ring write them, and sends the other ranks a command; no rank
+waits. A rank that receives the command too late reports the steps that it no longer has. Nothing here may touch a
+tensor, wait, or raise into training.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RingWatch:
         """True if this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
         self.worst: Finding | None = None
-        """The worst finding of the rules so far, and the first of these; NaN and infinities are told elsewhere."""
+        """The worst finding of the rules, the first of equal ones; NaN and infinities are reported elsewhere."""
         self._findings: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
         self._has_said = False
@@ -83,7 +83,7 @@ class RingWatch:
 
         The ring takes a share of `pool`. `writer` keeps the ring's records, and writes them. A trigger that writes less
         than it should becomes an event. `current_step` returns the step under way; None before there is one.
-        `on_trouble` takes a sentence about each finding that is no note, on the writer thread.
+        `on_trouble` takes a sentence about each finding that is worse than a note, on the writer thread.
         """
         settings, self._rank, self._on_trouble = self._settings, rank, on_trouble
         window = ring_window(settings.rules)
@@ -116,18 +116,18 @@ class RingWatch:
             self._triggers.ask(kind, reason, step=self._current_step() if step is None else step)
 
     def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Pass on records whose statistics are known. Writer thread."""
+        """Pass records with their statistics to the rules that run in training. Writer thread."""
         if self._checks is not None:
             for staged, its in zip(records, measured, strict=True):
                 self._checks.saw(staged, its)
 
     def probed(self, numbers: ProbedStep) -> None:
-        """Pass on the numbers of the probe of a step that is over. Training thread."""
+        """Pass the probe's numbers of a step that is over to the rules that run in training. Training thread."""
         if self._checks is not None:
             self._checks.probed(numbers)
 
     def look(self, capture: Capture) -> None:
-        """Write the requested steps, and notify the other ranks; say the first finding. Writer thread."""
+        """Have the requested steps written, notify the other ranks, and log the first finding. Writer thread."""
         if self._checks is not None:
             self._checks.look()
         self._say_finding()
@@ -136,7 +136,7 @@ class RingWatch:
             self._triggers.look(capture.clock.step)
 
     def end(self, capture: Capture, commands: Commands) -> None:
-        """Look for triggers a last time, before the waiting values are lost. Writer thread."""
+        """Look for triggers a last time, before the ring gives up its values. Writer thread."""
         if self._checks is not None:
             self._checks.finish()
             self._say_finding()
@@ -197,15 +197,14 @@ class RingWatch:
 _logger = logging.getLogger("recorder")
 _MAX_TEXT = 200
 _MAX_FINDINGS = 8
-"""The most modules with findings in a status, and so in labels of metrics: further ones count without their module."""
+"""The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
 _MAX_ASKED = 64
-"""The most triggers that wait for the writer thread, which looks five times a second. Others are only counted."""
+"""The most triggers that wait for the writer thread, which looks five times a second; more are only counted."""
 _DUE = ("exception", "signal", "user")
-"""The triggers that are never ignored soon after another trigger, because the process ends or a person asks."""
+"""The kinds of trigger that are obeyed even soon after another trigger: the process ends, or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
-"""Ranks that find the same reason at once notify the others at different times, spaced like multiples of the golden
-ratio, so that most ranks are notified before their own turn. Of 4,096 ranks about 20 send, within 4 s.
-"""
+"""Ranks that find the same reason at once notify the other ranks at different times, spaced like multiples of the
+golden ratio, so that most ranks are notified before their own turn. Of 4,096 ranks about 20 send, within 4 s."""
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
 OWN_RULE = "own rule"
@@ -227,7 +226,7 @@ class _Unsent(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """A command that this rank answers once more when the command's window is over."""
+    """A dump command that this rank has answered, and answers again once the command's window is over."""
 
     command: Command
     dump: Dump
@@ -246,9 +245,9 @@ class Triggers:
     window: RingWindow
     """The steps around a trigger that are written."""
     channel: Writer | None
-    """The writer, with the ring; None if the rules keep a ring on other ranks only, or once the ring is off."""
+    """The writer, with the ring; None if only other ranks keep a ring, or once the ring is off."""
     sender: Commands
-    """Notifies the other ranks."""
+    """The commands of the run, through which the other ranks are notified."""
     events: Events
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
@@ -258,7 +257,7 @@ class Triggers:
         self._by = f"rank {self.rank}"
         self._turn_s = min(self.world_size / _TURNS_PER_S, _LONGEST_TURNS_S) * (self.rank * _GOLDEN % 1)
         self._why_nothing = "no rule keeps a ring on this rank"
-        """The reason why this rank writes nothing, for the time without a channel."""
+        """The reason why this rank writes nothing while `channel` is None."""
         self._asked: deque[_Asked] = deque()
         self._unsent: list[_Unsent] = []
         self._dumps: list[Dump] = []
@@ -270,9 +269,9 @@ class Triggers:
         slow."""
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Request that the steps around a step are written; None for the step under way. Any thread; never waits.
+        """Request that the steps around `step` are written, by default the step under way. Any thread; never waits.
 
-        `kind` is a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` for a deliberate request. `reason`
+        `kind` is one of `config.TRIGGERS` or `OWN_RULE`; or ``program`` or ``user``, for a deliberate request. `reason`
         is for people: any object, even one that cannot be printed.
         """
         if kind not in _ALWAYS and kind not in self._words:
@@ -297,10 +296,10 @@ class Triggers:
         self._look_at_dumps()
 
     def take(self, command: Command) -> None:
-        """Carry out a command that another rank or a person has sent. Writer thread.
+        """Carry out a dump command that another rank or a person has sent. Writer thread.
 
         Raises:
-            CommandError: the window is larger than the ring's, or there were too many; the error's text is the answer.
+            CommandError: the window is larger than the ring's, or there were too many dumps; the text is the answer.
         """
         assert command.to_step is not None, "a dump has a last step"
         num_steps, most = command.to_step - command.from_step + 1, sum(self.window) + 1
@@ -351,7 +350,7 @@ class Triggers:
         self.events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
-        """Notify the other ranks, unless one of them has found the same reason first."""
+        """Notify the other ranks of each due dump, unless another rank has sent a command for its steps first."""
         due = [unsent for unsent in self._unsent if unsent.due_s <= now]
         self._unsent = [unsent for unsent in self._unsent if unsent.due_s > now]
         for _, command, dump in due:

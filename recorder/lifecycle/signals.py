@@ -3,7 +3,7 @@
 A signal is taken over only if its action is the default one, and the program cannot notice: `signal.getsignal` returns
 SIG_DFL. Ignored signals and handlers of other code, in Python or in C, are never touched; when a Python handler runs, a
 thread of the recorder flushes the data at the same time. If the main thread is stuck in a collective and never runs a
-handler, that thread ends the process, by the same signal.
+handler, the thread of the recorder ends the process, by the same signal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SI
 """The signals that a thread causes itself by a fault. They must not be blocked."""
 
 _leftover_pipes: list[_Pipe] = []
-"""Pipes of uninstalled handlers. Other code may restore one as wake-up descriptor, so they are reused, never closed."""
+"""Pipes of former watches. Other code may restore one as wake-up descriptor, so pipes are reused, never closed."""
 _masks: dict[int, set[signal.Signals]] = {}
 
 
@@ -60,7 +60,7 @@ class _Pipe:
         return b""
 
     def write(self, number: int) -> None:
-        """Wake the thread, if the pipe has room."""
+        """Wake the watching thread, if the pipe has room."""
         with contextlib.suppress(OSError):
             if self.write_end.is_ours:
                 os.write(self.write_end, bytes([number]))
@@ -118,11 +118,11 @@ class TerminationWatch:
     finish: Callable[[], object]
     """Does what `flush` does and ends the recording, because the process is about to end."""
     deadline_s: float
-    """The time for `finish`; the process ends soon after, whatever `finish` does."""
+    """The seconds for `finish`; the process ends soon after them, whatever `finish` does."""
     ending: Callable[[int], object]
     """Called with the signal just before `finish`; it must not wait."""
     trigger: int | None
-    """A signal that calls `triggered`, and ends the process only if the program has it end the process."""
+    """A signal on which `triggered` is called. It ends the process only if the program's own handler does."""
     triggered: Callable[[], object]
     """Called on a thread of the recorder or in the main thread, perhaps twice; it must not wait."""
 
@@ -135,7 +135,7 @@ class TerminationWatch:
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Take over the default actions, and set the wake-up descriptor if it is free; only the main thread can."""
+        """Take over signals whose action is the default, and the wake-up descriptor if it is free. Main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         _leftover_pipes[:] = [pipe for pipe in _leftover_pipes if pipe.is_ours]

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 FOLDER = "_RECORDER_PROBE"
-"""The environment variable that names the folder for the results. `analyze.prove` sets both variables."""
+"""The environment variable that names the folder for the results. `analyze.prove` sets it, and `STEPS`."""
 STEPS = "_RECORDER_PROBE_STEPS"
 RESUME = "_RECORDER_PROBE_RESUME"
 """The environment variable of ``prove --resume``: ``killed`` for the launch that is killed, else ``resumed``."""
@@ -50,7 +50,7 @@ def start() -> None:
 
 
 class ProgramProbe:
-    """Counts the steps of the first optimizer that steps. After a step of any optimizer it writes a line."""
+    """Counts the steps of the program's first optimizer, and writes a line of digests after a step of any optimizer."""
 
     def __init__(self, folder: str, num_steps: int) -> None:
         self._folder = folder
@@ -58,19 +58,19 @@ class ProgramProbe:
         self._pid = os.getpid()
         self._file: Any = None
         self._first: int | None = None
-        """The identity of the optimizer that counts the steps."""
+        """The `id` of the optimizer whose steps are counted."""
         self._num_done = 0
         self._others_awaited: set[int] = set()
-        """The other optimizers that stepped between the last two steps of the first one."""
+        """The `id` of each other optimizer that stepped between the last two steps of the counted one."""
         self._others_stepped: set[int] = set()
         self._models: list[weakref.ref[Any]] = []
-        """Weak references, because a DDP module that outlives its process group can block the end of the process."""
+        """Weak references to models: a DDP module that outlives its process group can block the end of the process."""
         self._names: dict[int, str] = {}
         self._handle = register_optimizer_step_post_hook(self._after_step)
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Make the hook after the step the last one, so that it gets the state that other hooks leave."""
+        """Register the hook after a step again, so that it runs last and sees the state that other hooks leave."""
         if not torch.compiler.is_compiling():
             self._handle.remove()
             self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -116,7 +116,7 @@ class ProgramProbe:
         raise SystemExit(0)
 
     def _look(self, optimizer: Any) -> dict[str, str]:
-        """Return the digest of each value, by its kind and its name, separated by a space."""
+        """Return digests of the program's state; a key is the kind and the name of a value, separated by a space."""
         seen: dict[str, str] = {}
         self._see_models(seen, [optimizer])
         for reference in self._models:
@@ -129,7 +129,7 @@ class ProgramProbe:
         return seen
 
     def _see_models(self, seen: dict[str, str], optimizers: list[Any]) -> None:
-        """See the models that have parameters of some optimizers, and the state of these optimizers."""
+        """Add digests of the models that these optimizers train, and of the optimizers' state, to `seen`."""
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         if any(id(parameter) not in self._names for group in groups for parameter in group):
             self._find_models(groups)
@@ -177,7 +177,7 @@ class ProgramProbe:
 
 
 def _objects() -> list[Any]:
-    """Return the objects that the garbage collector knows, in the order in which each launch makes them."""
+    """Return the objects that the garbage collector knows, in an order that is the same in each launch."""
     return [one for generation in (2, 1, 0) for one in gc.get_objects(generation)]
 
 
@@ -243,9 +243,10 @@ def _see(seen: dict[str, str], name: str, value: Any) -> None:
 
 
 def _described(value: Any) -> str:
-    """Return ``= 0.5`` for a single number; else type, ``zero``, ``bfloat16`` or ``-`` for the values, and a digest.
+    """Describe a value: ``= 0.5`` for a single number, else dtype, ``zero``, ``bfloat16`` or ``-``, and a digest.
 
-    For a part of a DTensor follow the shape of the whole tensor, and offsets and sizes of the part.
+    ``zero``: all elements are 0. ``bfloat16``: float32 elements that are bfloat16 numbers. For a chunk of a DTensor,
+    the whole tensor's shape and the chunk's offsets and sizes follow.
     """
     if not isinstance(value, torch.Tensor):
         return f"= {value!r}"
@@ -271,7 +272,7 @@ def _described(value: Any) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return a digest of 128 bits of a tensor's type, shape and bits, or a text that says why they cannot be read."""
+    """Return a 128-bit digest of a tensor's dtype, shape and elements, or a text that says why they cannot be read."""
     try:
         digest = hashlib.blake2b(digest_size=16)
         _add(digest, tensor.detach())
@@ -309,5 +310,5 @@ def _hash(text: bytes) -> str:
 
 
 def _legacy_state(state: Any) -> str:
-    """Return the digest of what `get_state` of NumPy's older generators returns."""
+    """Return the digest of a state of NumPy's older random generators, as their `get_state` returns it."""
     return _hash(repr([part.tolist() if hasattr(part, "tolist") else part for part in state]).encode())

@@ -1,8 +1,8 @@
 """Watches a program for ``recorder prove --resume``: what each optimizer step begins with, reads, and computes.
 
-A look at the state is taken as the first training forward of a step begins: at that moment a resumed process has
-restored all that it will restore. The module imports nothing of the package, and changes no state of the program. It
-puts global hooks on forward passes, in all launches that are compared.
+The state is read when the first training forward of a step begins: at that moment a resumed process has restored all
+that it will restore. The module imports nothing of the package, and changes no state of the program. It puts global
+hooks on forward passes, in all launches that are compared.
 """
 
 import os
@@ -22,12 +22,12 @@ from torch.nn.modules import module as hooks
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _NOT_RESTORED = frozenset(("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose"))
-"""Members of a schedule that count calls and have no effect on the learning rate."""
+"""Members of a learning-rate schedule's state that count calls and have no effect on the learning rate."""
 _MODULE, _OPTIMIZER, _SCALER = torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler
 _SCHEDULE, _LOADER = torch.optim.lr_scheduler.LRScheduler, _MultiProcessingDataLoaderIter
 _KINDS: tuple[type, ...] = (_MODULE, _OPTIMIZER, _SCALER, _SCHEDULE, _LOADER)
 _FLUSHED_S = 2.0
-"""How many seconds a process waits before it is killed, so that the recorder's writer takes its rows to the disk."""
+"""The seconds that a process waits before it kills itself, so that the recorder's writer takes the rows to the disk."""
 
 
 class ResumeProbe(base.ProgramProbe):
@@ -41,16 +41,16 @@ class ResumeProbe(base.ProgramProbe):
         self._learns = False
         """True while the outermost module that is being called has parameters that may get gradients."""
         self._seen: dict[str, str] = {}
-        """What was seen of the update that is under way."""
+        """The digests of the update that is under way, by kind and name of the value."""
         self._num_calls = 0
         self._batches: dict[int, str] = {}
-        """The digests of the batches of the update that is under way, by the number of the call."""
+        """The digests of the batches of the update that is under way, by the number of the forward call."""
         self._kind_of: dict[type, type | None] = {}
-        """Which of `_KINDS` a type is, `object` for any other type with a `state_dict`, and None for the rest."""
+        """For each type, its base class in `_KINDS`, `object` for another type with a `state_dict`, or None."""
         self._others: dict[int, str] = {}
-        """The names of objects beside the model, such as a moving average of the weights, by identity."""
+        """The names of objects beside the model, such as a moving average of the weights, by their `id`."""
         self._generators: list[tuple[Any, int | None]] = []
-        """The random generators at the last look, those of torch with their seeds."""
+        """The random generators that were found last, each with its initial seed if it is torch's, else with None."""
         hooks.register_module_forward_pre_hook(self._before_forward)
         hooks.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
 
@@ -71,7 +71,7 @@ class ResumeProbe(base.ProgramProbe):
                 self._look_before()
 
     def _after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Take the digest of the batch, here because hooks before all modules do not get keyword arguments."""
+        """Take the digest of the batch after the forward, as global hooks before it get no keyword arguments."""
         if self._is_elsewhere():
             return
         self._depth -= 1
@@ -155,7 +155,7 @@ class ResumeProbe(base.ProgramProbe):
         self._see_variables(seen)
 
     def _see_variables(self, seen: dict[str, str]) -> None:
-        """See generators, with a mark if one was made or seeded since the last look, and averages of the weights."""
+        """Add digests of generators and of weight averages; note the generators made or seeded since the last call."""
         types: tuple[type, ...] = (torch.Generator, random.Random)
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]
@@ -193,7 +193,7 @@ class ResumeProbe(base.ProgramProbe):
         return self._others[id(one)]
 
     def _tensors(self, name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that an object's member holds, without the model's own parameters."""
+        """Return the tensors in a member of an object, with their names, without the model's own parameters."""
         if isinstance(value, torch.Tensor):
             return [] if id(value) in self._names else [(name, value)]
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -223,7 +223,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _samples(batch: list[torch.Tensor]) -> str:
-    """Return the digests of the rows of a batch's tensors; a tensor with another number of rows belongs to each row."""
+    """Return a digest of each sample (row) of a batch. A tensor with another number of rows counts in each sample."""
     num_rows = max(len(tensor) if tensor.dim() else 1 for tensor in batch)
     has_rows = [tensor.dim() > 0 and len(tensor) == num_rows for tensor in batch]
     common = [base._digest(tensor) for tensor, is_cut in zip(batch, has_rows, strict=True) if not is_cut]
@@ -240,7 +240,7 @@ def _plain(name: str) -> str:
 
 
 def _variables() -> Iterator[tuple[str, Any, Any]]:
-    """Yield variables of the running functions and of the program's own module, then attributes with their owners."""
+    """Yield (name, value, owner) for variables of running functions and the main module, and for their attributes."""
     found: list[dict[str, Any]] = []
     frame: Any = sys._getframe()
     while frame is not None:

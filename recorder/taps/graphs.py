@@ -21,7 +21,7 @@ from ..sites import full_name
 from . import ops
 
 _tracing_state = torch._C._get_tracing_state
-# Since torch 2.14 the flag belongs to a thread. The public `is_fx_tracing` logs a warning at each call.
+# FX's private flag is read (since torch 2.14 for each thread), as `is_fx_tracing` logs a warning at each call.
 _is_fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", lambda: _symbolic_trace._is_fx_tracing_flag)
 _PLAIN = (str, bytes, int, float, bool, complex)
 _LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
@@ -29,7 +29,7 @@ _LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
 
 
 def is_for_graph(value: Any) -> bool:
-    """Whether the running code is being made into a graph, or is differentiated or batched by `torch.func`."""
+    """Return True if the running code is being made into a graph, or is differentiated or batched by `torch.func`."""
     if torch.compiler.is_compiling():
         return ops.is_on or _is_exporting()
     return is_traced() or is_proxy(value) or (ops.is_on and in_functorch()) or _is_made_into_fx()
@@ -41,17 +41,17 @@ def _is_exporting() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether `torch.jit.trace` or `torch.fx` is running the code, to make a graph of it."""
+    """Return True if `torch.jit.trace` or `torch.fx` is running the code, to make a graph of it."""
     return _tracing_state() is not None or _is_fx_tracing()
 
 
 def in_functorch() -> bool:
-    """Whether `torch.func` transforms the code that runs."""
+    """Return True if `torch.func` transforms the code that runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_proxy(value: Any) -> bool:
-    """Whether a value is an FX proxy or contains one."""
+    """Return True if a value is an FX proxy or contains one."""
     if torch.compiler.is_compiling():
         return False
     if isinstance(value, torch.fx.Proxy):
@@ -124,14 +124,14 @@ def tap_argument(value: Any, name: str, where: str) -> Any:
 
 
 def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
-    """Record a tensor without a copy, as its module may change it in place; its gradient sums all its uses."""
+    """Record a tensor without a copy, as its module may change it in place. The gradient covers all its uses."""
     if _is_tappable(tensor):
         torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
     return tensor
 
 
 def tap_by_hand(tensor: Any, name: str) -> Any:
-    """Tap a tensor that the program names."""
+    """Tap a tensor for a call of `recorder.tap` in code that becomes a graph."""
     if is_proxy(tensor):
         return torch.ops.recorder.see(tensor, name)
     if not isinstance(tensor, torch.Tensor) or not _is_tappable(tensor):
@@ -182,7 +182,7 @@ def _shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _with_grad() -> bool:
-    """Whether gradients are enabled around compiled code; an exported graph runs in its caller's mode."""
+    """Return True if code is compiled with gradients enabled; False for an export, which runs in its caller's mode."""
     return torch.compiler.is_compiling() and not _is_exporting() and torch.is_grad_enabled()
 
 

@@ -31,8 +31,8 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
     In eager code a tap does nothing: the recorder's own hooks see the value. Where the model is compiled, exported,
     traced, scripted or differentiated by `torch.func`, the tap becomes an op of the graph, ``recorder::tap``, which
     records the value and its gradient and returns a copy. The model is changed in place; it can still be pickled,
-    copied and packaged. A graph made of it records wherever ``import recorder`` was done and a recording is on; in a
-    process without an optimizer, which only infers, that takes ``RECORDER_ROOTS=any`` or `attach`.
+    copied and packaged. A graph made of it records wherever ``import recorder`` was done and a recording is on. A
+    process without an optimizer, which only infers, needs ``RECORDER_ROOTS=any`` or `attach` to record.
 
     Args:
         model: a module, before its first compiled call.
@@ -139,18 +139,18 @@ def _strip_program(program: torch.export.ExportedProgram) -> None:
 
 
 def where_of(node: Node, root: str, site: str) -> Where:
-    """Return the `Where` of a tap on a module."""
+    """Return the `Where` (root, module and site) of a tap on a module's input or output."""
     return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
 
 
 def has_tap(module: nn.Module, name: str) -> bool:
-    """Whether a method of the module's class calls ``tap`` with this name."""
+    """Return True if a method of the module's class calls ``tap`` with this name."""
     codes = (getattr(value, "__code__", None) for cls in type(module).__mro__ for value in vars(cls).values())
     return any(code is not None and "tap" in code.co_names and name in code.co_consts for code in codes)
 
 
 def has_scripted_tap(module: nn.Module) -> bool:
-    """Whether the code that torch.jit made of a module contains a tap."""
+    """Return True if the code that torch.jit made of a module contains a tap."""
     try:
         return "recorder::" in str(module.inlined_graph)
     except Exception:  # the module has no forward

@@ -97,7 +97,7 @@ def tap_inputs_of(module: nn.Module, where: Where) -> None:
 
 
 def where_tapped(module: nn.Module) -> Iterator[Where]:
-    """Yield the values that the taps on a module record."""
+    """Yield the `Where` (root, module and site) of each tap on a module."""
     hooks: tuple[Any, ...] = (module._forward_hooks.get(_KEY), module._forward_pre_hooks.get(_KEY))
     yield from (Where.from_text(hook.where) for hook in hooks if hook is not None)
 
@@ -124,13 +124,13 @@ def name_for(model: nn.Module, name: str | None) -> str:
 
 
 def model_of(where: str) -> nn.Module | None:
-    """Return the live model that was instrumented in this process under the name in a tap; None if there is none."""
+    """Return the live model that was instrumented in this process under the root name of a tap; else None."""
     reference = _models.get(Where.from_text(where).root) if where else None
     return reference() if reference is not None else None
 
 
 def is_tapped(module: nn.Module) -> bool:
-    """Whether there is a tap on a module's output."""
+    """Return True if there is a tap on a module's output."""
     return _KEY in module._forward_hooks
 
 
@@ -142,7 +142,7 @@ def remove(module: nn.Module) -> None:
 
 
 class _ObjectTap:
-    """A hook that `torch.jit.script` cannot compile."""
+    """A hook that is an object, which `torch.jit.script` cannot compile."""
 
     __slots__ = ("where",)
 
@@ -236,7 +236,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_script_type(kind: object) -> bool:
-    """Whether a text from a hook's name is one of the recorder's types for TorchScript, and nothing else."""
+    """Return True if a text from a hook's name is a type that the recorder writes for TorchScript, and nothing else."""
     try:
         tree = ast.parse(kind, mode="eval").body if isinstance(kind, str) else None
     except (SyntaxError, MemoryError):
@@ -331,7 +331,7 @@ def _script_type(hint: Any) -> str | None:
     return f"{name}[{', '.join(str(kind) for kind in kinds)}]"
 
 
-# -- by hand --------------------------------------------------------------------------------------------------------
+# -- taps that the program calls -------------------------------------------------------------------------------------
 
 
 def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -354,8 +354,8 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
     The result is a view of the tensor, recording or not, so that training is the same with the recorder and without.
     The objective must read the shared tensor only through this view. The values are recorded under the name of the tap
-    ``objective.NAME``. Where the gradients of several objectives come back to one tensor, the norm of each and the
-    cosine of each two are recorded as scalars, which ``recorder check`` judges.
+    ``objective.NAME``. Where the gradients of several objectives come back to one tensor, the norm of each gradient and
+    the cosine of each pair are recorded as scalars, which ``recorder check`` judges.
 
     A loss may be passed as well, before it is added to the total: then its value is recorded, and its gradient, which
     is its weight in the total. How strongly an objective pulls at a shared part of the model is shown only by the

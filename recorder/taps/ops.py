@@ -39,7 +39,7 @@ class Sink(Protocol):
     ) -> None: ...
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether a module that runs eagerly is recorded only through its tap."""
+        """Return True if a module that runs eagerly is recorded only through its tap."""
 
 
 _numbers = itertools.count(1)
@@ -111,7 +111,7 @@ class _GraphGradientHook:
 
 @contextlib.contextmanager
 def _next_level() -> Iterator[None]:
-    """Run below autograd. Under further `torch.func` transforms, enable gradients again: a forward disables them."""
+    """Run below autograd. Under further `torch.func` transforms, enable gradients, as a forward disables them."""
     with contextlib.ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(torch.enable_grad())
@@ -197,7 +197,7 @@ def _watching(op: Any) -> Any:
 
 
 def _becomes_graph(x: torch.Tensor) -> bool:
-    """Whether the running code is made into a graph that includes the backward of ``x``."""
+    """Return True if the running code is made into a graph that includes the backward of ``x``."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return (
@@ -206,7 +206,7 @@ def _becomes_graph(x: torch.Tensor) -> bool:
 
 
 def _differentiable(function: Any, op: Any) -> Any:
-    # Written by hand because `torch.func` refuses the formula that `torch.library.register_autograd` makes.
+    # This is written by hand, because `torch.func` refuses the formula that `torch.library.register_autograd` makes.
     functorch = torch._C._functorch
 
     def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
@@ -226,7 +226,7 @@ def _differentiable(function: Any, op: Any) -> Any:
 
 
 def _batched(op: Any, dim: int | None) -> Any:
-    """Return the rule of ``op`` for batches: record the batch as one value, with its batch dim first."""
+    """Return the vmap rule of ``op``: it records the batch as one value, with the batch dim first."""
 
     def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int | None]:
         return op(x.movedim(in_dims[0], 0), *key), dim

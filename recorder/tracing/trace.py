@@ -31,7 +31,7 @@ from .values import Key, TracedModule, Values
 __all__ = ["Key", "Trace", "Values", "trace"]
 
 _SEEN_SITES = (*OF_CALLS, *OF_MODULES)
-"""The sites that a module has without an optimizer, and without the program's help."""
+"""The sites whose values need neither an optimizer nor calls of the recorder by the program."""
 _GRADIENTS_OF_CALLS = frozenset(OF_CALLS) & frozenset(GRADIENTS)
 _NO_CLAUSES = ("rank", "steps", "keep", "unit_dim", "before", "after")
 _INLINED = "in a graph of torch.fx or torch.export, where it has no call of its own"
@@ -205,9 +205,9 @@ class _TracedModuleHooks:
         self._sees_inputs = any(values_of(site) == "input" for site in self.seen.sites)
         self._signature: tree.Signature | None = None
         self._num_graphless = 0
-        """The number of calls without gradients, which reentrant checkpoints make."""
+        """The number of calls with gradients disabled, as reentrant checkpoints make them."""
         self._open: dict[int, list[int | None]] = {}
-        """The calls that have begun and not ended, by thread; None for a call that is not seen."""
+        """For each thread, the indexes of calls that have begun and not ended; None for a call that is not kept."""
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -216,8 +216,8 @@ class _TracedModuleHooks:
         if set(OF_CALLS).isdisjoint(self.seen.sites) or self.seen.why_no_hooks:
             return
         # As in a recording, the arguments are those that the forward receives, and its output is taken before other
-        # hooks change it. There are no more hooks than needed, because a first compilation within the block is guarded
-        # by each.
+        # hooks change it. There are no more hooks than needed, because each is a guard of a function that is compiled
+        # within the block.
         if self._sees_inputs:
             before = _Hook(self._guard("input", self._before))
             self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
@@ -231,7 +231,7 @@ class _TracedModuleHooks:
         self._handles.clear()
 
     def _guard(self, site: str, see: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for a hook that never raises into the model."""
+        """Wrap a function for use in a hook, so that it never raises into the model."""
 
         def seen(module: nn.Module, *values: Any) -> None:
             if module is not self._module or _is_tracing() is not None:
@@ -278,7 +278,7 @@ class _TracedModuleHooks:
         return seen.num_calls - 1
 
     def _recomputed_call(self) -> int | None:
-        """Return the index of the call that a recompute repeats; None if the forward made the graph or if unknown."""
+        """Return the index of the call that a recompute repeats; None if unknown, or if the forward made the graph."""
         seen = self.seen
         seen.num_recomputed += 1
         if self._num_graphless and seen.num_calls > 1:
@@ -319,7 +319,7 @@ class _TracedModuleHooks:
 
 
 def _is_forced_eager() -> bool:
-    """Whether compiled functions run eagerly. If not, our hooks would make a compilation in the block run twice."""
+    """Return True if compiled functions run eagerly; else our hooks would make a function compile twice."""
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
     return getattr(stance, "stance", None) == "force_eager"
 
@@ -329,7 +329,7 @@ def _is_in_backward() -> bool:
 
 
 class _Hook(tree.Hook):
-    """A callable of a trace that torch registers. While a compiler traces it, it returns at once."""
+    """A hook of a trace, as torch registers it. While a compiler traces the hook, it returns at once."""
 
     __slots__ = ("_see",)
     _why_not_scripted = "torch.jit.script cannot compile the hooks of a trace; script the model outside its block"
@@ -343,17 +343,17 @@ class _Hook(tree.Hook):
 
 
 class _GradientArrives:
-    """The tensor hook that keeps a gradient. It has no reference to the trace, whose graph may refer to the hook."""
+    """A tensor hook that keeps a gradient. It refers to the trace weakly, as a trace's graph may refer to the hook."""
 
     __slots__ = ("_key", "_values", "handle")
     __torch_unserializable__ = True
-    """Torch then does not warn that this hook is lost when a leaf tensor is saved."""
+    """True, so that torch does not warn that this hook is lost when a leaf tensor is saved."""
 
     def __init__(self, values: Values, key: Key) -> None:
         self._values = weakref.ref(values)
         self._key = key
         self.handle: Any = None
-        """The handle of a hook on a leaf, which outlives the graph: the hook is removed once it has fired."""
+        """The handle of a hook on a leaf tensor. The hook outlives the graph, so it is removed once it has fired."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         values = self._values()

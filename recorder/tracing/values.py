@@ -232,7 +232,7 @@ class Values(Mapping[Any, torch.Tensor]):
             raise TraceError("this trace holds detached copies only; use recorder.trace(model, ..., keep_graph=True)")
 
     def grad(self, y: Any, x: Any, v: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the vector-Jacobian product of two values: the gradient of ``x`` if that of ``y`` is ``v``.
+        """Return the vector-Jacobian product of two values: the gradient of ``x`` if the gradient of ``y`` is ``v``.
 
         Both are the tensors that passed the trace's hooks. The call may be repeated, and changes no ``.grad`` and
         nothing in the trace. Other hooks on the graph run, as in any `torch.autograd.grad`.
@@ -240,10 +240,10 @@ class Values(Mapping[Any, torch.Tensor]):
         Args:
             y: the key of the value that is differentiated.
             x: the key of the value that it is differentiated by.
-            v: a tensor of the shape of ``y``; None stands for 1 where ``y`` has one element.
+            v: a tensor of the shape of ``y``; None stands for 1 if ``y`` has one element.
 
         Raises:
-            TraceError: the trace keeps no graph, there is none between the two, or ``v`` does not fit ``y``.
+            TraceError: the trace keeps no graph, no graph leads from ``x`` to ``y``, or ``v`` does not fit ``y``.
             TraceKeyError: there is no such value.
         """
         self._check_graph()
@@ -324,7 +324,7 @@ class _NotKeptError(Exception):
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same kind, without a graph, made so that no mode of the caller intercepts it."""
+    """Copy a tensor as a tensor of the same class without a graph; no mode of the caller intercepts the copy."""
     functorch = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(tensor):
         raise _NotKeptError("seen inside vmap, grad or another function transform, outside which it has no meaning")
@@ -335,7 +335,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if _is_plain(tensor) and not tensor.is_meta and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise _NotKeptError("its memory was freed, as FSDP does between uses")
     # The modes are disabled, too, because selective checkpointing counts the operations of a forward, and would not
-    # find ours in the recompute.
+    # find this copy in the recompute.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
