@@ -21,7 +21,7 @@ from .local_values import PLAIN, chunk_of
 
 _MAX_KNOWN = 64
 _MAX_WAITING = 16
-"""The most records that wait for their chunk: a later DTensor shows it soon or never, and each record uses the pool."""
+"""The most records that wait for their chunk. A chunk becomes known soon or never, and each record uses pool memory."""
 
 
 class _KnownMemory(NamedTuple):
@@ -133,9 +133,8 @@ WRAPPED = "RegisterPostBackwardFunctionBackward"
 def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
     """Return where a module's input comes from, before FSDP2 added its node: the complete gradient arrives there.
 
-    At the input, only the module's part arrives. `node` is the tensor's autograd node, of the kind `WRAPPED`. The
-    result is the source tensor if it is a leaf; else its node and the index of the node's output; None if it is not
-    known.
+    At the input, only the gradient through the module arrives. `node` is the tensor's node, of the kind `WRAPPED`. The
+    result is the source if it is a leaf; else its node and the index of the node's output; None if it is unknown.
     """
     number = tensor.output_nr
     while type(node).__name__ == WRAPPED:
@@ -151,8 +150,8 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
     """Return the autograd node of the tensor from which a DTensor was made for a single module.
 
     At the DTensor only this module's part of the gradient arrives; the complete gradient arrives at the node. The
-    result is the node, the index of its output, and the gradient's chunk if the gradient is a plain tensor. The result
-    is None if neither `from_local` nor a redistribution made the DTensor, because other modules may then take it, too.
+    result is the node, the index of its output, and the gradient's chunk if the gradient is a plain tensor; or None if
+    neither `from_local` nor a redistribution made the DTensor: other modules may then take the DTensor, too.
     """
     node, number, chunk = tensor.grad_fn, 0, None
     while (kind := type(node).__name__) in ("RedistributeBackward", "_FromTorchTensorBackward"):
@@ -163,7 +162,7 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
 
 
 def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
-    """Return the chunk of a gradient that goes back through `DTensor.from_local`; of a partial sum it is replicated."""
+    """Return the chunk of a gradient that leaves `DTensor.from_local`; a partial sum has a replicated gradient."""
     from torch.distributed.tensor import Replicate
 
     mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh
@@ -205,10 +204,10 @@ def _seen_as(
 ) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
     """Return global shape, mesh and placements of a view of a complete chunk; None where they are not certain.
 
-    The sharded dim of the view is the one whose extent in memory (size times stride) is that of the chunk's sharded
-    dim: if the view splits the sharded dim, the outermost of the new dims. Only even shards count, because the sizes of
-    uneven shards differ between ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of
-    a sharded dim, such as the one head of a rank.
+    The view's sharded dim is the dim with the same extent in memory (size times stride) as the chunk's sharded dim. If
+    the view splits the sharded dim, this is the outermost new dim. Only even shards count, because the sizes of uneven
+    shards differ between ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of a
+    sharded dim, such as the one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 

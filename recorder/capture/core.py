@@ -76,7 +76,7 @@ _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 """Returns a shape as a cached tuple: each new object in the channel's queue brings a garbage collection nearer."""
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
-"""The most rows that one dropped tensor counts as: each takes a sequence number, and expanded tensors have no bound."""
+"""A dropped tensor counts as at most this many rows. Each takes a sequence number, and expanded tensors are huge."""
 _MAX_ERRORS = 20
 """After this many errors of the recorder at one site of one module, the site is not recorded any more."""
 _TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
@@ -87,7 +87,7 @@ class StagedChannel(Protocol):
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Maps each kind of shard whose records would be dropped now to the reason; no value need be copied for it."""
+        """Maps a kind of shard to the reason why its records would be dropped now; no value is copied for this kind."""
 
     def put(self, item: Staged | MeasuredTogether) -> None: ...
 
@@ -149,7 +149,7 @@ class Capture:
         self._leaf_hooks: deque[Any] = deque()
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
-        """Numbers a value that is neither put nor dropped, so that the ledger notices the loss. Needs no memory."""
+        """Gives a number to a value neither put nor dropped, so that the ledger notices the loss. Needs no memory."""
         self.probe: Probe | None = None
         """The probe, which measures values at every step; None until a rule with ``keep=probe`` selects a value."""
         self._token_blocks: TokenBlocks | None = None
@@ -409,10 +409,10 @@ class Capture:
     def probe_again(
         self, origin: Origin, mode: str, tensor: torch.Tensor
     ) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return a function that gives later tensors of a forward value to the probe, faster than `observe` does.
+        """Return a function that gives new tensors of a forward's value to the probe, faster than `observe` does.
 
-        `tensor` is a tensor of the value. The function takes another one and the step, and returns whether the probe
-        has measured it; if not, `observe` must be called. The result is None if the probe does not know the value.
+        `tensor` is an earlier tensor of the value. The function takes a new tensor and the step, and returns whether
+        the probe has measured the tensor; if not, call `observe`. None is returned for a value that the probe lacks.
         """
         return None if self.probe is None else self.probe.again(origin, mode, tensor)
 
@@ -439,7 +439,7 @@ class Capture:
         return self._token_blocks
 
     def _take_in_ring(self, nbytes: int, moment: Moment) -> PoolBlock | None:
-        """Take a block of the ring; if it has no room and a trigger has asked for the step, take one of the pool."""
+        """Take a block of the ring; if the ring is full and a trigger asked for the step, take a block of the pool."""
         ring = self.ring
         if ring is None:
             return None
@@ -487,7 +487,7 @@ class Capture:
         return local, keep, note
 
     def _inside(self, origin: Origin, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
-        """Return the tensors inside a composite tensor. If it has none, count a drop; if the search fails, an error."""
+        """Return the tensors inside a composite tensor. No inner tensor counts as a drop, a failed search as error."""
         try:
             inside = inner_tensors(origin.name, tensor, chunk)
         except Exception as error:
@@ -500,7 +500,7 @@ class Capture:
         return inside
 
     def stager_of(self, tensor: torch.Tensor) -> copies.Stager:
-        """Return the stager that copies values from the tensor's device; raise `UnsupportedKind` if there is none."""
+        """Return the stager that copies from the tensor's device; raise `UnsupportedKind` if there is no stager."""
         kind = "cpu" if tensor.is_cpu else tensor.device.type  # reading `device.type` costs 0.3 us
         return self._stagers.get(kind) or self._stager(kind)
 
@@ -524,7 +524,10 @@ class Capture:
         self.channel.put(Staged(*fields))
 
     def _number(self, num_rows: int) -> int:
-        """Return the first of ``num_rows`` consecutive numbers; drop those before one that another thread takes."""
+        """Return the first of ``num_rows`` consecutive sequence numbers.
+
+        If another thread takes a number in between, the numbers before are counted as dropped.
+        """
         first = last = next(self._sequence)
         while last - first + 1 < num_rows:
             following = next(self._sequence)
@@ -568,7 +571,7 @@ class Capture:
         )
         for root in self.roots:
             if root.name == origin.root:
-                # The hook that records a value also puts the hook on its gradient, so both sites stop.
+                # The hook that records a value also puts the hook on the value's gradient, so its site ends, too.
                 with_gradient = origin.site in OF_CALLS and origin.site in GRADIENT_OF
                 sites = (origin.site, GRADIENT_OF[origin.site]) if with_gradient else (origin.site,)
                 root.disarm(origin.module_path, sites, self.clock.step)
@@ -581,7 +584,7 @@ class Capture:
         )
 
     def keep_leaf_hook(self, handle: Any) -> None:
-        """Keep a handle of a hook on a leaf tensor; the hook is removed at the next step, or when too many are kept."""
+        """Keep the handle of a leaf tensor's hook; the hook is removed at the next step, or if too many are kept."""
         self._leaf_hooks.append(handle)
         if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
             self._leaf_hooks.popleft().remove()

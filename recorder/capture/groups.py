@@ -29,7 +29,7 @@ DataParallel = dict[str, Any]
 """A data-parallel group, with the keys ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``, ``megatron``), ``ranks`` in
 data-parallel order and, for ``ddp``, ``broadcast_buffers``."""
 ModelParallel = dict[str, Any]
-"""Ranks with the same part of the batch: ``ranks``, global, row-major in a mesh of ``shape``; ``dim_names`` or None."""
+"""Ranks with the same part of the batch, as a mesh: ``ranks`` (global, row-major), ``shape``, ``dim_names`` or None."""
 
 FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
@@ -54,8 +54,8 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
 def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:
     """Return the ranks that work on the same part of the batch as this rank; None where this rank is alone.
 
-    The ranks come from the parameter mesh that has most of them. Axes of a mesh that lead only to ranks of
-    `data_parallel` are left out, because these ranks work on other parts of the batch.
+    If parameters lie on several meshes, the mesh that gives the most ranks is used. Axes of a mesh that lead only to
+    ranks of `data_parallel` are left out, because these ranks work on other parts of the batch.
     """
     elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
     distinct = {id(mesh): mesh for mesh in meshes}.values()
@@ -122,7 +122,7 @@ def _ddp(wrapper: Any) -> DataParallel:
 
 
 def _mesh_ranks(info: Any) -> list[int]:
-    """Return the ranks that differ from this rank at most along the data-parallel axes of an FSDP2 mesh, row-major."""
+    """Return the ranks along the data-parallel axes of an FSDP2 mesh, through this rank, in row-major order."""
     axes = {info.replicate_mesh_dim, info.shard_mesh_dim}
     coordinate = info.mesh.get_coordinate()
     ranks = [info.mesh.mesh.tolist()]
@@ -189,7 +189,7 @@ def stage_call() -> StageCall | None:
 IGNORED = "ignored"
 """Why a parameter differs between ranks: it is trained, but the data-parallel wrapper was configured to ignore it."""
 EXPERT = "expert"
-"""Why a parameter differs between ranks: it is an expert's, and its name has the expert's number in the whole model."""
+"""Why a parameter differs between ranks: it belongs to an expert, and its name has the expert's number in the model."""
 MARKED = "allreduce_false"
 """Why a parameter differs between ranks: it has ``allreduce = False``, which Megatron and DeepSpeed set on experts."""
 CUT = "cut_over_batches"
@@ -197,7 +197,7 @@ CUT = "cut_over_batches"
 
 
 def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel | None) -> dict[int, str]:
-    """Return why parameters differ between ranks with different batches: a reason by the id of each such parameter.
+    """Return, by parameter id, the reason why a parameter differs between ranks with different batches.
 
     `modules` are the modules of the root, and the wrappers around it.
     """
@@ -244,7 +244,7 @@ def _ignored(module: nn.Module, managed: Collection[int]) -> Iterator[nn.Paramet
 
 
 def _managed_by_fsdp2(module: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Yield the parameters that FSDP2 shards at this module, with their DTensor spec while the module computes."""
+    """Yield the parameters that FSDP2 shards at this module, each with its DTensor spec while the module computes."""
     kind = loaded("torch.distributed.fsdp", "FSDPModule")
     if kind is None or not isinstance(module, kind):
         return

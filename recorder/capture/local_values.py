@@ -185,7 +185,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a parameter's local values; 0 if the parameter must be unwrapped to know it."""
+    """Return the number of bytes of a parameter's local values; 0 if only unwrapping the parameter would tell it."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
@@ -227,7 +227,7 @@ def _refuse_kinds(tensor: torch.Tensor) -> None:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor with lazy negative and conjugate bits resolved; remember the kinds without such bits."""
+    """Return a host tensor with its lazy negative and conjugate bits resolved; remember kinds without lazy bits."""
     if tensor.is_neg() or tensor.is_conj():
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return tensor.detach().resolve_conj().resolve_neg()

@@ -70,7 +70,7 @@ def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
 
 
 def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the stage that Megatron's `forward_step` runs, by the function's local variables; None without stages."""
+    """Return the stage that Megatron's `forward_step` runs, by its local variables; None without a pipeline."""
     model, config = innermost(given["model"]), given["config"]
     ranks = ranks_of(getattr(getattr(model, "pg_collection", None), "pp", None))
     ranks = ranks or group_ranks("PIPELINE_MODEL_PARALLEL")
@@ -85,13 +85,13 @@ def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def marked_ranks(root: nn.Module) -> tuple[int, ...]:
-    """Return the ranks over which the modules below a root are cut, by their marks; empty if no module is cut."""
+    """Return the ranks over which modules below a root are cut, according to marks; empty if no module is cut."""
     ranks = max((tensor_ranks(module) for module in root.modules()), key=len)
     return ranks if len(ranks) > 1 else ()
 
 
 def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does; None for one rank.
+    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does; None if alone.
 
     Ranks of context parallel count, too: they have the same samples, and each has another section of every sequence.
 
@@ -166,7 +166,7 @@ def _stride(parameter: object) -> int:
 
 
 class Split(NamedTuple):
-    """How ranks have cut a parameter, according to a framework's table at the parameter."""
+    """How ranks have cut a parameter, according to a framework's table that is attached to the parameter."""
 
     dim: int = -1
     parts: tuple[int, ...] = ()
@@ -199,7 +199,7 @@ def _by_autotp(parameter: Any, table: Any) -> Split | None:
 
 
 def _as_chunks(parts: Sequence[int]) -> tuple[int, ...]:
-    """Return `parts` if torch would cut a dim into chunks of these sizes; else (), because no placement says them."""
+    """Return `parts` if torch would cut a dim into chunks of these sizes; else (): no placement describes them."""
     size = -(-sum(parts) // len(parts))
     ends = [sum(parts[: number + 1]) for number in range(len(parts))]
     return tuple(parts) if all(end == min(size * (at + 1), ends[-1]) for at, end in enumerate(ends)) else ()
@@ -295,7 +295,7 @@ _NOTHING = Seen()
 def chunks_of_given(parameter: torch.Tensor, ranks: tuple[int, ...]) -> Seen:
     """Return the chunks of a parameter that a module is given as an argument, and of the gradient that arrives there.
 
-    If each rank uses the parameter with its own section of a sequence, each rank's gradient is a summand of the whole.
+    If each rank uses the parameter with its own section of a sequence, a rank's gradient is only a summand.
     """
     is_shared = getattr(parameter, "allreduce", True) is not False
     chunk, at = chunk_of_parameter(parameter, parameter, ranks) if is_shared else None, _index(ranks)
@@ -357,8 +357,8 @@ class CutCalls:
 def cut_calls(module: nn.Module) -> CutCalls | None:
     """Return how a framework's module cuts its inputs and outputs; None for every other module.
 
-    A rank's size counts only if the module or its configuration also names a whole size that is larger by the number of
-    ranks. Inputs and outputs that these layers do not cut are equal on all ranks, and count as replicated.
+    A rank's size counts only if the module or its configuration also names the whole size, and this is the rank's size
+    times the number of ranks. Uncut inputs and outputs of these layers are equal on all ranks, and count as replicated.
     """
     layer = getattr(module, "output_layer", None)
     if isinstance(layer, nn.Module) and getattr(module, "parallel_output", False) is True:  # a model that gives logits
@@ -399,7 +399,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
 
 
 def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the ranks over which a linear's weight is cut by rows, and how many rows each has; None if it is not."""
+    """Return the ranks that have rows of a linear's weight, and each rank's number of rows; None for other weights."""
     weight = getattr(linear, "weight", None)
     if (split := split_of(weight)) is not None:
         return tensor_ranks(linear), split.parts if split.dim == 0 else ()
@@ -412,7 +412,7 @@ def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls | None:
-    """Return how a linear cuts its calls if nothing but its weight [outputs, inputs] is marked, in any program.
+    """Return how a linear cuts its calls if only its weight [outputs, inputs] is marked, as in a user's own layer.
 
     Where the program reduces and gathers is not known. So only a comparison of values shows which tensors are whole.
     """
@@ -455,7 +455,7 @@ def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> C
 
 
 def _sequence_dim(module: nn.Module) -> int | None:
-    """Return the dim along which a layer of nanotron or Colossal-AI cuts the sequence over ranks; None if no dim."""
+    """Return the dim along which a nanotron or Colossal-AI layer cuts the sequence over ranks; None if it does not."""
     if getattr(getattr(module, "mode", None), "name", "") == "REDUCE_SCATTER":
         return 0
     return getattr(module, "seq_parallel_dim", 1) if getattr(module, "seq_parallel_mode", "") in _SHARED else None
@@ -466,7 +466,7 @@ _SHARED = ("split_gather", "ring")
 
 
 def _size(module: nn.Module, num_ranks: int, name: str) -> int:
-    """Return the size of a rank's chunk that the module names, if the whole size fits the number of ranks; else 0."""
+    """Return a rank's size as the module names it; 0 unless this size times the number of ranks is the whole size."""
     own, of_all = getattr(module, f"{name}_per_partition", None), getattr(module, name, None)
     return own if isinstance(own, int) and isinstance(of_all, int) and own * num_ranks == of_all else 0
 
@@ -484,7 +484,7 @@ def cut_inside(module: nn.Module) -> CutCalls | None:
 
 
 def _heads(module: nn.Module, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a rank's number of query heads and of key heads; empty if ranks share a key head, or it has no heads."""
+    """Return a rank's numbers of query and key heads; empty if ranks share a key head or the module has no heads."""
     config = getattr(module, "config", None)
     names = {
         "num_attention_heads_per_partition": "num_attention_heads",

@@ -59,8 +59,7 @@ class FirstNonFinite:
         self._waiting: NonFiniteValue | None = None
         """A non-finite gradient of a step that may yet be skipped."""
         self._next: NonFiniteValue | None = None
-        """The first non-finite value after `_waiting` in its step that is no gradient; `first` if the step was skipped.
-        """
+        """The step's first non-finite value after `_waiting` that is no gradient; `first` if the step was skipped."""
         self._loss = ""
         """The name of a non-finite loss that came after the waiting gradient in the same step; empty without one."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
@@ -69,8 +68,7 @@ class FirstNonFinite:
         self.lags = False
         """True if rows of values on a device may come some steps late. Set by the training thread."""
         self.is_told_by_rows = False
-        """True if an optimizer decides on its device whether to skip a step; rows tell it. Set by the training thread.
-        """
+        """True if an optimizer decides on its device whether to skip a step. Set by the training thread."""
 
     def skipped(self, step: int) -> None:
         """Note that `GradScaler` has skipped a step. Training thread."""

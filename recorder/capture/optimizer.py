@@ -39,7 +39,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class _GroupKey(NamedTuple):
-    """What must be equal for parameters and gradients to be recorded together, as a group that was learned before."""
+    """The key under which a group of parameters and gradients is kept, to be recorded with one call again."""
 
     whose: Hashable
     """The ids of the parameters, and for each whether it has no gradient."""
@@ -63,7 +63,7 @@ def find_live() -> list[Optimizer]:
 
 
 def updating(optimizer: Any) -> Any:
-    """Return the optimizer inside torch's ZeroRedundancyOptimizer, for this rank's parameters; any other one itself.
+    """Return the optimizer inside torch's ZeroRedundancyOptimizer, for this rank's parameters; else the argument.
 
     None is returned for a ZeroRedundancyOptimizer that has not made its own optimizer yet.
     """
@@ -74,8 +74,8 @@ def updating(optimizer: Any) -> Any:
 def last_step(optimizers: list[Optimizer]) -> int | None:
     """Return the largest ``state["step"]`` of optimizers, or None where no state has a step.
 
-    No other function here reads values from a device. A device is skipped while a graph is captured there, or if the
-    user forbids waiting; then the steps on this device are ignored.
+    No other function of this file reads values from a device. A device is skipped while a graph is captured there, or
+    if the user forbids waiting; then the steps on this device are ignored.
     """
     recorded = [
         state["step"]
@@ -137,7 +137,7 @@ class OptimizerHooks:
         """Whether the manifest has the learning rates of all groups in `_groups`."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
-        """By optimizer id: the optimizer, and the ids of its parameter groups when it had most groups."""
+        """By optimizer id: the optimizer, and the ids of its parameter groups when it had the most groups."""
         self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
@@ -194,7 +194,7 @@ class OptimizerHooks:
         return name
 
     def know_groups(self, optimizer: Optimizer) -> list[int]:
-        """Return the ids of all parameter groups of an optimizer; DeepSpeed's ZeRO 1 and 2 step with only one each."""
+        """Return the ids of all parameter groups of an optimizer; DeepSpeed's ZeRO 1 and 2 step with one at a time."""
         known = self._groups.get(id(optimizer))
         if known is not None and known[0]() is optimizer and len(known[1]) >= len(optimizer.param_groups):
             return known[1]
@@ -204,7 +204,7 @@ class OptimizerHooks:
         return self._groups[id(optimizer)][1]
 
     def _numbers(self, optimizer: Optimizer) -> Sequence[int]:
-        """Return the number of each parameter group that an optimizer has now, among all groups that it has had."""
+        """Return the index of each of an optimizer's present parameter groups among all groups that it has had."""
         groups, ids = optimizer.param_groups, self.know_groups(optimizer)
         if len(groups) == len(ids):
             return range(len(ids))
@@ -426,7 +426,7 @@ class OptimizerHooks:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
 
     def _copied(self) -> list[torch.Tensor]:
-        """Return all roots' parameters if the optimizers hold only copies, no parameter itself; else an empty list."""
+        """Return all roots' parameters if the optimizers hold only copies of parameters; else an empty list."""
         is_own_thread = all(root.thread in (None, threading.get_ident()) for root in self._capture.roots)
         if not is_own_thread or self.holds(set(self._rows)):
             return []
@@ -645,7 +645,7 @@ def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
 
 
 def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
-    """Yield each tensor that an optimizer may update for a root, with its rows; for a repeated one the last count."""
+    """Yield each tensor that an optimizer may update for a root, with its rows; if it repeats, the last rows count."""
     for hooked, name, parameter in root.parameters():
         yield parameter, ModuleParameter(parameter, hooked, name)
         main = main_parameter(parameter)

@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
-"""The rows of a payload, if in the block a value was not finite or its number of elements changed."""
+"""The rows of the payload of a value that, within a block, was not finite or changed its number of elements."""
 _BAD = slice(_NUM_NAN, _NUM_INF + 1)
 
 
 class StepNumbers(NamedTuple):
-    """The probe's numbers of one step. A value's index in them is its column."""
+    """The probe's numbers of one step, by column: a column is the index of one value."""
 
     step: int
     sums: npt.NDArray[np.float64]
@@ -69,7 +69,7 @@ class StepNumbers(NamedTuple):
     numels: npt.NDArray[np.float64]
     """For each value, the number of elements that were seen; 0 if the value was not seen at this step."""
     bad: dict[int, tuple[int, int]]
-    """By column, the numbers of NaN and of infinite elements, for values that have some."""
+    """For each column with non-finite elements, the number of NaN and the number of infinite elements."""
 
 
 def block_rows(
@@ -151,7 +151,7 @@ class KnownValue:
         self._dtype, self._numel, self._plan = tensor.dtype, tensor.numel(), plan
 
     def saw(self, tensor: torch.Tensor, step: int) -> bool:
-        """Measure a tensor; return False, and count nothing, if it does not fit or has elements that are not finite."""
+        """Measure a tensor of the value; return False, and count nothing, if it does not fit or is not finite."""
         is_known = (
             tensor.dtype is self._dtype
             and tensor.numel() == self._numel
@@ -185,18 +185,18 @@ class Probe:
         self._on_step, self._on_trouble = on_step, on_trouble
         self._kernels = native.load(use_native)
         self._changing = threading.RLock()
-        """A lock, held while columns are added, a step is appended or a block is recorded; many threads may train."""
+        """A lock, held while a column is added, a step appended or a block recorded: threads may train at once."""
         self._columns: list[ProbedSeries] = []
         self._origins: list[Origin] = []
         """For each column that was recorded before, the origin of its rows of site ``probe``."""
         self._by_key: dict[tuple[Origin, str, str], int] = {}
-        """The number of each column, by its origin, its phase and its mode."""
+        """The index of each column, by the column's origin, phase and mode."""
         self._sums: list[float] = []
         """For each column, the sum of the squares of the finite elements at the current step."""
         self._numels: list[int] = []
         """For each column, the number of elements that were seen at the current step."""
         self._bad: dict[int, tuple[int, int]] = {}
-        """By column, the numbers of NaN and of infinite elements at the current step, for columns that have some."""
+        """For each column with non-finite elements at the current step, the numbers of NaN and of infinite elements."""
         self._were_bad: dict[int, tuple[bool, float]] = {}
         """For each column that was not finite when it was last seen: whether it had a NaN, and the largest fraction of
         its elements that was infinite."""
@@ -284,13 +284,13 @@ class Probe:
         return True
 
     def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
-        """Remember that a value is not finite; return whether NaN is new, or a larger fraction of elements infinite."""
+        """Remember that a value is not finite; return True for its first NaN, or for more infinities than before."""
         had_nan, share_before = self._were_bad.get(column, (False, 0.0))
         now = self._were_bad[column] = had_nan or has_nan, max(share_before, share)
         return now != (had_nan, share_before)
 
     def _tell_trouble(self, origin: Origin, moment: Moment, *, is_nan: bool) -> None:
-        """Report a value that has turned non-finite, except a gradient: `GradScaler` finds its scale by gradients."""
+        """Report a value that has turned non-finite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
         if origin.site not in GRADIENTS and (is_nan or not may_mask(origin.site, origin.name)):
             where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
             self._on_trouble(f"{where} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
@@ -368,7 +368,7 @@ class Probe:
         self, tensors: Sequence[torch.Tensor], numels: Sequence[int], dtypes: Sequence[str],
         shapes: Sequence[tuple[int, ...]], keeps: Sequence[int],
     ) -> Callable[[], list[Measured]]:  # fmt: skip
-        """Measure the statistics of small host tensors known to `saw_group`, and fingerprints where `keeps` asks.
+        """Measure statistics of small host tensors that `saw_group` has measured, and fingerprints as `keeps` asks.
 
         Call the result, on any thread, to get the statistics.
         """
@@ -479,7 +479,7 @@ class Probe:
         self._has_values = False
 
     def _append_arrived(self, until_s: float = 0.0) -> None:
-        """Append, in order, the steps whose numbers have all arrived; wait for others until the monotonic `until_s`."""
+        """Append, in order, steps whose numbers have all arrived; wait for numbers until `until_s` (monotonic)."""
         while self._arriving:
             numbers, on_way = self._arriving[0]
             while on_way:
@@ -564,7 +564,7 @@ class Probe:
 
 
 def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> list[int] | None:
-    """Return the tensors' data addresses; None if a tensor does not fit its value or cannot be measured together.
+    """Return the tensors' data addresses; None if a tensor does not fit its value, or if one call cannot measure all.
 
     On a device all addresses are 0, because kernels take the tensors themselves.
     """
@@ -588,8 +588,8 @@ def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *,
 class Updates:
     """Measures how far one optimizer's updates move its parameters, by comparing samples of the elements.
 
-    The sample is the same after every update: all elements of a parameter with at most 1,024; of a larger parameter,
-    256 evenly spaced pieces of 4. Whatever else writes into a parameter between two updates counts as a move, too.
+    The sample is the same at every update: all elements of a parameter with at most 1,024; of a larger parameter, 256
+    evenly spaced pieces of 4. Whatever else writes into a parameter between two updates counts as a move, too.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -656,7 +656,7 @@ class Updates:
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the sampled elements of a parameter on a device: float64 for float64, else float32."""
+    """Return a copy of a device parameter's sampled elements, in float64 if the parameter is, else in float32."""
     numel = tensor.numel()
     if numel > SAMPLED and tensor.is_contiguous():
         tensor = tensor.as_strided((SAMPLED // _LINE, _LINE), ((numel - _LINE) // (SAMPLED // _LINE - 1), 1))
@@ -674,7 +674,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return each element of an expanded tensor once, and the number of repeats; a complex element as two real ones."""
+    """Return each element of an expanded tensor once, and the number of repeats; complex elements as pairs of reals."""
     times = 1
     # `dtype.is_complex` keeps the interpreter's lock, and `tensor.is_complex()` may hand the lock to the writer thread.
     is_complex = tensor.dtype.is_complex

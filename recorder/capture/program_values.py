@@ -38,7 +38,7 @@ _MAX_NAME_LENGTH = 1_024
 """The most letters of a scalar's name. A reader takes a batch with a longer name for damaged."""
 _FOUND = '{"found":"backward"}'
 _MAX_SHARED = 8
-"""The most tensors of a module and micro-step whose objectives get names of their own; later tensors share the last."""
+"""The most tensors per module and micro-step whose objectives get names of their own; later tensors share the last."""
 
 
 class Scalars:
@@ -50,8 +50,7 @@ class Scalars:
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """The step, keep bits and value of each loss that waits for its step's end: the program may give its own loss.
-        """
+        """The step, keep bits and value of each found loss; it waits, because the program may give a loss itself."""
         self._is_loss_given = False
         self._waits_for_loss = True
         """True until a step ends in which a loss was found and the program gave no loss. After that step each loss is
@@ -142,7 +141,7 @@ class SharedTensor:
         self._names: list[str] = []
         self._number = ""
         self._arrived: dict[str, torch.Tensor] = {}
-        """By objective, its gradient divided by the gradient's norm; cleared once each objective has one."""
+        """By objective, its gradient divided by the gradient's norm; cleared once every objective has a gradient."""
 
     def add(self, name: str) -> bool:
         """Add an objective by name; return False if the tensor already has an objective of this name."""
@@ -188,7 +187,7 @@ class SharedTensor:
 
 
 class SharedTensors:
-    """Finds the tensors that several objectives share, and records norms and cosines also without a rule for taps."""
+    """Finds the tensors that several objectives share. Gradients' norms and cosines need no rule that records taps."""
 
     def __init__(self, capture: CaptureForHooks) -> None:
         self.capture = capture
@@ -225,7 +224,7 @@ class SharedTensors:
             self._num_shared.clear()
 
     def say_if_unused(self) -> None:
-        """Report the objectives from which no gradient has come back, if one came back from another objective."""
+        """Report each objective from which no gradient has come back, if another objective has had a gradient."""
         if any(self.came_back.values()):
             for name in [name for name, has_come in self.came_back.items() if not has_come]:
                 text = f"no gradient came back from the objective {name[:50]!r}, so it has no norm and no cosine"

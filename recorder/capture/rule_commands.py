@@ -42,7 +42,7 @@ from .hooks.graph_rows import TapRows
 from .hooks.root import Root
 
 _MORE_STEPS, _MOST_TROUBLES = 3, 3
-"""The number of steps that keep more after trouble, and the most times that this happens in a run."""
+"""The number of steps for which more is kept after trouble, and how often this may happen in a run."""
 
 
 class RuleCommands:
@@ -98,7 +98,7 @@ class RuleCommands:
         return answers + [answer for answer in told if answer.number not in taken]
 
     def step_changes(self, step: int) -> None:
-        """Take the commands that have arrived, as a step begins. Those that were sent take effect at a later step."""
+        """Take, as a step begins, the commands that have arrived. Commands from outside take effect at a later step."""
         if self._trouble:
             self._heed_trouble(step)
         while self._told:
@@ -195,7 +195,7 @@ class _StepsInForce(NamedTuple):
     since: int
     until: int | None
     ended_by: int = 0
-    """The number of the command that ended this one early; 0 if no command did."""
+    """The number of the command that ended this command early; 0 if no command did."""
 
 
 class RuleChanges:
@@ -239,7 +239,7 @@ class RuleChanges:
         self._taken = (*self._taken, _Taken(command, next_step, rules, refused, note))
 
     def schedules(self) -> list[Schedule]:
-        """Return the steps of every rule: the run's own rules, then those of each command in the order of arrival."""
+        """Return the steps of every rule: the run's own rules, then each command's rules in the order of arrival."""
         in_force = self._steps_in_force()
         paused = [in_force.get(taken.command.number) for taken in self._taken if taken.command.kind == PAUSE]
         pauses = [(one.since, one.until) for one in paused if one is not None and not _is_empty(one)]

@@ -15,7 +15,7 @@ import torch
 def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return ``Optimizer.step``'s arguments, with a closure that calls ``returned`` at its end; None without one."""
+    """Return ``Optimizer.step``'s arguments, its closure calling ``returned`` at the end; None without a closure."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
     # A positional argument counts as a closure only if the signature calls it so: a user's `step` may take the model

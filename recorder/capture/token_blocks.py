@@ -31,7 +31,7 @@ _PIECE = 1 << 23
 """The number of logits that are widened to float32 at a time."""
 _MAX_PAIRS = 1 << 12
 _MAX_WHOLE = 64
-"""The most whole numbers per token of a value that is kept, such as the experts that a router has chosen."""
+"""A value of whole numbers is kept if it has at most this many per token, such as a router's chosen experts."""
 _MAX_NUMBER = (1 << 31) - 1
 _IDS = ("input_ids", "tokens", "ids", "idx")
 """Names of the argument that has the tokens, best first; else the root's first argument of whole numbers has them."""
@@ -40,7 +40,7 @@ _GIVEN = {
     "cu_seqlens": "lengths", "cu_seqlens_q": "lengths", "cu_seq_lens_q": "lengths",
     "logits_to_keep": "kept", "logits_indices": "kept", "write_index.0": "slots",
 }  # fmt: skip
-"""Maps the arguments that tell which sample, and where in it, each token belongs to, to their names in the rows."""
+"""Maps arguments that tell a token's sample, and its position there, to the names of the arguments in the rows."""
 _OF_ATTENTION = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 """vLLM's names for each sample's start, length and cache blocks, and each token's cache position."""
 _LOGITS = "logits_processor"
@@ -62,7 +62,7 @@ SAID_TOKENS = SaidTokens()
 
 
 class _CallBlock:
-    """What calls have left for one origin (a module and a name) since the origin's last row."""
+    """The data of one origin (a module and a name) from all calls since the origin's last row."""
 
     def __init__(self, origin: Origin, order: int) -> None:
         self.origin = origin
@@ -84,12 +84,12 @@ class _CallOfModel(threading.local):
     """The number of the call on this rank; None outside of calls that are given tokens."""
     module_path = ""
     ids: torch.Tensor | None = None
-    """The tokens [samples, tokens]; a flat argument counts as one sample."""
+    """The call's tokens, as [samples, tokens]; a flat argument counts as one sample."""
     num_kept = 0
     has_late_logits = False
     """Whether the logits are made after the call, by another module, as in vLLM and SGLang."""
     seen: dict[Origin, int]
-    """For each value, its last occurrence in this call, counted from 0."""
+    """For each value, the number of its last occurrence in this call, counted from 0."""
 
 
 class TokenBlocks:
@@ -104,7 +104,7 @@ class TokenBlocks:
         self._blocks: dict[Origin, _CallBlock] = {}
         self._num_calls = 0
         self._pending: dict[str, tuple[int, torch.Tensor | None]] = {}
-        """By root: the number of its last call, and the logits of its last tokens, one row each, or None until made."""
+        """By root: the number of its last call, and the logits of its last tokens, one row each, or None at first."""
         self._block_tokens: torch.Tensor | None = None
         """The number of tokens in a block of vLLM's cache, as a tensor on the device."""
         self._signs: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
@@ -283,7 +283,7 @@ def is_whole(chunk: Chunk) -> bool:
 
 
 def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield, by name, the tensors that tell which request each token that SGLang gives its model belongs to."""
+    """Yield, by name, tensors that tell which request of SGLang each token given to the model belongs to."""
     of = {name.removeprefix("forward_batch."): one for name, one in arguments.items()}
     slots, lengths, requests = (of.get(name) for name in ("out_cache_loc", "seq_lens", "req_pool_indices"))
     places = of.get("req_to_token_pool.req_to_token")
@@ -297,7 +297,7 @@ def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[st
 
 
 def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:
-    """Return the argument that has the tokens; for a root of which only positions were said, unknown tokens (-1)."""
+    """Return the argument that has the tokens; without one, tokens of -1 if a root's positions were said."""
     named = next((arguments[name] for name in _IDS if name in arguments and _is_whole(arguments[name])), None)
     if named is not None or not is_root:
         return named

@@ -193,7 +193,7 @@ class BeforeForward(NumberedHook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Pass on the arguments. Torch passes no `kwargs` if the hook is removed while torch is calling hooks."""
+        """Pass the arguments to the hooked module. If the hook is removed during the call, torch gives no `kwargs`."""
         try:
             if _is_compiling():
                 return
@@ -310,7 +310,7 @@ class GradientArrives:
         self.chunk: Chunk | None = None
         """The chunk of the gradient, if the gradient is a plain tensor and its chunk is known; else None."""
         self.handle: Any = None
-        """The handle of this hook on a leaf tensor, which outlives the step: the hook is removed once it has fired."""
+        """The handle of this hook if its tensor is a leaf, which outlives the step: the hook then fires only once."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         try:
@@ -351,7 +351,7 @@ class GradientSeen:
 
 
 def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
-    """Register a hook that records each gradient which arrives at a tensor."""
+    """Register `hook`, which records each gradient that arrives at a tensor."""
     node = tensor.grad_fn if type(tensor) is torch.Tensor else None
     if node is not None and type(node).__name__ == WRAPPED and (made := wrapped(tensor, node)) is not None:
         if isinstance(made, torch.Tensor):

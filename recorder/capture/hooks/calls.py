@@ -29,7 +29,7 @@ _FREED = "freed"
 _NO_SETTINGS = frozenset(("self", "device", "dtype", "args", "kwargs", "mode", "_weight", "_freeze"))
 _PLAIN = (bool, int, str, type(None))
 _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
-"""Maps the constructor arguments of torch.nn that decide whether a module has a parameter to the parameter's names."""
+"""Maps constructor arguments of torch.nn to the names of the parameter whose presence the argument decides."""
 
 
 def record_call(
@@ -172,7 +172,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a setting as a JSON value; None for None and for other values, which leave the constructor's default."""
+    """Return a setting as a JSON value; None for other values, which the constructor's default then replaces."""
     if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):

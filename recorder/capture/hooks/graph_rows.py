@@ -82,7 +82,7 @@ class _RootTap:
 
 
 class TapRows:
-    """The taps that have recorded a value, and the rows of their values."""
+    """Keeps the taps that have recorded a value, and makes the rows of their values."""
 
     def __init__(self, capture: CaptureForTaps) -> None:
         self._capture = capture

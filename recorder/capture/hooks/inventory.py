@@ -68,7 +68,7 @@ class Inventory:
     def __init__(self, root: DescribedRoot, *, began_late: bool) -> None:
         """Begin empty; `describe` fills the inventory.
 
-        `began_late` says that anything, perhaps this root, had been compiled when the root got its hooks.
+        `began_late` is True if anything, perhaps this root, had been compiled when the root got its hooks.
         """
         self._root = root
         self._began_late = began_late
@@ -85,7 +85,6 @@ class Inventory:
         return [described["path"] for described in self._modules]
 
     def describe(self, nodes: Sequence[tree.Node], flats: Sequence[FsdpParameter]) -> None:
-        """Describe the modules of a model as they are now."""
         modules = self._root.modules
         ties = find_ties(modules, flats)
         self._modules = [
@@ -95,7 +94,7 @@ class Inventory:
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
         """Warn of modules whose calls no hook will observe.
 
-        `compiled` are the paths of compiled modules, `late` those of modules that were compiled before they had hooks.
+        `compiled` are paths of compiled modules; `late` are paths of modules that were compiled before they had hooks.
         """
         untapped: list[str] = []
         self._late = late
@@ -128,7 +127,7 @@ class Inventory:
         ]
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
-        """List a module whose values a tap in a graph records; the model may lack it, or hold it as a container."""
+        """List a module whose values a tap in a graph records, even if the model lacks it or has a container there."""
         hooked = self._root.module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
@@ -164,9 +163,9 @@ class Inventory:
     def step_is_over(self, *, has_compiled: bool) -> None:
         """Warn, after the first step, of modules whose hooks never fired, and say why.
 
-        If anything was compiled but no part of this model is marked as compiled, a module that has gradients but no
-        call ran in the graph of a user's function, without its hooks. If a root never ran although its modules did, the
-        program does not call the root.
+        Suppose that anything was compiled, but no part of this model is marked as compiled. Then a module with
+        gradients whose hooks never fired has run in the graph of a user's function. If a root never ran although its
+        modules did, the program does not call the root.
         """
         self.look_for_foreign_hooks()
         seen = [hooked.node_path for hooked in self._root.modules if hooked.was_called]
@@ -232,7 +231,7 @@ class Inventory:
                 self._add(i, {"untrained": names})
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
-        """Note the name of each parameter's learning rate; `rates` has ids of parameters, or of optimizers' copies."""
+        """Note the name of each parameter's learning rate, from `rates` by the id of the parameter or of its copy."""
         for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
             own = {
                 name: rate
@@ -258,7 +257,7 @@ class Inventory:
         self._root.capture.events.has_changed = True
 
     def _silent(self) -> set[str]:
-        """Return the paths of modules that must have run without hooks, except modules whose reason is known."""
+        """Return the paths of modules that must have run without hooks for no known reason."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
         explained |= (
             {hooked.node_path for hooked in self._root.modules_by_tap.values()} if self._seen_at_taps else set()

@@ -27,7 +27,7 @@ INPUTS, EMBEDDINGS = "inputs", "embeddings"
 
 
 def jittered(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
-    """Return a tensor with each element multiplied by 1 + `eps` or 1 - `eps`; by default the type's machine epsilon."""
+    """Return a tensor with each element multiplied by 1 + `eps` or 1 - `eps`; the default is the type's epsilon."""
     return tensor * _factors(tensor, seed, eps)
 
 
@@ -88,7 +88,7 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
 def _copied(value: Any) -> Any:
     if not any(placement.is_partial() for placement in value.placements):
         return value.clone()
-    # The local tensor is cloned, because torch would first reduce a partial sum to clone the DTensor.
+    # The local tensor is cloned, because to clone a DTensor torch would first reduce a partial sum.
     local = value.to_local().clone()
     mesh, placements = value.device_mesh, value.placements
     return type(value).from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
@@ -149,7 +149,7 @@ class JitterEmbedding(callbacks.NumberedHook):
 
 
 def add_jitter(nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
-    """Put hooks on a root's embeddings; return the hook for the root's inputs, and the handles on the embeddings."""
+    """Put hooks on a root's embeddings; return the hook for the root's inputs, and the embedding hooks' handles."""
     inputs = JitterInputs(number, seed)
     embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
     return inputs, [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]

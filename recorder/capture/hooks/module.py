@@ -44,7 +44,7 @@ _numbers = itertools.count(1)
 
 
 class HookedModule:
-    """One module under hooks, with the rules that select its values and its calls that are under way."""
+    """One module under hooks: the rules that select its values, and its calls that are under way."""
 
     __slots__ = (
         "_again",
@@ -112,8 +112,7 @@ class HookedModule:
         self.was_called = False
         """Whether a hook or a tap has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
-        """The micro-step in which a tap in a graph recorded the call's output, which the hook around the graph skips.
-        """
+        """The micro-step in which a tap in a graph recorded the output, which the hook around the graph then skips."""
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
@@ -160,7 +159,7 @@ class HookedModule:
         )
 
     def reselect(self) -> None:
-        """Use the present rules, between two steps, and register the hooks that they need."""
+        """Switch to the present rules, between two steps, and register the hooks that these rules need."""
         rule_sets = self._find_rule_sets()
         if rule_sets is self.rule_sets:
             return
@@ -252,7 +251,7 @@ class HookedModule:
             record_call(self.capture, origin, moment, call, module, self._signature, args, kwargs)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
-        """Put hooks on the module's own parameters that record gradients before any reduction over ranks."""
+        """Put hooks on the module's own parameters, to record gradients before any reduction over ranks."""
         for name, parameter in self.own("_parameters"):
             is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.is_leaf and parameter.requires_grad
             if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
@@ -291,7 +290,7 @@ class HookedModule:
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
     def _see_by_probe(self, output: torch.Tensor, moment: Moment, call: int) -> None:
-        """Give the probe a forward's output that only it wants, by the function of `probe_again` if there is one."""
+        """Give the probe an output that only ``keep=probe`` wants, by the function of `probe_again` if it is known."""
         again, rule_set = self._again.get(moment.mode, _UNKNOWN)
         if again is not None and self.capture.keep_of(rule_set, call) == 0:
             return
@@ -345,7 +344,7 @@ class HookedModule:
                 self.capture.aliases.wait(waiting)
 
     def _chunk_or_wait(self, tensor: torch.Tensor) -> tuple[Chunk | None, Waiting | None]:
-        """Return the chunk of a plain tensor in a tensor parallel region, or a `Waiting` that may get it later."""
+        """Return a plain tensor's chunk in a tensor parallel region, or a `Waiting` that may get the chunk later."""
         aliases = self.capture.aliases
         if is_dtensor(tensor):
             aliases.saw(tensor)
@@ -405,7 +404,7 @@ class HookedModule:
                 yield f"{base}{int(name[len(base) :]) + self._first}" if base != name else name, value
 
     def keeps(self, site: str) -> bool:
-        """Whether a value of a site may be kept at this step; a rule for other names or calls may still exclude it."""
+        """Whether a value of a site may be kept at this step; a rule for some names or calls may still exclude it."""
         return self.capture.masks[self.rule_sets[site]] != 0
 
     def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
@@ -420,7 +419,7 @@ class HookedModule:
                 self.record(site, name, tensor, moment, phase, repeat, chunk=chunk, note=note)
 
     def note_of_mark(self, parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
-        """Return the note that marks do not tell the chunk of an own parameter, its gradient or state; else None."""
+        """Return the note that the chunk of a marked parameter, its gradient or state is unknown; None if known."""
         module = self._owner() if is_marked(parameter) and is_distributed() else None
         is_known = module is None or self.is_expert or getattr(module, "is_expert", False) or tensor_ranks(module)
         is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
@@ -468,7 +467,7 @@ class HookedModule:
         self.capture.site_failed(Origin(self.root.name, self.node_path, site, ""), error)
 
     def disarm(self, sites: tuple[str, ...]) -> None:
-        """Record nothing at these sites from now on."""
+        """Record nothing at the given sites from now on."""
         self._disarmed = (*self._disarmed, *sites)
         self.rule_sets = {**self.rule_sets, **dict.fromkeys(sites, NOTHING)}  # other modules share the old mapping
         self._forget_leaves()

@@ -92,7 +92,7 @@ class OriginalSlice(NamedTuple):
     begin: int
     """The index, within the original, of the first element that lies in this rank's part of the flat parameter."""
     end: int
-    """The index, within the original, after the last element in this rank's part; equals `begin` if there is none."""
+    """The index, within the original, after the last element in this rank's part; equals `begin` for an empty part."""
     chunk: Chunk | None
     """The chunk of this rank's slice; None if the rank has the complete parameter, or no chunk describes the slice."""
     note: str | None
@@ -120,7 +120,7 @@ class FlatMesh(NamedTuple):
     def crossed(
         self, shape: tuple[int, ...], coordinate: tuple[int, ...], ranks: Sequence[int], names: Sequence[str] = ()
     ) -> FlatMesh:
-        """Return this mesh with the axes of another grid appended, in which this rank has `coordinate`, as one grid."""
+        """Return this mesh with another grid's axes appended; `coordinate` is this rank's position in that grid."""
         own_rank = ranks[sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(coordinate))]
         shapes, all_names = (*self.shape, *shape), (*(self.dim_names or ()), *names)
         return FlatMesh(
@@ -134,7 +134,7 @@ class FlatMesh(NamedTuple):
 class FlatParameter:
     """The rows of one flat tensor that an optimizer updates in place of the parameters inside it.
 
-    A tensor that belongs to it (values, gradient, optimizer state) becomes a row for each original parameter.
+    Values, gradient and optimizer state of the flat tensor become one row each for every original parameter.
     """
 
     uses_original = False
@@ -218,7 +218,7 @@ class FsdpParameter(FlatParameter):
             for info in (*flat._param_infos, *flat._shared_param_infos)
             if (hooked := module_of(info.module)) is not None
         ]
-        """Every pair of a module in the root and a name under which it knows an original parameter, ties included."""
+        """Each name of an original parameter in a module of the root, with the module; ties are included."""
         self.ties = [
             (hooked, info.param_name, first, info.prim_param_name)
             for info in flat._shared_param_infos
@@ -315,7 +315,7 @@ class OriginalParameter:
 
 
 ParameterRows = ModuleParameter | FlatParameter | OriginalParameter
-"""What the hooks on optimizers record a parameter with. `record` appends a suffix to the parameter's name."""
+"""The classes by which hooks on optimizers record a parameter; `record` appends a suffix to the parameter's name."""
 
 
 def find_flat_parameters(
@@ -356,7 +356,7 @@ def _starts(flat: Any) -> Iterator[int]:
 
 
 def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor parallel parameter's local values; None unless they are one box of the whole."""
+    """Return the chunk of a tensor parallel parameter's local values; None if they are not one box of the whole."""
     if not isinstance(getattr(spec, "placements", None), tuple):
         return None
     chunk = chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
@@ -398,7 +398,8 @@ def find_zero_parameters(parameters: _Parameters) -> Iterator[FlatParameter]:
 
 _Place = tuple[torch.Tensor | None, int, int, int, tuple[int, ...], Any]
 """Where this rank's elements of a parameter lie: the flat tensor, the index in it, the index in the parameter, the
-number of elements; then the parameter's shape and its ranks' group. Without elements here, the tensor is None."""
+number of elements; the parameter's shape and its process group. The tensor is None if all elements lie on other ranks:
+this rank's rows then have no elements."""
 
 
 def _of_stages_1_and_2(parameter: Any) -> _Place | None:
@@ -424,7 +425,7 @@ def _of_stage_3(parameter: Any) -> _Place | None:
 
 
 def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:
-    """Return the placements and the mesh, as JSON, of a parameter that is cut flat over `ranks`, with further axes."""
+    """Return placements and mesh, as JSON, of a parameter that is cut flat over `ranks`, and laid over `axes`."""
     rank, more = torch.distributed.get_rank(), [axis for axis in axes if len(axis[0]) > 1]
     mesh = FlatMesh((len(ranks),), None, (ranks.index(rank),), [*ranks])
     for others, _ in more:
@@ -492,7 +493,7 @@ def _places_in(
 def _part_of_marked(
     hooked: HookedModule, parameter: torch.Tensor, begin: int, ranks: Sequence[int], copies: Sequence[int]
 ) -> tuple[Chunk | None, str | None]:
-    """Return the chunk of a part of a parameter that tensor parallel may have cut, too; or a note if it is unknown."""
+    """Return the chunk of a part of a parameter, which tensor parallel may also cut; or a note why it is unknown."""
     shape, local = tuple(parameter.shape), hooked.marked_chunk(parameter, parameter)
     beside = _ranks_with_copies(parameter) if local is None else hooked.tensor_ranks()
     if len(beside) > 1 and is_marked(parameter) is (local is None):

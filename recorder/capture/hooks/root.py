@@ -55,7 +55,7 @@ from .parameter_rows import (
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
 _MAX_LATE_LOOKS = 5
-"""How many calls of a root, from the first on, look for a data-parallel wrapper, which may be made late."""
+"""This many calls of a root, from the first on, look for a data-parallel wrapper, as it may be made after the first."""
 _numbers = itertools.count(1)
 
 
@@ -104,7 +104,7 @@ class Root:
         self.attachments: list[Callable[[], Any]] = []
         """Weak references to the handles of this root that the program holds and has not closed."""
         self.is_kept = False
-        """True where the program threw a handle away at once: nobody can close the root, so it is meant to last."""
+        """True if the program threw the root's handle away at once: nobody can close the root, which is to last."""
         self._number = next(_numbers)
         self._began_late = has_compiled_anything()
         """Whether anything in the process, perhaps this model, had been compiled when the root was attached."""
@@ -117,13 +117,13 @@ class Root:
         self.data_parallel: DataParallel | None = None
         """The data-parallel group, which splits the batch, for the manifest; None if no wrapper or mark names it."""
         self.model_parallel: ModelParallel | None = None
-        """The ranks with the same part of the batch, for the manifest; None if no parameter or mark names them."""
+        """The ranks with the same part of the batch, for the manifest; None if no parameter or mark names the ranks."""
         self.marked_ranks: tuple[int, ...] = ()
         """The ranks over which the root's plain parameters are cut, by a framework's marks; empty without marks."""
         self.is_over_meshes = False
         """Whether parameters are, or were, DTensors, so that plain tensors may share memory with DTensors."""
         self.rank_local: dict[str, str] | None = None
-        """By full name of a parameter that differs between ranks with other batches, the reason, for the manifest."""
+        """The reasons why parameters differ between ranks with different batches, by full name, for the manifest."""
         self.pipeline: Pipeline | None = None
         """The stage of a pipeline that this root is, for the manifest; None if no stage was observed to call it."""
         self._named: set[tuple[str, str]] | None = None
@@ -163,7 +163,7 @@ class Root:
         self.capture.events.add("jitter_failed", text, key=self.name, exception=error)
 
     def say_if_nothing_moved(self) -> None:
-        """Warn if the setting `jitter` asks for a perturbed run and nothing was moved."""
+        """Warn if the setting `jitter` asks for a perturbed run and nothing was perturbed."""
         if self.capture.settings.jitter and self.moved is None:
             self.moved = {}
             self.capture.events.add("nothing_moved", f"{self.name}: {_NOTHING_MOVED}", key=self.name)
@@ -376,7 +376,7 @@ class Root:
         self.is_stand_in = True
 
     def has_tap(self, where: str) -> bool:
-        """Whether a tap is on a module of this root, in TorchScript, or in the artefact that the root represents."""
+        """Whether a tap is in this root: on a module, in TorchScript, or in the artefact that the root represents."""
         if where in self.modules_by_tap:
             return True
         parsed = Where.from_text(where) if where else None
@@ -386,7 +386,7 @@ class Root:
         return self.artefact == (parsed.root if parsed is not None else "")
 
     def module_at(self, path: str) -> HookedModule | None:
-        """Return the module with hooks at a path; None if there is no such module."""
+        """Return the `HookedModule` at a path; None if there is no module at the path."""
         if path not in self._by_path:
             self._by_path = {hooked.node_path: hooked for hooked in self.modules}
         return self._by_path.get(path)
@@ -492,7 +492,7 @@ class Root:
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """Return the `Slice` and phase of a tapped value; begin a call if the root's own hooks are compiled away.
+        """Return the `Slice` and phase of a tapped value; if the root's hooks are compiled away, taps begin its calls.
 
         `with_grad` is given by the tap, because compiled code always runs with gradients disabled.
         """
@@ -549,7 +549,7 @@ class Root:
                     yield hooked, name, parameter
 
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a micro-step first uses a parameter here, under the module and name by which rows identify it."""
+        """Whether a micro-step uses a parameter for the first time; `path` and `name` must be those that rows use."""
         if self._named is None:
             self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
         is_first = (path, name) in self._named and id(parameter) not in slice_.used
@@ -557,7 +557,7 @@ class Root:
         return is_first
 
     def rest_or_wake(self, *, may_rest: bool) -> None:
-        """Remove the hooks of modules whose calls the new step does not record, and put back those of other modules.
+        """Remove the hooks of modules whose calls the new step does not record, and put other modules' hooks back.
 
         The root's own hooks stay, because steps are counted in them, and one of them has called this method.
         """
