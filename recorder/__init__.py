@@ -98,8 +98,8 @@ def __dir__() -> list[str]:
 def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = None, **settings: object) -> Attachment:
     """Record a model from now on; use the result as a context manager, or call ``close()`` on it.
 
-    A no-op unless the flag ``RECORDER=1`` is set or ``enabled`` is true. Attach after wrapping (DDP, `fully_shard`) and
-    before the first compiled call.
+    Does nothing unless the flag ``RECORDER=1`` is set or ``enabled`` is true. Attach after wrapping (DDP,
+    `fully_shard`) and before the first compiled call.
 
     Args:
         model: the module; each call of it counts as one forward of training.
@@ -108,8 +108,8 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
         **settings: any setting by name, such as ``rules="site=output keep=tensor"`` or ``dir="/scratch/run"``.
 
     Raises:
-        ConfigError: a setting is wrong, or differs from those of a recording that is under way.
-        AttachError: the model is no module, or a pipe whose stages are called one by one, or a rule matches nothing.
+        ConfigError: a setting is wrong, or differs from the settings of a recording that is under way.
+        AttachError: the model is no module, or a Pipe (its stages are called one by one), or a rule matches nothing.
     """
     from .config import is_enabled
 
@@ -123,7 +123,7 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
 
 
 def scalar(name: str, value: Any) -> None:
-    """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (never synced).
+    """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (without a sync).
 
     With ``RECORDER=1`` a recording begins with the first call of the model. Scalars before that call are counted and
     not recorded; `attach` begins the recording earlier.
@@ -134,28 +134,28 @@ def scalar(name: str, value: Any) -> None:
 
 
 def step(number: int) -> None:
-    """Name the step, at the top of each iteration. After the first call, only such calls change the step."""
+    """Set the step's number at the top of each iteration. After the first call, only such calls change the step."""
     recorder = _active or _armed
     if recorder is not None:
         recorder.program.name_step(number)
 
 
 def tokens(*, sample_ids: Any = None, positions: Any = None, texts: Any = None) -> AbstractContextManager[None]:
-    """Say whose tokens the model's call inside ``with recorder.tokens(...):`` is given, for ``recorder align``.
+    """Say, for ``recorder align``, to which samples the tokens of a model's call inside the ``with`` block belong.
 
-    It is needed only where the model's own arguments do not say it, or where samples have names. Never raises.
+    It is needed only if the model's own arguments do not say so, or if samples have names. Never raises.
 
     Args:
-        sample_ids: the name of the sample of each row of the batch, or of each sequence of a packed row: text, numbers.
+        sample_ids: for each row of the batch, or each sequence of a packed row, the sample's name: text or a number.
         positions: the position of each token in its sample, in the shape of the tokens: a tensor, or lists.
-        texts: the text of each token, as lists of the rows; the run holds them then, for the map of ``report --align``.
+        texts: the text of each token, as one list for each row; the run stores the texts, for ``report --align``.
     """
     recorder = _active or _armed
     return nullcontext() if recorder is None else recorder.program.tokens(sample_ids, positions, texts)
 
 
 def trigger(reason: str) -> None:
-    """Have all ranks write the ring's steps around the current step (rules with ``keep=ring``). Never waits.
+    """Make all ranks write the ring's steps (rules with ``keep=ring``) around the current step. Never waits.
 
     Args:
         reason: the reason, for people; the run keeps this text.

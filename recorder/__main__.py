@@ -1,4 +1,4 @@
-"""The entry of the command line: `recorder` and ``python -m recorder``.
+"""The entry point of the command line: `recorder` and ``python -m recorder``.
 
 Nothing here may import a UI package for ``recorder run``, which becomes the user's training process.
 """
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Run one command, with the exit code 0 for success, 1 for a finding, and 2 for misuse or unreadable input."""
+    """Run one command; exit with code 0 for success, 1 for a finding, and 2 for misuse or unreadable input."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
         from .lifecycle.launch import launch
@@ -45,7 +45,7 @@ def _end(code: object) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that was closed (``>&-``), before a file gets its descriptor."""
+    """Open the null device for each standard stream that was closed (``>&-``), before a file gets its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))

@@ -93,12 +93,12 @@ class LookupFailedError(RunError, LookupError):
 
 
 def not_installed(what: str, package: str, extra: str) -> str:
-    """Return the message that `what` needs a package of an extra, with the command that installs it."""
+    """Return the message that `what` needs a package that is missing, with the command that installs its extra."""
     return f"{what} needs {package}, which is not installed: {install_line(extra)} (or {package} alone)"
 
 
 def install_line(extra: str = "", *, is_upgrade: bool = False) -> str:
-    """Return the command that installs this package with an extra, from the package's clone if it came from one.
+    """Return the command that installs this package with an extra; from a clone, if this package came from a clone.
 
     To upgrade, the command first updates the clone.
     """

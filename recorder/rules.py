@@ -1,4 +1,4 @@
-"""The grammar of selection: patterns of names, schedules of numbers, and rules made of both, with the one matcher.
+"""The grammar of selection: patterns of names, schedules of numbers, rules made of both, and the matching of names.
 
 The rules of a recording and of a command have the same grammar, and `doctor` uses the same code to find values that
 should have been recorded. Patterns are a tuple of texts. Each is a glob over the complete name, or ``re:`` and a
@@ -43,7 +43,7 @@ KEEPS = {
     "replay": KEEP_TENSOR | KEEP_REPLAY,
     "ring": KEEP_RING,
 }
-"""The bits of each word that a rule's ``keep`` may have."""
+"""For each word of a rule's ``keep``, its bits in the keep mask."""
 ON = ("1", "true", "yes", "on")
 OFF = ("", "0", "false", "no", "off")
 ANY = ("*",)
@@ -61,7 +61,7 @@ _MAX_LISTED = 3
 def parse_patterns(text: str) -> tuple[str, ...]:
     """Split the patterns that a person has written with commas between them; ``''`` is the empty name.
 
-    Commas in brackets, such as those of ``re:h{1,2}``, stay.
+    A comma in brackets, as in ``re:h{1,2}``, separates nothing.
 
     Raises:
         ValueError: a pattern begins with ``re:`` and is no regular expression.
@@ -98,7 +98,7 @@ def matches_expression(expression: str, name: str) -> bool:
 
 
 Expressions = Callable[[str, str], bool]
-"""A function that matches a regular expression with a name: `matches_expression`, unless the input is untrusted."""
+"""A function that tells whether a regular expression matches a name; `matches_expression` is for trusted input."""
 
 
 def matches(patterns: tuple[str, ...], name: str, expressions: Expressions = matches_expression) -> bool:
@@ -112,7 +112,7 @@ def matches(patterns: tuple[str, ...], name: str, expressions: Expressions = mat
 
 
 def choose(patterns: tuple[str, ...], names: Collection[str]) -> list[str]:
-    """Return the names that patterns choose. A pattern that is a name means it alone: names may hold brackets."""
+    """Return the names that patterns choose. A pattern that is a name chooses it alone: names may hold brackets."""
     known_names, (wanted, unwanted) = set(names), sides(patterns)
 
     def is_hit(pattern: str, name: str) -> bool:
@@ -189,7 +189,7 @@ class Schedule:
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int | None, int]]) -> Schedule:
-        """Make a schedule of slices, with the text that `parse` reads; without slices it has no number and no text."""
+        """Make a schedule from slices, with a text that `parse` reads; without slices it contains no number."""
         made = tuple(slices)
         words = [
             f"{start}:{'' if stop is None else stop}{'' if stride == 1 else f':{stride}'}"
@@ -198,7 +198,7 @@ class Schedule:
         return cls(",".join(words), made)
 
     def within(self, spans: Iterable[tuple[int, int | None]]) -> Schedule:
-        """Return the part that lies in some spans, each from its first number to its last (None: without an end)."""
+        """Return the part of the schedule inside some ranges, given as first and last number (None: without an end)."""
         slices = list(self.slices)
         if self.powers_of_two:
             slices += [(n, n + 1, 1) for n in (0, *(1 << bits for bits in range(_MAX_NUMBER_BITS)))]
@@ -233,7 +233,7 @@ class RingWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One selection: which values, at which steps, and what to keep; several rules that match keep all they ask for."""
+    """One selection: which values, at which steps, and what to keep. Of several matching rules, all are obeyed."""
 
     module: tuple[str, ...] = ANY
     """Patterns of module paths; ``''`` is the root."""
@@ -243,14 +243,14 @@ class Rule:
     """True if the rule selects only modules without children."""
     site: tuple[str, ...] = SITES
     name: tuple[str, ...] = ANY
-    """Patterns of leaf names: the argument, the path in a nested output, the parameter."""
+    """Patterns of the names of tensors: an argument, a path in a nested output, or a parameter."""
     rank: Schedule = EVERY
     steps: Schedule = EVERY
     call: Schedule = EVERY
-    """The numbers of a module's calls within a micro-step; an evaluation loop has many calls in one step."""
+    """The numbers of the calls within a micro-step that are selected; an evaluation loop has many calls in a step."""
     keep: int = KEEP_STATS
     unit_dim: int | None = None
-    """The dim along which units lie for ``keep=units``; None for the dim of the module's class."""
+    """The dim along which units lie for ``keep=units``; None for the usual dim of the module's class."""
     before: int = 4
     """The number of steps before a trigger that are written, for ``keep=ring``."""
     after: int = 2
@@ -265,7 +265,7 @@ class Rule:
     def matches_module(
         self, module_path: str, class_name: str, is_leaf: bool, expressions: Expressions = matches_expression
     ) -> bool:
-        """Whether the rule selects anything of a module; `is_leaf` says that the module has no children."""
+        """Whether the rule may select a value of a module; `is_leaf` says whether the module has no children."""
         return (
             (is_leaf or not self.leaf)
             and matches(self.module, module_path, expressions)
@@ -307,7 +307,7 @@ class _Grammar(NamedTuple):
     sites: Sequence[str]
     """The sites that a message about an unknown site offers."""
     is_open: bool
-    """Whether a site may be one that this version does not know."""
+    """True if rules may name sites that this version does not know."""
 
 
 def parse_rules(
@@ -434,7 +434,7 @@ def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def ring_window(rules: Iterable[Rule]) -> RingWindow | None:
-    """Return the window of the rules that keep a ring; None if no rule keeps a ring.
+    """Return the steps around a trigger that rules with ``keep=ring`` ask for; None without such a rule.
 
     Raises:
         ConfigError: two rules have different windows; a recording has one ring.

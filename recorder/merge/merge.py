@@ -43,12 +43,12 @@ Progress = Callable[[str, int], AbstractContextManager[Report]]
 """A function that makes a `Report` from a title and the total number of bytes."""
 
 _SHARDS_PER_UNIT = 200
-"""The number of shards per unit of a task: a worker opens the run for each task, at 0.3 ms a shard."""
+"""A task has one more unit for this many shards of the run: a worker opens the run for each task, at 0.3 ms a shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
 """The seconds between attempts to find the output folder, as a network file system may show it a few seconds late."""
 _TASKS_PER_WORKER = 2
-"""The tasks of each worker: one is running while the other waits, in case this thread is too busy to submit."""
+"""The number of tasks per worker: one runs while the other waits, in case this thread is too busy to submit more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +62,11 @@ class MergeReport:
     num_tensors: int
     num_rows: int
     source_bytes: int
-    """Bytes of the source's payload, decoded."""
+    """The number of decoded payload bytes of the source run."""
     merged_bytes: int
     """The part of `source_bytes` that this call merged."""
     written_bytes: int
-    """Bytes of the merged shards, including the shards of kept units."""
+    """The number of bytes of the merged shards, including the shards of kept units."""
     elapsed_s: float
     findings: Summary
 
@@ -87,7 +87,7 @@ class _Job:
     num_workers: int
     call: str
     is_alone: bool
-    """True if a worker is its own process, which keeps the run open from one task to the next."""
+    """True if each worker is a process on this machine, which keeps the run open from one task to the next."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def merge_run(
         progress: makes the progress bar.
 
     Raises:
-        WriteError: `out` is something else, or is not writable. Finished units are kept for the next call.
+        WriteError: `out` is another kind of path, or is not writable. Finished units are kept for the next call.
         RunError: the run cannot be read at all, or an option is invalid.
     """
     if (source := run.manifest.merged_from) is not None:

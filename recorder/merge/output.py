@@ -1,8 +1,8 @@
 """The output directory of a merge: its manifests, its units, and the moment at which readers get the units.
 
 If `_run.json` exists, the published units are one complete merge. The file is removed first and written last whenever
-units are published or removed, so no reader finds a part. Finished units wait in `_merging`. This module must never
-touch a directory that is not a merge of this very run with these very options.
+units are published or removed, so no reader finds an incomplete merge. Finished units wait in `_merging`. This module
+must never touch a directory that is not a merge of this very run with these very options.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SOURCE = "source"
 
 
 class Output:
-    """The directory of a merged run. A worker passes the `call` of the process that has the lock."""
+    """The directory of a merged run. `call` is the name that the process with the lock has chosen for its workers."""
 
     def __init__(self, path: Path, call: str | None = None) -> None:
         self.path = path
@@ -77,7 +77,7 @@ class Output:
     def stop_building(self) -> None:
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         with contextlib.suppress(OSError):
-            # One rename, because a worker might make new files while other files are removed.
+            # The folder is renamed as a whole, because a worker might make new files while files are removed.
             os.rename(self._merging / self.call, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
@@ -88,7 +88,7 @@ class Output:
         return folder
 
     def finish(self, folder: Path, unit: str) -> None:
-        """Take over the unit in `folder`, which must be complete and synced."""
+        """Keep the unit in `folder`, which must be complete and synced, as a finished unit."""
         _DISK.sync_directory(folder)
         try:
             os.rename(folder, self._merging / unit)
@@ -153,7 +153,7 @@ class Output:
         return [name for name in _names(self.path) if parse_rank_dir(name) is not None]
 
     def _publish(self, unit: str) -> None:
-        """Move the directories of a unit to their final paths, the global directory last, as the sign of completion."""
+        """Move a unit's directories to their final paths, the global directory last, as the sign of completion."""
         folder = self._merging / unit
         for name in sorted(_names(folder), key=lambda name: (name == GLOBAL_DIR, name)):
             (self.path / name).mkdir(mode=_PRIVATE, exist_ok=True)
@@ -296,13 +296,13 @@ def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
 def of_units(run: Run) -> dict[str, Any]:
     """Return the members that the manifests of all units share."""
     sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
-    # Where any writer has counted the steps, attempts cannot be matched by step.
+    # If any writer counted the steps itself, attempts cannot be matched by step.
     source = COUNTED if COUNTED in sources else next(iter(sources), None)
     return {"run_id": run.run_id, "world_size": run.world_size, "step_source": source}
 
 
 def of_source(run: Run) -> dict[str, Any]:
-    """Return `_writer.json` of the writer without rows: modules, rules, events and ledgers of the source."""
+    """Return the `_writer.json` of the writer without rows: modules, rules, events and ledgers of the source run."""
     informative = {
         name: next((members[name] for writer in run.writers if name in (members := writer.manifest.members)), None)
         for name in _INFORMATIVE

@@ -32,13 +32,13 @@ _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""The payload bytes of scalars, which are stored with the statistics, at which a batch is written."""
+"""The payload bytes at which a batch of the shards of statistics is written; only scalars have payloads there."""
 _SMALL_BYTES = 1024
 """A scalar's payload of up to this many bytes is stored with the statistics."""
 
 
 class WriterMemory:
-    """The buffers from which a process writes; its writer directories use them one after the other."""
+    """The buffers from which a process writes shards; its writer directories use the buffers one after the other."""
 
     def __init__(self) -> None:
         self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
@@ -46,7 +46,7 @@ class WriterMemory:
 
 
 class MergedDirectory:
-    """Builds a writer directory: add rows of the record batch `rows`, then finish, then describe."""
+    """Builds a writer directory from the record batch `rows`: `add` some rows, then `finish`, then `describe`."""
 
     def __init__(self, path: Path, rows: Any, memory: WriterMemory) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class MergedDirectory:
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "attempt": self._max_attempt,
-            # Readers order the units of a step by the time of the first row, so this is the start.
+            # Readers order the units of a step by their start, so the start is the time of the first row.
             "started_ns": self._first_ns,
             "closed_ns": time.time_ns(),
             "state": "closed",
@@ -176,8 +176,8 @@ class _KindWriter:
         directory = self._directory
         if self._file is None:
             path = directory.path / open_name(shard_name(self._kind, self._next_number))
-            # Write through the page cache: the user reads the result next, and the kernel writes it back in the
-            # background.
+            # The writes go to the page cache: the user reads the shards next, and the kernel writes them to the disk
+            # later.
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
         payload = None
         if self._kind == "tensors":

@@ -1,4 +1,4 @@
-"""The units of a merge: cuts a run into units by its indexes, merges and recognizes units, and counts findings.
+"""The units of a merge: cuts a run into units by the shards' indexes, merges and recognizes units, counts findings.
 
 A unit is written as closed writer directories in a folder, never outside the folder. Planning opens no payload, and
 merging never holds all payload of a unit. A row that cannot be read from the source becomes a finding.
@@ -30,15 +30,15 @@ from ..run.run import Run
 from .shards import MergedDirectory, WriterMemory, as_batch
 
 _PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
-"""The members of a root that say how its ranks share the work."""
+"""The members of a root in a manifest that say how the root's ranks share the work."""
 UNIT_BYTES = 256 << 20
-"""The decoded payload bytes of a unit, over all ranks: a second of work, and the most that a kill costs."""
+"""The most decoded payload bytes of a unit, over all ranks: they take a second of work, the most that a kill loses."""
 UNIT_ROWS = 100_000
-"""The most rows of a unit, over all ranks: this bounds the memory for the columns."""
+"""The most rows of a unit, over all ranks, to bound the memory for the columns."""
 ROWS_PER_WRITER = 4096
-"""The rows per writer that a unit may always have, because shards are read batch by batch."""
+"""The rows per writer that a unit may have even above `UNIT_ROWS`, because shards are read batch by batch."""
 UNIT_FORMAT = 3
-"""A number that is raised whenever the same inputs give another result; units with an older number are built again."""
+"""A number that is raised when the same inputs give another result; units with a lower number are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
 Counts = npt.NDArray[np.int64]
@@ -54,11 +54,11 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A part of a window: the rows of one writer directory of the merged run."""
+    """A part of a window, merged into writer directories of one name: a global one, and one for each rank with rows."""
 
     window: Window
     share: int
-    """The index of this part of the window, from 0 to the window's `num_units` - 1."""
+    """The index of this unit among the units of its window, from 0 to the window's `num_units` - 1."""
     digest: str
     """A hash of everything that decides the result: the shards of these steps, their writers, the options."""
     payload_bytes: int
@@ -76,7 +76,7 @@ def is_unit_name(name: str) -> bool:
 
 
 class Inputs:
-    """The rows and bytes of each step in each shard of a run, and everything else that decides the global view."""
+    """The numbers of rows and bytes of each step in each shard, and everything else that decides the global view."""
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self._constant = [UNIT_FORMAT, options]
@@ -96,7 +96,7 @@ class Inputs:
         order = np.argsort(step, kind="stable")
         self._step, self._shard = step[order], np.concatenate(shards)[order]
         self._rows, self._bytes = rows[order], num_bytes[order]
-        # If steps were only counted, a later process of a rank replaces all earlier ones.
+        # If the recorder counted the steps itself, a later process of a rank replaces all earlier ones.
         is_counted = any(writer.is_counted for writer in run.writers)
         self._constant.append(self._writers if is_counted else None)
 
@@ -117,7 +117,7 @@ class Inputs:
                     yield Window(first, last, num_units)
 
     def units(self, window: Window) -> list[Unit]:
-        """Return the units of a window, with the rows that this run has for it."""
+        """Return the units of a window; the rows that this run has in the window decide their digests and sizes."""
         begin, end = np.searchsorted(self._step, window[:2])
         digest = self._digest(begin, end)
         payload_bytes = int(self._bytes[begin:end].sum())
@@ -215,7 +215,7 @@ class UnitBuilder:
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
-        """Fill the empty `folder` with the writer directories of a unit. After an OSError the caller removes it."""
+        """Fill the empty `folder` with the writer directories of a unit. The caller removes it after an OSError."""
         rows, batch = self._load(unit.window)
         is_own = _share_of_rows(rows.payload_bytes, unit.window.num_units) == unit.share
         ranks = batch.column("rank").fill_null(-1).to_numpy()
@@ -283,12 +283,12 @@ class UnitBuilder:
 
 
 def read_report(manifest: Mapping[str, Any]) -> UnitReport:
-    """Return the report in the manifest of a unit; raise KeyError if it has none, or one of another version."""
+    """Return the report in a unit's manifest; raise KeyError if there is no report, or a report of another version."""
     return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
 
 
 def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
-    """Return the share to which each row belongs. Shares have consecutive rows, and about equal payloads."""
+    """Return the index of the unit to which each row belongs. Units have consecutive rows, and about equal payloads."""
     weights = np.asarray(payload_bytes, np.int64) + _ROW_WEIGHT
     begins = np.cumsum(weights) - weights
     total = int(weights.sum()) or 1
@@ -311,7 +311,7 @@ def _unreadable(rows: Any, row: int, error: RunError) -> RowFinding:
 
 
 CORRUPT = "corrupt"
-"""The kind of finding for bytes of the source that have changed or are missing."""
+"""The kind of finding for bytes of the source run that have changed or are missing."""
 UNKNOWN_ENCODING = "unknown_encoding"
 """The kind of finding for an encoding or an element type of a later version, which cannot be read here."""
 UNKNOWN_COLUMN = "unknown_column"
@@ -322,7 +322,7 @@ _FIELDS = ("step", "module_path", "site", "name", "text")
 
 Entry = dict[str, Any]
 Summary = dict[str, Entry]
-"""By kind of finding: `count`, `num_problems` (the findings that make the exit code 1), and `first`, some examples."""
+"""For each kind of finding: `count`, `num_problems` (those that make the exit code 1), and `first`, some examples."""
 
 
 def is_problem(kind: str) -> bool:

@@ -1,8 +1,8 @@
 """Finds, checks and calls the compiled loops of `kernels.c`, if the library can be used.
 
-Every function here has a pure Python twin that gives the same bits; the caller has that twin as well. Without the
-Huffman code, zstd gives other bytes of the same content. Nothing here may raise if the library is
-missing, of another version, or made for another processor.
+Every function here has a twin in pure Python, at its callers, that gives the same bits. Only the Huffman code has none:
+without the library, zstd gives other bytes of the same content. Nothing here may raise if the library is missing, of
+another version, or made for another processor.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ABI = 13
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
-"""The fields of the header for the table of sections: its offset, the size of an entry, and the entries' number."""
+"""The fields of an ELF header that locate the table of sections: its offset, an entry's size, the number of entries."""
 _KINDS = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _TABLE_8, _TABLE_16 = len(_KINDS), len(_KINDS) + 1
 _NO_STATISTICS = -1
 HELD_BYTES = 1 << 15
-"""The bytes up to which the interpreter's lock is held: 5 to 15 us for float32, 200 us for 8-bit floats without vector
-instructions, were measured. This is far below the 5 ms after which Python takes the lock away."""
+"""The size of a tensor up to which the interpreter's lock is held to measure it: 5 to 15 us for float32, 200 us for
+8-bit floats without vector instructions, were measured. Python takes the lock away only after 5 ms."""
 KINDS = {name: number for number, name in enumerate(_KINDS)} | {"bool": _KINDS.index("uint8"), "float16": _TABLE_16}
 KINDS |= {f"float8_{kind}": _TABLE_8 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
 """The element types whose statistics the library computes, by torch's names."""
@@ -47,29 +47,29 @@ TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
 """The element types of which `Kernels.measure_small` measures many values with one call."""
 
 MOVED_KINDS = frozenset({"float32", "float64", "bfloat16", "float16"})
-"""The element types of which `Kernels.moved` compares values."""
+"""The element types whose values `Kernels.moved` compares."""
 SAMPLED = 1024
 """The most elements of a tensor that `Kernels.moved` compares: 256 runs of 4 that lie evenly apart."""
 _Bytes = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 15
-"""The elements of a chunk of `kernels.c`, as `CHUNK_ITEMS` there."""
+"""The number of elements in a chunk of `kernels.c`, equal to `CHUNK_ITEMS` there."""
 _ITEMS_OF_THREAD = 1 << 16
-"""The fewest elements for which one more thread saves time: two chunks of `kernels.c`."""
+"""The number of elements from which one more thread saves time: two chunks of `kernels.c`."""
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _PID = os.getpid()
 """The process that has loaded this module. The threads of an OpenMP runtime are gone in a forked child, and a parallel
 region would wait for them for ever."""
 _memset: Callable[[int, int, int], None] = ctypes.PyDLL(None).memset
-"""A memset that keeps the interpreter's lock."""
+"""The C library's memset, called without giving up the interpreter's lock."""
 _memset.argtypes, _memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), None  # type: ignore[attr-defined]
 
 
 _STATISTICS = struct.Struct("10d3qQq")
-"""The statistics of a tensor, as `struct statistics`."""
+"""The layout of a tensor's statistics, which is `struct statistics` in `kernels.c`."""
 _FINGERPRINT, _COUNTS = 13, slice(10, 13)
 """The positions of the fingerprint and the counts in `_STATISTICS`; the number of finite values comes last."""
 _MEASURING = struct.Struct("PqiPPPP")
-"""The input of a measurement, as `struct measuring`: data, items, kind, table, weights, bins, units."""
+"""The layout of `struct measuring` of `kernels.c`, a measurement's input, from the data to the units."""
 _MEASURING_ITEMS = np.dtype(
     {
         "names": ["at", "items", "kind", "table", "weights"],
@@ -78,11 +78,11 @@ _MEASURING_ITEMS = np.dtype(
         "itemsize": _MEASURING.size,
     }
 )
-"""The members of `_MEASURING` that differ between small tensors."""
+"""The members of `struct measuring` that differ between small tensors."""
 
 
 class Weights(ctypes.Structure):
-    """The weights of a tensor's words, as `struct weights`; the object keeps its arrays alive."""
+    """The fingerprint's weights for a tensor's words, as `struct weights` in `kernels.c`; keeps its arrays alive."""
 
     word_bytes: int
 
@@ -109,7 +109,7 @@ class Weights(ctypes.Structure):
 
 
 class UnitAddresses(ctypes.Structure):
-    """The addresses of the sums over the values of each unit, as `struct units`."""
+    """The addresses of the sums over the values of each unit, as `struct units` in `kernels.c`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sums", "squares", "peaks", "zeros")),
@@ -118,7 +118,7 @@ class UnitAddresses(ctypes.Structure):
 
 
 class LoopsPlan:
-    """The results that the compiled loops compute for a dtype and shape of tensors with elements. Immutable."""
+    """What the compiled loops compute for tensors of one dtype and one shape that is not empty. Immutable."""
 
     __slots__ = (
         *("_kept", "item_bytes", "items", "kind", "num_bins", "num_bytes", "num_units"),
@@ -139,10 +139,10 @@ class LoopsPlan:
     ) -> None:
         """Store the results that are to be computed. `dtype` is one of `KINDS`.
 
-        `table` has the value of each bit pattern, for float16 and floats of 8 bits. `weights` are those of the
-        fingerprint, or None without one. `num_bins` is the length of `numerics.histogram.NUM_BINS` if values are
-        counted for the histogram, else 0. `unit_inner` is the number of adjacent elements of one unit; without units
-        `num_units` is 0. Without `has_statistics` only the fingerprint is computed, and `items` become its words.
+        `table` has the value of each bit pattern, for float16 and floats of 8 bits. `weights` are for the fingerprint;
+        None: no fingerprint. `num_bins` is `numerics.histogram.NUM_BINS` of the dtype if values are counted for the
+        histogram, else 0. `unit_inner` is the number of adjacent elements of one unit; without units `num_units` is 0.
+        Without `has_statistics` only the fingerprint is computed, and its words count as `items`.
         """
         self.items, self.kind, self.item_bytes = items, KINDS[dtype], item_bytes(dtype)
         if not has_statistics and weights is not None:
@@ -154,7 +154,7 @@ class LoopsPlan:
         self._kept = table, weights
 
     def read(self, data: _Bytes) -> tuple[Measured, npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
-        """Return the statistics at the origin, the bins, and the rows of sums of the units, from `num_bytes` bytes."""
+        """Return statistics (fingerprint: at the origin), bins and rows of the units' sums from `num_bytes` bytes."""
         end = _STATISTICS.size + 8 * self.num_bins
         numbers = _STATISTICS.unpack(data[: _STATISTICS.size].data)
         is_alone = self.kind == _NO_STATISTICS
@@ -166,10 +166,10 @@ class LoopsPlan:
 
 
 class ManyTensors:
-    """The elements of many tensors that are summed together again and again, wherever the tensors lie."""
+    """The dtypes and sizes of many tensors that are summed together again and again, wherever the tensors lie."""
 
     def __init__(self, plans: Sequence[LoopsPlan]) -> None:
-        """Take one plan for each tensor, and keep the plans, whose tables are read."""
+        """Take one plan for each tensor; the plans are kept alive, because their tables are read."""
         self.plans = plans
         self.measuring = np.zeros(len(plans), _MEASURING_ITEMS)
         self.measuring["items"], self.measuring["kind"] = [one.items for one in plans], [one.kind for one in plans]
@@ -182,7 +182,7 @@ class _OfThread(threading.local):
     """The scratch memory of one Python thread."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Take the memory; Python calls this in each thread that reads an attribute."""
+        """Allocate the memory; Python calls this in each thread that reads an attribute."""
         self._take(num_bytes)
 
     def _take(self, num_bytes: int) -> None:
@@ -197,10 +197,10 @@ class _OfThread(threading.local):
 
 
 class Kernels:
-    """The loaded library. Any thread may call it; each thread has its own scratch memory."""
+    """The loaded library of compiled loops. Any thread may call it; each thread has its own scratch memory."""
 
     def __init__(self, path: Path = LIBRARY, level: int = -1) -> None:
-        """Load the library and select the widest vectors, or those of `level`.
+        """Load the library and select the widest vectors of the processor, or those of `level`.
 
         Raises:
             OSError: the library cannot be loaded.
@@ -209,7 +209,7 @@ class Kernels:
         """
         _check_whole(path)  # the loader maps what is missing, and a look at it ends the process
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        """`held` keeps the interpreter's lock, because to hand the lock over takes longer than some of the work."""
+        """Calls of `held` keep the interpreter's lock, because to hand it over takes longer than some of the work."""
         if (abi := library.recorder_native_abi()) != ABI:
             raise ValueError(f"{path} has ABI {abi}: expected {ABI}")
         self.level = LEVELS[library.recorder_native_select(level)]
@@ -253,7 +253,7 @@ class Kernels:
         self._of_thread = _OfThread(int(self._scratch_bytes(0, 1)))
 
     def fingerprint(self, data: _Bytes, num_words: int, weights: Weights) -> int:
-        """Return the fingerprint at the origin of the words of contiguous bytes, which may lie at any address."""
+        """Return the fingerprint at the origin of contiguous bytes, seen as words; the bytes may lie at any address."""
         measuring = _MEASURING.pack(address(data), num_words, _NO_STATISTICS, 0, weights.address, 0, 0)
         out = bytearray(_STATISTICS.size)
         measure = self._measure if len(data) > HELD_BYTES else self._measure_held
@@ -263,11 +263,11 @@ class Kernels:
     def measure_at(
         self, at: int, plan: LoopsPlan, out: int, *, num_threads: int = 1, held_bytes: int = HELD_BYTES
     ) -> None:
-        """Write the results of a plan, for a tensor with contiguous elements at one address, to the address `out`.
+        """Write the results of a plan, for a tensor with contiguous elements at the address `at`, to the address `out`.
 
-        There, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and the three sums and the zeros
-        of the units. `num_threads` of the loaded OpenMP runtime measure; the bits do not depend on it. A tensor of at
-        most `held_bytes` is measured with the interpreter's lock held.
+        At `out`, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and the three sums and the
+        zeros of the units. `num_threads` threads of the loaded OpenMP runtime measure; their number does not change the
+        bits. A tensor of at most `held_bytes` is measured with the interpreter's lock held.
         """
         bins = out + _STATISTICS.size
         sums = bins + 8 * plan.num_bins
@@ -297,10 +297,10 @@ class Kernels:
             (self._measure_held if is_held else self._measure)(measuring, 1, self._of_thread.scratch, out)
 
     def sum_of_squares(self, at: int, plan: LoopsPlan, *, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> float:
-        """Return the sum of the squares of a tensor's values; it is not finite where a value is not.
+        """Return the sum of the squares of a tensor's values; the sum is not finite if a value is not.
 
         The arguments are those of `measure_at`. The bits depend neither on the vectors of the processor nor on the
-        number of threads; the sum that `measure_at` computes may differ from them in the last places.
+        number of threads; the sum that `measure_at` computes may differ in the last places.
         """
         measuring = _MEASURING.pack(at, plan.items, plan.kind, plan.table_address, 0, 0, 0)
         squares = self._squares_held if plan.items * plan.item_bytes <= held_bytes else self._squares
@@ -331,8 +331,8 @@ class Kernels:
         """Return the sum of the squares of the changes of each tensor's sampled elements since the call before.
 
         `at` has the address of each tensor. `before` has the sampled elements of the call before, at most `SAMPLED` of
-        a tensor, one tensor after the other, and then those of this call. The tensors are of `MOVED_KINDS`. The
-        interpreter's lock is held. A sum is not finite where a change is not.
+        a tensor, one tensor after the other; this call overwrites them with its own. The tensors are of `MOVED_KINDS`.
+        The interpreter's lock is held. A sum is not finite if a change is not.
         """
         tensors.measuring["at"] = at
         out = np.empty(len(at))
@@ -344,10 +344,10 @@ class Kernels:
     ) -> Callable[[], list[Measured]]:
         """Measure many tensors in one call, with the fingerprint at the origin for tensors with weights.
 
-        The result returns the statistics of each, at a time when the tensors may be gone. The interpreter's lock is
-        held meanwhile, so the tensors should have about `HELD_BYTES` together. Only the arguments are made with a
-        Python statement for each tensor. `at` are the addresses, and `items` the numbers of elements. Each dtype is one
-        of `TOGETHER_KINDS`.
+        The result is a function that returns the statistics of each tensor, also when the tensors are gone. The
+        interpreter's lock is held during the call, so the tensors should have about `HELD_BYTES` together. Only the
+        arguments take a Python statement for each tensor. `at` are the addresses, and `items` the numbers of elements.
+        Each dtype is one of `TOGETHER_KINDS`.
         """
         measuring = np.zeros(len(at), _MEASURING_ITEMS)
         measuring["at"], measuring["items"], measuring["kind"] = at, items, [KINDS[dtype] for dtype in dtypes]
@@ -393,10 +393,10 @@ class Kernels:
         return int(num_written)
 
     def encode(self, data: _Bytes, item_bytes: int, num_framed: int, out: _Bytes) -> int:
-        """Write the first planes as `huffman` does, then the others as they are, to `out`; return the bytes taken.
+        """Write the first planes as `huffman` does, then the other planes unchanged, to `out`; return the bytes taken.
 
-        That is a payload of encoding ``planes`` (of one byte: ``raw``) where all planes are framed, and otherwise one
-        of ``planes_plain``, which begins with the length of the frames.
+        The result is a payload of encoding ``planes`` (for elements of one byte: ``raw``) if all planes are framed,
+        else of encoding ``planes_plain``, which begins with the length of the frames.
         """
         items = len(data) // item_bytes
         num_written = self._encode(
@@ -409,8 +409,8 @@ class Kernels:
     def sample(self, data: _Bytes, item_bytes: int, slices: int, slice_items: int, out: _Bytes) -> tuple[int, int]:
         """Copy all byte planes of slices spread evenly over the data to the front of `out`, end to end.
 
-        Returned are the number of elements of the slices (all elements of short data), and the approximate number of
-        bytes that `huffman` makes of the first plane.
+        Return the number of elements of the slices (all elements of short data), and the approximate number of bytes
+        that `huffman` makes of the first plane.
         """
         items = len(data) // item_bytes
         num_items = min(items, slices * slice_items)
@@ -423,10 +423,10 @@ class Kernels:
 
 
 def _measured(statistics: tuple[Any, ...], weights: Weights | None) -> Measured:
-    """Return a row's statistics from the members of a `struct statistics`."""
+    """Return a tensor's statistics from the members of a `struct statistics`."""
     fingerprint, count = statistics[13:]
     known = statistics[:13] if count else (*(None,) * 10, *statistics[10:13])
-    # The result is that of `Measured(...)`, in a third of the time.
+    # This makes the same tuple as `Measured(...)`, in a third of the time.
     return tuple.__new__(Measured, (*known, None if weights is None else fingerprint, None, None, None))
 
 
@@ -451,7 +451,7 @@ def parallel_region() -> int:
 def address(array: npt.NDArray[Any]) -> int:
     """Return the address at which a contiguous array begins."""
     try:
-        # For writable memory this takes a quarter of the time.
+        # For writable memory, this takes a quarter of the time of `__array_interface__`.
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return int(array.__array_interface__["data"][0])
@@ -469,7 +469,7 @@ def _check_whole(path: Path) -> None:
 
 
 class LoadedKernels(NamedTuple):
-    """The loaded library, or the reason why there is none."""
+    """The loaded library of compiled loops, or the reason why there is none."""
 
     kernels: Kernels | None
     why_not: str
@@ -477,7 +477,7 @@ class LoadedKernels(NamedTuple):
 
 @lru_cache(maxsize=1)
 def find() -> LoadedKernels:
-    """Load the library, once in a process. Never raises."""
+    """Load the library of compiled loops, once in a process. Never raises."""
     if not LIBRARY.is_file():
         return LoadedKernels(None, "not built")
     try:
@@ -487,7 +487,7 @@ def find() -> LoadedKernels:
 
 
 def load(wanted: bool = True) -> Kernels | None:
-    """Return the library; None if it is not wanted or cannot be used."""
+    """Return the library of compiled loops; None if it is not wanted or cannot be used."""
     return find().kernels if wanted else None
 
 

@@ -22,24 +22,23 @@ from .units import Units
 
 
 class Bins(NamedTuple):
-    """The shares of the values of several tensors by magnitude, in common bins."""
+    """For several tensors, the fractions of their values in bins of magnitudes; all tensors have the same bins."""
 
     first: int
     """The exponent of the first bin, whose values begin at 2^first."""
     exponents_per_bin: int
     shares: list[list[float]]
-    """For each tensor, the shares of all its values in each bin. The lists are equally long, 0 if all values are zero
-    or not finite.
-    """
+    """For each tensor, the fractions of all its values that lie in each bin. All lists have the same length, which is 0
+    if all values are zero or not finite."""
 
     @property
     def last(self) -> int:
-        """The exponent of the last bin."""
+        """The largest exponent in the last bin."""
         return self.first + self.exponents_per_bin * max(map(len, self.shares), default=0) - 1
 
 
 def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | None:
-    """Return the histogram of a row, from three columns whose names end in `suffix`; None if the row has none."""
+    """Return the histogram of a row, from three columns with `suffix` after their names; None if the row has none."""
     data = row[f"histogram{suffix}"]
     if data is None:
         return None
@@ -51,7 +50,7 @@ def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | No
 
 
 def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
-    """Return the shares of several histograms in common bins, at most `max_bins`."""
+    """Return the fractions of several histograms' values in common bins, of which there are at most `max_bins`."""
     used = [one.exponents[one.counts.any(axis=0)] for one in histograms]
     known = [exponents for exponents in used if len(exponents)]
     if not known:
@@ -81,7 +80,7 @@ def share_apart(a: Histogram, b: Histogram) -> float | None:
 
 
 def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
-    """Return the number of nonzero values below the smallest normal number of a type; None for other types."""
+    """Return the number of nonzero values below a dtype's smallest normal number; None if that number is not known."""
     if dtype not in NORMAL_EXPONENTS:
         return None
     return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
@@ -92,7 +91,7 @@ def _num_all(histogram: Histogram) -> int:
 
 
 def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
-    """Return the counts in the bins of `frame`, which covers both histograms, then of infinities, zeros and NaN."""
+    """Return the counts in the bins of `frame`, a wider histogram, and then the counts of infinities, zeros and NaN."""
     counts = np.zeros(frame.counts.shape)
     at = histogram.first - frame.first
     counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
@@ -108,9 +107,9 @@ class UnitsApart(NamedTuple):
     units_dead_a: int
     units_dead_b: int
     units_apart: int | None
-    """How many units differ between the two values; None if the values have different numbers of units or unit dims."""
+    """The number of units that differ between two values; None for different numbers of units, or dims of units."""
     unit: int | None
-    """The index of the unit whose root mean squares differ most; None if no unit differs."""
+    """The index of the unit whose root mean square differs most between the two values; None if no unit differs."""
     unit_rms_a: float | None
     unit_rms_b: float | None
 
@@ -147,14 +146,14 @@ Ints = npt.NDArray[np.int64]
 _HEAD_BYTES = 4
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _MOST_BYTES = 1 << 20
-"""The bytes of rows that are decoded at a time, so that the results fit into a cache."""
+"""The most bytes of rows that are decoded at a time, so that the results fit into a cache."""
 
 
 class Histograms(NamedTuple):
     """Histograms of rows that have the same number of bins."""
 
     rows: Ints
-    """The indices of the rows in the column."""
+    """For each histogram, the index of its row in the column."""
     exponents: Ints
     """The exponents of the bins, of shape (rows, bins)."""
     counts: Ints
@@ -164,33 +163,33 @@ class Histograms(NamedTuple):
 
 
 class ManyUnits(NamedTuple):
-    """The sums of units of rows that have the same number of units."""
+    """Sums over the values of units, for several rows with the same number of units."""
 
     rows: Ints
-    """The indices of the rows in the column."""
+    """For each entry, the index of its row in the column."""
     sum: Floats
-    """The sums of the units, of shape (rows, units). The next three fields have the same shape."""
+    """The sum over each unit, of shape (rows, units); `sum_sq`, `absmax` and `zero_count` have the same shape."""
     sum_sq: Floats
     absmax: Floats
     zero_count: Ints
     num_values: Ints
-    """The number of elements of each unit of a row."""
+    """For each row, the number of elements of one unit."""
 
 
 class _Alike(NamedTuple):
-    """Rows whose bytes have the same length and the same beginning."""
+    """Rows of a column of bytes whose bytes have the same length and the same beginning."""
 
     rows: Ints
     width: int
-    """The bytes of a count."""
+    """The number of bytes that a count takes."""
     second: int
-    """The second byte of each row's bytes, after the width."""
+    """The second byte of each row's bytes; the first byte is the width."""
     data: Bytes
     """The bytes of the rows, of shape (rows, bytes)."""
 
 
 def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
-    """Yield the histograms of rows of a column of bytes; null rows are not allowed."""
+    """Yield the histograms in some rows of the column `histogram`; null rows are not allowed."""
     for alike in _alike(column, rows, head_bytes=2):
         num_bytes = alike.data.shape[1] - _HEAD_BYTES
         if alike.second or num_bytes % (2 * alike.width) or num_bytes < 2 * alike.width:
@@ -211,7 +210,7 @@ def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
 
 
 def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], shape_of: Ints) -> Iterator[ManyUnits]:
-    """Yield the sums of units of rows of a column of bytes; null rows are not allowed.
+    """Yield the sums of units in some rows of the column `units`; null rows are not allowed.
 
     `shapes` are shapes of tensors, None for an invalid one; `shape_of` has the index in `shapes` of each row's shape.
     """
@@ -319,7 +318,7 @@ HISTOGRAM_LEGEND = "the lowest block is one in a million, each higher one 5.6 ti
 
 
 def histogram_line(shares: Sequence[float]) -> str:
-    """Draw shares on a logarithmic scale, so that a single outlier is visible; an empty bin is a gap."""
+    """Draw the fraction of values in each bin on a logarithmic scale: outliers are visible, an empty bin is a gap."""
     return "".join(_block(share) for share in shares)
 
 
@@ -334,7 +333,7 @@ def histogram_lines(histograms: Sequence[Histogram | None]) -> tuple[list[str], 
 
 
 def extent(bins: Bins) -> str:
-    """Return the magnitudes that the line shows: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
+    """Return which magnitudes a drawn line covers: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
     if not any(bins.shares):
         return "of no finite value but zero"
     wide = f", {bins.exponents_per_bin} powers of two a character" if bins.exponents_per_bin > 1 else ""

@@ -20,7 +20,7 @@ ITEM_BYTES: dict[str, int] = {
     **{"float8_e8m0fnu": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
     **{"complex32": 4, "complex64": 8, "complex128": 16},
 }
-"""The bytes of one element. An element of `float4_e2m1fn_x2` is a pair of numbers, as in torch."""
+"""The number of bytes of one element, by torch's dtype. `float4_e2m1fn_x2` has pairs of numbers as elements."""
 
 _NUMPY_SPELLING: dict[str, Any] = {"float4_e2m1fn_x2": np.uint8, "complex32": [("real", "<f2"), ("imag", "<f2")]}
 """The numpy types for torch types that numpy lacks: packed pairs stay bytes, half complex becomes two halves."""
@@ -29,7 +29,7 @@ _ML_DTYPES = frozenset(name for name in ITEM_BYTES if name.startswith("float8") 
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype, given torch's name without ``torch.``. UnsupportedError: unknown."""
+    """Return the bytes of an element of torch's `dtype` (name without ``torch.``). UnsupportedError: it is unknown."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -37,7 +37,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the little-endian numpy dtype of torch's `dtype`, ml_dtypes' if numpy has none; else UnsupportedError."""
+    """Return numpy's (else ml_dtypes') little-endian dtype for torch's `dtype`. UnsupportedError: there is none."""
     item_bytes(dtype)
     if dtype in _ML_DTYPES:
         try:
@@ -63,7 +63,7 @@ def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> n
 
 
 def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> None:
-    """Raise CorruptError unless the number of bytes is exactly that of one tensor."""
+    """Raise CorruptError unless the number of bytes is that of a tensor of this dtype and shape."""
     if data.nbytes != math.prod(shape) * item_bytes(dtype):
         raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
 

@@ -22,11 +22,11 @@ from .dtypes import ITEM_BYTES, numpy_dtype
 Counts = npt.NDArray[np.int64]
 _Bins = npt.NDArray[np.uint64]
 _HEAD = struct.Struct("<BBh")
-"""The struct of a histogram's first bytes: the bytes per count, 0, and the exponent of the first bin."""
+"""The struct of a histogram's first bytes: the number of bytes of a count, 0, and the exponent of the first bin."""
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the lowest and of the highest possible bin."""
 _SUBNORMAL = {-127: -149, -1023: -1074}
-"""The bins of an element type's subnormal values, and the exponent of the smallest of these values."""
+"""For the bin of an element type's subnormal values, by its exponent: the exponent of the smallest of these values."""
 NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
 NORMAL_EXPONENTS |= {"bfloat16": NORMAL_EXPONENTS["float32"]}
 """The exponents of a type's least normal number and of its largest numbers."""
@@ -64,7 +64,7 @@ class Histogram:
 
     @property
     def num_values(self) -> int:
-        """The number of values, without NaN."""
+        """The number of values, NaN not included."""
         return int(self.counts.sum() + self.infinite.sum()) + self.zero_count
 
     def __eq__(self, other: object) -> bool:
@@ -123,7 +123,7 @@ class Histogram:
         )
 
     def quantile(self, q: float) -> Bounds:
-        """Return the bounds of a quantile, without NaN; 0.5 is the lower median. ValueError: no values or wrong `q`."""
+        """Return bounds of quantile `q` without NaN; 0.5 is the lower median. ValueError: no values, or wrong `q`."""
         if not 0 <= q <= 1:
             raise ValueError(f"q = {q}: expected a number from 0 to 1")
         if not self.num_values:
@@ -153,7 +153,7 @@ class Histogram:
     def buckets(self, max_buckets: int = 1 << 16) -> tuple[npt.NDArray[np.float64], Counts]:
         """Return ascending edges, and the number of finite values between adjacent edges, for tools that draw.
 
-        Buckets are the bins. Zeros are in the bucket between the largest negative and the least positive edge; if there
+        Each bin is a bucket. Zeros are in the bucket between the largest negative and the least positive edge; if there
         would be too many buckets, the bins of the smallest magnitudes are added to this bucket. NaN and infinities are
         in no bucket.
         """
@@ -188,7 +188,7 @@ class Histogram:
         return counts
 
     def to_bytes(self) -> bytes:
-        """Return the bytes for the column in their shortest form, so that equal histograms have equal bytes."""
+        """Return the bytes for the column `histogram` in their shortest form: equal histograms have equal bytes."""
         return _packed(self.first, self.counts[0], self.counts[1], self.infinite)
 
     @classmethod
@@ -243,7 +243,7 @@ for each bit pattern."""
 
 
 def of_bins(dtype: str, bins: _Bins) -> bytes:
-    """Return the bytes for the column, from the array of counts without its zeros and NaN."""
+    """Return the bytes for the column `histogram` from an array of `NUM_BINS` counts; zeros and NaN are left out."""
     if dtype in BY_PATTERN:
         with np.errstate(all="ignore"):
             codes = np.arange(256, dtype=np.uint8)
@@ -257,7 +257,7 @@ def of_bins(dtype: str, bins: _Bins) -> bytes:
 
 
 def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
-    """Return the histogram of a few distinct values, each with a count; they must be exact in float64."""
+    """Return the histogram of a few distinct values, each with a count; the values must be exact in float64."""
     counts, infinite = np.zeros((2, 256), np.int64), np.zeros(2, np.int64)
     is_positive = (values > 0).astype(np.int64)
     np.add.at(infinite, is_positive[np.isinf(values)], times[np.isinf(values)])
@@ -268,7 +268,7 @@ def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
 
 
 def of_row(measured: Measured) -> Histogram | None:
-    """Return the histogram in measured statistics; None if they have no histogram."""
+    """Return the histogram in a tensor's measured statistics; None if no histogram was measured."""
     if measured.histogram is None:
         return None
     counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}

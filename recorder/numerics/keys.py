@@ -24,14 +24,14 @@ SERIES_KEY = tuple(name for name in KEY if name != "step")
 
 
 _NONE = -1
-"""The stage index of a row outside of pipelines."""
+"""The value of `Times.stage` for a row outside of pipelines."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
-"""The int64 for null where statistics are compared by their bits; as a float64 a denormal, which no statistic is."""
+"""The integer for null where statistics are compared by their bits; as a float64 subnormal, which no statistic is."""
 
 
 class Groups(NamedTuple):
-    """Groups of equal rows, numbered in the order of their first rows."""
+    """Groups of rows that are equal in some columns, numbered in the order of their first rows."""
 
     ids: Integers
     firsts: Integers
@@ -57,7 +57,7 @@ def codes(column: Any) -> Integers:
 
 
 def encode(column: Any) -> tuple[Integers, list[str]]:
-    """Return the distinct texts of a column, and the column as indices of these texts, with -1 for null."""
+    """Return a column as indices of its distinct texts, with -1 for null, and the list of these texts."""
     chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
     encoded = chunked.dictionary_encode().unify_dictionaries()
     pieces = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
@@ -72,7 +72,7 @@ def holds(column: Any, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
 
 
 def group(columns: Sequence[Integers]) -> Groups:
-    """Group rows by several columns of codes."""
+    """Group rows that are equal in several columns of integers."""
     _, firsts, ids = np.unique(mix(columns), return_index=True, return_inverse=True)
     by_appearance = np.argsort(firsts)
     rank = np.empty(len(firsts), np.int64)
@@ -81,12 +81,12 @@ def group(columns: Sequence[Integers]) -> Groups:
 
 
 def group_rows(table: Any, names: Sequence[str]) -> Groups:
-    """Group the rows of a `pa.Table` by columns."""
+    """Group the rows of a `pa.Table` that are equal in some columns."""
     return group([codes(table.column(name)) for name in names] or [np.zeros(table.num_rows, np.int64)])
 
 
 def by_distinct(table: Any, names: Sequence[str], of: Callable[..., T]) -> tuple[list[T], Integers]:
-    """Call a function on the distinct rows of some columns; return its results, and the index of each row's result."""
+    """Call a function on the distinct rows of some columns; return the results, and the index of each row's result."""
     groups = group_rows(table, names)
     cells = (table.column(name).take(pa.array(groups.firsts)).to_pylist() for name in names)
     return [of(*row) for row in zip(*cells, strict=True)], groups.ids
@@ -117,13 +117,13 @@ def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return an id for each row, equal for rows equal in all columns, without gaps and in the order of the columns."""
+    """Return a number for each row, the same for equal rows. Numbers have no gaps, and sort as the columns do."""
     numbers: Integers = np.unique(mix(columns), return_inverse=True)[1].reshape(-1)
     return numbers
 
 
 def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return an id for each row, equal for rows equal in all columns, in the order of the columns and with gaps.
+    """Return a number for each row, the same for equal rows. Numbers may have gaps, and sort as the columns do.
 
     The result may be one of the columns itself, so it must not be changed.
     """
@@ -157,7 +157,7 @@ def bits_of(column: Any) -> Integers:
 
 
 def digest(columns: Sequence[Integers]) -> Integers:
-    """Return an id for each row, equal for rows equal in all columns (and, one time in 2^64, for other rows)."""
+    """Return a hash of each row: equal for rows equal in all columns and, one time in 2^64, for different rows."""
     total = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -171,9 +171,9 @@ class Times(NamedTuple):
     mode: Integers
     is_forward: npt.NDArray[np.bool_]
     is_backward: npt.NDArray[np.bool_]
-    """True for a row recorded in a backward, also of a forward that is recomputed in the backward."""
+    """True for a row that was recorded in a backward, even if it is of a forward that the backward recomputed."""
     seq: Integers
-    """The order of execution on the row's rank."""
+    """The row's place in the order of execution on its rank."""
     stage: Integers
     """The pipeline stage of the row; -1 outside of pipelines."""
     micro_step: Integers
@@ -181,7 +181,7 @@ class Times(NamedTuple):
     rank: Integers
 
     def order(self) -> Integers:
-        """Return the order of execution.
+        """Return the indices of the rows in the order of execution.
 
         Each rank numbers only its own rows, so the order of stages is added here: forwards pass through the stages
         upwards, backwards downwards. Micro-batches count as one after the other, though they overlap in time.

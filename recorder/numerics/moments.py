@@ -1,6 +1,6 @@
 """Combines statistics: of a tensor's pieces, of its chunks, or of any rows.
 
-`Combine` in the registry of columns says which columns are added, and of which the least or greatest value is taken.
+`Combine` in the registry of columns says which columns are added, and from which the least or greatest value is taken.
 The formulae of `Combine.MOMENTS` are here, and the sums of histograms and of units. Means and standard deviations are
 exact to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque, Updating formulae and
 a pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
@@ -27,13 +27,13 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 Columns = dict[str, npt.NDArray[Any]]
-"""The statistics by name; NaN is null."""
+"""Arrays of statistics, by the statistics' names; NaN stands for null."""
 _CHUNK_ITEMS = 1 << 16
 _JOIN = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 _OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
-"""The contribution of rows without values, for each way of combining a column."""
+"""For each way of combining a column, the value that stands for a row without values."""
 _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
-"""The other columns from which a statistic is computed. A group has it only if each row has all of them."""
+"""The columns from which a statistic is computed; a group has the statistic only if each row has all these columns."""
 
 
 class Moments:
@@ -91,11 +91,11 @@ def measured(moments: Moments) -> Measured:
 
 
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
-    """Return a column of groups from the column of their rows, combined by `how`: `SUM`, `MIN` or `MAX`.
+    """Combine a column of rows into a column of groups, by `how`: `SUM`, `MIN` or `MAX`.
 
     `starts` has the index in `values` at which each nonempty group begins. If `values` has further axes, each row has a
     list, and the lists are combined element by element. `has_values` is True for the rows that count; by default all
-    do.
+    rows count.
     """
     if has_values is not None:
         values = np.where(has_values.reshape(-1, *(1,) * (values.ndim - 1)), values, _OF_NONE[how])
@@ -105,7 +105,7 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
 def merge(
     rows: Mapping[str, Floats], num_finite: npt.NDArray[Any], has_values: Flags, starts: Integers
 ) -> dict[str, Floats]:
-    """Return the statistics of groups of rows that share no element; an overflow gives an infinity, as in a row.
+    """Return the statistics of groups of rows that share no element; a statistic that overflows is infinite.
 
     `rows` has each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`. Only
     rows whose `has_values` is True count; `num_finite` is the number of their finite elements. A statistic is NaN if no
@@ -172,7 +172,7 @@ def numbers(column: Any) -> Floats:
 
 
 def integers(column: Any, null: int = -1) -> Integers:
-    """Return a column of integers as int64."""
+    """Return a column of integers as int64, with the number `null` in place of nulls."""
     return np.asarray(column.cast(pa.int64()).fill_null(null).to_numpy(), np.int64)
 
 
@@ -180,9 +180,9 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
     """Return the statistics of each group, as columns of length `num_groups`; each group has at least one row.
 
     `table` has `numel`, the statistics and the counts, and also `rows` and `rows_without` if its rows are themselves
-    combined. The result has `rows`, `rows_without` (the rows without statistics, which are left out), `numel` (of the
-    other rows), the statistics and the counts. A statistic is null for a group without finite elements, and if a row of
-    the group does not have it because its file has an earlier version.
+    combined. The result has `rows`, `rows_without` (the rows without statistics, which are left out), `numel` (of rows
+    with statistics), the statistics and the counts. A statistic is null for a group without finite elements, and if a
+    row of the group does not have it because its file has an earlier version.
     """
     order = np.argsort(groups, kind="stable")
     starts = np.searchsorted(groups[order], np.arange(num_groups))
@@ -195,7 +195,7 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
     own_counts = {name: np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS}
     numel = np.where(is_known, integers(table.column("numel")), 0)
     known = {name: numbers(table.column(name))[order] for name in STATISTICS}
-    # Rows of complex tensors have only counts, which are added; nothing else is known of their values.
+    # Rows of complex tensors have only counts, which are added; other statistics of complex values are not known.
     finite = (numel - np.add.reduce([own_counts[name] for name in NONFINITE]))[order]
     merged = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
     columns = {name: pa.array(merged[name], pa.float64(), mask=np.isnan(merged[name])) for name in STATISTICS}
@@ -231,12 +231,12 @@ def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
 
 
 def added(histograms: Iterable[Histogram]) -> Histogram:
-    """Return the sum of the histograms of several tensors."""
+    """Return the sum of several histograms."""
     return sum(histograms, Histogram())
 
 
 def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | str | None:
-    """Return the histogram of a tensor, from its chunks' histograms, factors and numbers of elements.
+    """Return the bytes of a tensor's histogram, from its chunks' histograms, factors and numbers of elements.
 
     The result is None if a chunk with elements has no histogram; if the histogram is missing for another reason, the
     result is that reason as a text.

@@ -3,8 +3,8 @@
 Units are the indices along one dim; see "Units" in FORMAT.md. Their sums add up over chunks, ranks, steps and runs, as
 histograms do.
 
-The sketch of a value is eight numbers for each token, whose differences are as large as those of the value itself. Each
-number is the sum of a token's elements with signs that depend on the place of the element alone (Achlioptas,
+The sketch of a value is eight numbers for each token; two sketches differ by about as much as the values do. Each
+number is the sum of a token's elements with signs that depend on an element's position alone (Achlioptas,
 "Database-friendly random projections", 2003). So two programs on two machines compare a token's values without keeping
 them. The signs must never change: they are part of what a recording means.
 """
@@ -26,9 +26,9 @@ from ..sites import MAX_COUNT
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 MAX_UNITS = 1 << 15
-"""The most units of a tensor. A longer dim, such as a vocabulary, has no units, as a row would take megabytes."""
+"""The most units of a tensor. A longer dim, such as a vocabulary, has no units, because a row would take megabytes."""
 _HEAD = struct.Struct("<BBH")
-"""The struct of the first bytes of units: the bytes of a count of zeros, the dim, and 0."""
+"""The struct of the first bytes of the column `units`: the number of bytes of a count of zeros, the dim, and 0."""
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
@@ -42,7 +42,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
-    """Return the layout of units along a dim (from the last if negative), or a text that says why there are none."""
+    """Return the layout of units along a dim (negative: from the last), or a text on why the tensor has no units."""
     at = dim + len(shape) if dim < 0 else dim
     if not 0 <= at < len(shape):
         return f"{len(shape)} dims, none of which is {dim}"
@@ -53,11 +53,11 @@ def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """For each unit (index along a dim) of a tensor: sums over finite values, and its number of zeros. Can be added."""
+    """For each unit (index along a dim) of a tensor, sums over finite values and the number of zeros. Supports `+`."""
 
     dim: int
     sum: Floats
-    """The sum of each unit, of shape (units,). The next three fields have the same shape."""
+    """The sum of each unit, of shape (units,); `sum_sq`, `absmax` and `zero_count` have the same shape."""
     sum_sq: Floats
     absmax: Floats
     """The largest magnitude of each unit; 0 for a unit without finite values."""
@@ -75,18 +75,18 @@ class Units:
 
     @property
     def mean(self) -> Floats:
-        """The mean of each unit whose values are all finite."""
+        """The mean of each unit, which is right only for a unit whose values are all finite."""
         return self.sum / max(1, self.num_values)
 
     @property
     def rms(self) -> Floats:
-        """The root mean square of each unit whose values are all finite."""
+        """The root mean square of each unit, which is right only for a unit whose values are all finite."""
         rms: Floats = np.sqrt(self.sum_sq / max(1, self.num_values))
         return rms
 
     @property
     def zero_share(self) -> Floats:
-        """The share of zeros in each unit; 1 for a dead unit."""
+        """The fraction of zeros in each unit; 1 for a dead unit."""
         return self.zero_count / max(1, self.num_values)
 
     @property
@@ -95,7 +95,7 @@ class Units:
         return int(((self.zero_count == self.num_values) & (self.num_values > 0)).sum())
 
     def __str__(self) -> str:
-        """Return a line for each of the units with the largest values, and a line with the number of dead units."""
+        """Return a line for each of the ten units of largest magnitude, and a line with the number of dead units."""
         order = np.argsort(-self.absmax, kind="stable")[:10]
         lines = [f"{'unit':>8} {'mean':>11} {'rms':>11} {'absmax':>11} {'zero':>6}"]
         columns = (self.mean, self.rms, self.absmax)
@@ -106,7 +106,7 @@ class Units:
         return "\n".join([*lines, rest])
 
     def __add__(self, other: Units) -> Units:
-        """Add the sums of two tensors. ValueError: the numbers of units or their dims differ."""
+        """Add up the units of two tensors. ValueError: the tensors differ in number of units, or in the units' dim."""
         if (self.dim, len(self)) != (other.dim, len(other)):
             raise ValueError(f"{len(self)} units of dim {self.dim} and {len(other)} of dim {other.dim} do not add up")
         return Units(
@@ -119,14 +119,14 @@ class Units:
         )
 
     def scaled(self, factor: float) -> Units:
-        """Return the sums of the values times a factor."""
+        """Return the units of the tensor whose values are multiplied by a factor."""
         with np.errstate(all="ignore"):
             return replace(
                 self, sum=self.sum * factor, sum_sq=self.sum_sq * factor * factor, absmax=self.absmax * abs(factor)
             )
 
     def to_bytes(self) -> bytes:
-        """Return the bytes for the column, with counts as short as possible, so that equal sums have equal bytes."""
+        """Return the bytes for the column `units`, with the shortest counts possible: equal sums have equal bytes."""
         return packed(self.dim, np.stack((self.sum, self.sum_sq, self.absmax)), self.zero_count)
 
     @classmethod
@@ -151,7 +151,7 @@ class Units:
 
 
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
-    """Return the bytes of units, which lie along `dim`, for the column.
+    """Return the bytes for the column `units`, of units that lie along `dim`.
 
     `sums` has the shape (3, units): sums, sums of squares, largest magnitudes. `zeros` counts the zeros of each unit.
     """
@@ -161,13 +161,13 @@ def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
 
 
 NUM_SKETCHED = 8
-"""The numbers of a token. With eight, a difference seems 0.4 to 1.6 times as large as it is, in 99 tokens of 100."""
+"""The length of a token's sketch. With eight, differences seem 0.4 to 1.6 times their size for 99 tokens of 100."""
 _SCALE = 0.25
-"""The size of each sign, exact in every type; float16 holds the sketch of what it holds the norm of."""
+"""The magnitude of each sign, exact in every type; if float16 can hold a token's norm, it can hold the sketch."""
 
 
 def signs(width: int) -> npt.NDArray[np.float32]:
-    """Return the signs, times a constant, by which the elements of a token are added up: shape [width, 8]."""
+    """Return the signs, times `_SCALE`, with which a token's elements are added up for its sketch: shape [width, 8]."""
     mixed = np.arange(width, dtype=np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the constants of splitmix64
         mixed = (mixed + np.uint64(0x9E3779B97F4A7C15)) ^ (mixed >> np.uint64(shift))
@@ -177,26 +177,26 @@ def signs(width: int) -> npt.NDArray[np.float32]:
 
 
 class TokenRows(NamedTuple):
-    """Which rows a value has for the tokens of a call, by its shape."""
+    """Which tokens of a model's call the rows of a value belong to, judged by the value's shape."""
 
     kind: str
-    """``all`` tokens in their order; ``columns`` of a batch, which all samples share; the ``last`` K tokens of each
-    sample; or the tokens that the call ``kept``."""
+    """``all``: all tokens in their order. ``columns``: one row for each position in the batch, shared by all samples.
+    ``last``: the last K tokens of each sample. ``kept``: the tokens for which the call computed logits."""
     num_dims: int
-    """The leading dims that are tokens; the others are the elements of one token."""
+    """The number of leading dims that index tokens; the other dims index the elements of one token."""
 
     def num(self, shape: tuple[int, ...]) -> int:
-        """Return the number of the value's rows."""
+        """Return how many rows a value of this shape has."""
         return math.prod(shape[: self.num_dims])
 
 
 def token_rows(shape: tuple[int, ...], grid: tuple[int, int], num_kept: int = 0) -> TokenRows | None:
-    """Return which rows a value of a call has; None if they are no tokens.
+    """Return which tokens of a call the rows of a value belong to; None if the rows are not those of tokens.
 
     Args:
         shape: the value's shape.
-        grid: the samples and the tokens of each sample that the call was given; 1 and all where they are flat.
-        num_kept: the tokens that the call was told to compute logits for, where it was told their numbers; else 0.
+        grid: the number of samples of the call, and of tokens of each sample; (1, all tokens) for flat tokens.
+        num_kept: the number of tokens for which the call was told to compute logits; 0 if it was not told which.
     """
     batch, length = grid
     if len(shape) > 1 and shape[:2] == grid:

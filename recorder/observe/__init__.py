@@ -1,1 +1,1 @@
-"""Helpers of recordings and traces: module paths, rules as masks, the current step, hooks without side effects."""
+"""What recordings and traces share: module paths, rules as masks, the current step, hooks without side effects."""

@@ -31,11 +31,11 @@ class Slice:
         self.moment = moment
         self.has_gradient = False
         self.used: set[int] = set()
-        """The ids of parameters that the slice has used, whose local gradients have not arrived yet."""
+        """The ids of the parameters that the forward has used, and whose local gradients have not arrived yet."""
         self._first_calls: dict[str, dict[Hashable, object]] = {"forward": {}, "recompute": {}}
-        """By phase, the keys that were called; the garbage collector need not search the values."""
+        """By phase, the keys of modules and taps called so far; the garbage collector need not search the values."""
         self._more_calls: defaultdict[tuple[str, Hashable], count[int]] = defaultdict(lambda: count(1))
-        """The counters of further calls, by phase and key. Two threads never get the same number."""
+        """The counters of the calls after the first one, by phase and key. Two threads never get the same number."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
         """The forward calls that made no graph, by key, with the number of recomputes that made the graph later."""
 
@@ -46,7 +46,7 @@ class Slice:
         return 0 if is_first else next(self._more_calls[phase, key])
 
     def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:
-        """Return the call and repeat indexes for the gradients of a call's new graph; None if it makes no new graph.
+        """Return the call and repeat indexes for the gradients of a call's new graph; None if a call makes no graph.
 
         A forward under `no_grad`, as in a reentrant checkpoint, makes no graph. Its recompute makes the graph, whose
         gradients get the indexes of the forward. The recompute of a non-reentrant checkpoint has the inputs of the
@@ -77,11 +77,11 @@ class Clock:
         self.source = "counted"
         self.is_by_hand = False
         self.has_moved = False
-        """Whether an optimizer's step has ever moved the step."""
+        """Whether a step of the optimizer has ever advanced `step`."""
         self.num_optimizer_steps = 0
         self._has_stepped = False
         self.going_back: Slice | None = None
-        """The slice at which a gradient arrived last; in a pipeline stage its backward comes after other forwards."""
+        """The slice (a forward) that got a gradient last; a pipeline stage runs other forwards before its backward."""
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer whose steps count has attempted a step."""
@@ -89,7 +89,7 @@ class Clock:
         self.num_optimizer_steps += 1
 
     def advance_if_stepped(self) -> bool:
-        """Begin the next step if the optimizer has stepped since this step began; return whether it has."""
+        """Begin the next step if the optimizer has stepped since this step began; return whether a step began."""
         if not self._has_stepped or self.is_by_hand:
             return False
         self._has_stepped = False
@@ -105,13 +105,13 @@ class Clock:
 
 
 class _ThreadCall(threading.local):
-    """The state of one thread; each thread has its own, as training and an evaluation may call one model at once."""
+    """The slice (a forward and its backward) under way in one thread; training and evaluation may run at once."""
 
     active: Slice | None = None
 
 
 class RootClock:
-    """The slices of one root, one for each mode."""
+    """The slices (forwards with their backwards) of one root: the newest slice of each mode."""
 
     __slots__ = (
         *("_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_of_thread", "_slices"),
@@ -122,17 +122,17 @@ class RootClock:
         self._clock = clock
         self._slices: dict[str, Slice] = {}
         self._modes_of_gradients: set[str] = set()
-        """The modes of the slices at which a gradient has arrived since the optimizer was last seen to have stepped."""
+        """The modes, such as ``train``, of forwards that got a gradient since the optimizer was last seen to step."""
         self._trained_modes: set[str] = set()
-        """The modes of the slices whose gradients the last step of the optimizer could take."""
+        """The modes, such as ``train``, of forwards whose gradients the optimizer's last step could use."""
         self._num_optimizer_steps = clock.num_optimizer_steps
-        """The number of the optimizer's steps when the root was last called."""
+        """The number of steps that the optimizer had made when the root was last called."""
         self._latest: Slice | None = None
         self._of_thread = _ThreadCall()
 
     @property
     def active(self) -> Slice | None:
-        """Return the slice of the root's call that runs in this thread; None between calls."""
+        """Return the slice (a forward and its backward) that this thread's call of the root is in, or None."""
         return self._of_thread.active
 
     def begin(
@@ -155,16 +155,16 @@ class RootClock:
         if self._num_optimizer_steps != self._clock.num_optimizer_steps:
             self._num_optimizer_steps = self._clock.num_optimizer_steps
             self._trained_modes, self._modes_of_gradients = self._modes_of_gradients or self._trained_modes, set()
-        # A forward in evaluation mode with gradients is mostly a validation, and then belongs to the previous step. But
-        # a model may be trained in evaluation mode, always or for some steps.
+        # A forward in evaluation mode with gradients is mostly a validation, which belongs to the previous step. But a
+        # model may be trained in evaluation mode, always or for some steps.
         is_trained = mode == "train" or "train" not in self._trained_modes
         if with_grad and not every_call_is_a_step and is_trained:
             self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             first, latest = Moment(self._clock.step, 0, mode), self._latest
-            # A recompute may have come before any forward, for example where a pipeline tries a stage: continue its
-            # slice.
+            # A recompute may have come before any forward, for example where a pipeline tries a stage: continue the
+            # recompute's slice.
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif is_stage or (current.has_gradient and mode != "no_grad"):
             current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
@@ -173,7 +173,7 @@ class RootClock:
             self._latest = current
 
     def begin_trial(self) -> None:
-        """Begin a call of the root that is no part of training. It gets a slice of its own."""
+        """Begin a call of the root that is no part of training; the records of the call have no micro-step."""
         self._of_thread.active = Slice(Moment(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
@@ -186,7 +186,7 @@ class RootClock:
         self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
-        """Return the slice of a submodule's call: the running slice, else the latest slice of the current mode."""
+        """Return the slice of a submodule's call: the slice of the root's running call, else the mode's latest one."""
         active = self._of_thread.active
         if active is not None:
             return active
@@ -199,7 +199,7 @@ class RootClock:
         return current
 
     def recomputed(self, *, in_pipeline: bool = False) -> Slice:
-        """Return the slice of a recompute in a backward: in a pipeline the one that goes back, else the latest one."""
+        """Return the slice of a backward's recompute: in a pipeline the one in its backward, else the latest one."""
         if in_pipeline and self._clock.going_back is not None:
             return self._clock.going_back
         if self._latest is None:

@@ -4,8 +4,8 @@ The schedule is a function of the step alone, so that ranks agree without commun
 step, so that a hook needs one list look-up to find that nothing is wanted.
 
 For a rule that keeps sums of units, `unit_dim_of` names the dim of a value along which the units lie: neurons, channels
-or features. Units are those of the module's output. For a parameter they lie along the dim of the outputs, so that unit
-7 of a weight, of its gradient and of the output are one unit. Nothing here may read values.
+or features of the module's output. The units of a parameter lie along its dim of outputs, so that unit 7 of a weight,
+of its gradient and of the output are one unit. Nothing here may read values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..sites import OF_PARAMETERS, SITES, STATES
 from ..system.text import listed
 
 NOTHING = 0
-"""The rule set that selects no value."""
+"""The number of the rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
 """The end of the text of a rule that keeps only statistics, as most rules do."""
 _FIRST_CALLS = 16
-"""The number of first calls in a slice whose masks are remembered; most modules are called once."""
+"""The number of calls of a module in a micro-step whose masks are remembered; most modules are called once."""
 _MAX_COMPARED = 2000
 """The most paths that an unmatched pattern is compared with to suggest similar paths; each comparison takes 40 us."""
 
@@ -52,17 +52,17 @@ class RuleSelection:
         self.limited: set[int] = set()
         """The rule sets whose mask also depends on the call; `mask_at_call` returns the mask of a call."""
         self._by_name: set[int] = set()
-        """The rule sets that select some names and not others."""
+        """The rule sets with rules that select tensors by name."""
         self._of_units: set[int] = set()
         """The rule sets that keep sums of each unit at some step."""
         self._first_calls: dict[int, int] = {}
-        """The masks at the first calls of a slice at the current step, by a key made of rule set and call."""
+        """The masks of a module's first calls at the current step, by a key made of rule set and call."""
         self.has_ring = False
         """Whether there is memory for values that wait for a trigger; without it rules keep no value in a ring."""
         self.has_probe = True
-        """Whether the probe can measure what it is shown; without it rules keep nothing for the probe."""
+        """Whether the probe can measure values; without the probe, rules keep nothing for it."""
         self.rule_set_of: dict[Hashable, int] = {}
-        """The rules that select each parameter and each gradient that was recorded, by its origin."""
+        """The rule set of each recorded parameter and each recorded gradient, by its origin."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
         self.extend(rules)
 
@@ -90,9 +90,9 @@ class RuleSelection:
     def rule_sets(
         self, module_path: str, class_name: str, is_leaf: bool, *, is_callable: bool = True
     ) -> Mapping[str, int]:
-        """Return, by site, the rules that can select a value of a module; their rank clauses are ignored.
+        """Return, for each site, the set of this rank's rules that can select a value of a module.
 
-        Modules that the same rules match share the answer, because a model may have many thousands of modules. A module
+        Modules that the same rules match share the result, because a model may have many thousands of modules. A module
         that is not callable has parameters and buffers only.
         """
         self._class_names[class_name] = None
@@ -115,7 +115,7 @@ class RuleSelection:
         return self._intern(tuple(i for i in members if self._on_rank[i]))
 
     def narrow(self, rule_set: int, name: str) -> int:
-        """Return the part of a rule set that also selects the leaf ``name``."""
+        """Return the set of those rules of a rule set that also select the tensor ``name``."""
         if rule_set not in self._by_name:
             return rule_set
         members = self._members[rule_set]
@@ -131,7 +131,7 @@ class RuleSelection:
         return next((dim for dim in dims if dim is not None), None)
 
     def rule_set_of_name(self, site: str, name: str) -> int:
-        """Return the rules that select a tap or a scalar, neither of which belongs to a module."""
+        """Return the rule set for a tap or a scalar, which belong to no module."""
         return self.narrow(self.rule_sets("", "", False)[site], name)
 
     def _intern(self, members: tuple[int, ...]) -> int:
@@ -149,7 +149,7 @@ class RuleSelection:
         return known
 
     def mask_at_call(self, rule_set: int, call: int) -> int:
-        """Return the bits of KEEP_* for the ``call``-th call in a slice at the current step."""
+        """Return the bits of KEEP_* for a module's ``call``-th call in a micro-step, at the current step."""
         key = rule_set * _FIRST_CALLS + call
         mask = self._first_calls.get(key) if call < _FIRST_CALLS else None
         if mask is None:
@@ -171,7 +171,7 @@ class RuleSelection:
         self.masks[:] = [self._mask(members) for members in self._members]
 
     def keeps(self, site: str) -> bool:
-        """Whether a value of a site may be kept at this step, in whatever module."""
+        """Whether any rule may keep a value of a site at the current step, in whatever module."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
 
     def num_ring_steps(self, first: int, num_steps: int) -> int:
@@ -241,7 +241,7 @@ def _written(rule: Rule) -> str:
 
 
 def scalar_keep(mask: int) -> int:
-    """Return the bits to keep of a scalar: its payload, and statistics, whose mean is the scalar's value."""
+    """Append rules. Modules use the new rules once they ask for their `rule_sets` again."""
     return KEEP_TENSOR | KEEP_STATS if mask else 0
 
 

@@ -1,14 +1,14 @@
 """The module tree as a recording names it: a path for each module, names of nested values, and hooks on modules.
 
 A path is the name that ``named_modules()`` yields, without the parts that wrappers add. So a module has the same path
-in a plain, DDP, FSDP, compiled or checkpointed run. Layers and experts of which each rank has some are numbered as in
-the whole model, where the framework says how.
+in a plain, DDP, FSDP, compiled or checkpointed run. If each rank has some of the layers or experts, they are numbered
+as in the whole model, where the framework says how.
 
-Hooks have no side effects: a copy does nothing, and hooks keep their positions among the program's hooks. A user may
-copy, pickle and compile a model with hooks. A `Hook` is copied and pickled as `contextlib.nullcontext().__exit__`,
-which takes anything, returns None, and can be loaded without `recorder`. Code that dynamo compiled before a hook was
-registered runs without the hook; the functions at the end return what dynamo has compiled in this process. They never
-import dynamo: a program that never imported dynamo has compiled nothing.
+Hooks have no side effects: a copy of a hook does nothing, and hooks keep their positions among the program's hooks. A
+user may copy, pickle and compile a model with hooks. A `Hook` is copied and pickled as
+`contextlib.nullcontext().__exit__`, which takes anything, returns None, and can be loaded without `recorder`. Code that
+dynamo compiled before a hook was registered runs without the hook; the functions at the end return what dynamo has
+compiled in this process. They never import dynamo: a program that never imported dynamo has compiled nothing.
 
 Nothing here may run a module, read a tensor's values, or raise into training.
 """
@@ -36,13 +36,11 @@ _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
 """The levels of nesting that are searched for tensors; deeper nesting is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
-"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; data nests no
-deeper.
-"""
+"""The most levels of plain objects, one inside the other, that are searched for tensors, as in a cache of two caches of
+layers; data nests no deeper."""
 _MAX_ENTERED = 4096
-"""The most containers of a value that are entered before other objects are no longer searched, and the most entries of
-a container in such an object.
-"""
+"""The number of entered containers of a value after which plain objects are no longer searched. A container in a plain
+object is skipped if it has more entries than this."""
 _NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
 """The packages whose objects contain no data, such as the proxies of a symbolic trace."""
@@ -50,7 +48,7 @@ _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Node:
-    """One path of the tree."""
+    """One module of the tree, under one path."""
 
     path: str
     module: nn.Module
@@ -68,11 +66,11 @@ class Node:
     aliases: list[str] = dataclasses.field(default_factory=list)
     is_compiled: bool = False
     is_expert: bool = False
-    """Whether a framework says that the module is, or lies in, one of the experts among which rows are dealt out."""
+    """True if a framework says that the module is in an expert; a batch's rows are distributed over the experts."""
     first: int = 0
-    """The number in the whole model of the first of the layers or experts that the module holds."""
+    """For a list of layers or experts, the number that its first member has in the whole model; else 0."""
     hidden: str | None = None
-    """Why no hook observes a call, if the module's kind is why: ``scripted``, ``inlined`` in a graph, or ``fused``."""
+    """Why no hook observes a call, if the kind of module is the reason: ``scripted``, ``inlined`` or ``fused``."""
 
 
 def own_class(module: nn.Module) -> type[Any]:
@@ -128,7 +126,7 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers. Its training flag is the model's.
+    """Return the module inside all wrappers, whose training flag is the model's.
 
     A wrapper's flag may differ. An engine of an unknown class counts as a wrapper if its only child is called
     ``module``.
@@ -152,7 +150,7 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 
 
 def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False) -> list[Node]:
-    """Return every path of the model once, parents first, in ``named_modules()`` order. Shared modules become aliases.
+    """Return a node for each module of the model, parents first, in ``named_modules()`` order, with all its paths.
 
     `skips` returns whether a module is left out, with all modules below it.
     """
@@ -305,7 +303,7 @@ class Signature:
         try:
             parameters = list(inspect.signature(module.forward).parameters.values())
             if "forward" in vars(module) and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-                # A wrapper that was put on this one module takes anything, and hands it to the forward of the class.
+                # A wrapper around this one module's forward takes anything, and hands it to the forward of the class.
                 parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         except (TypeError, ValueError):
             parameters = []
@@ -368,8 +366,8 @@ def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
     """Register a hook of a module under a key that only this process uses; return torch's handle.
 
     A pickle of the module keeps the keys of hooks, and the keys whose hooks take kwargs or are always called. A process
-    that loads the pickle gives its own hooks keys from 0 on, and a hook with the recorder's key would be called as the
-    recorder's.
+    that loads the pickle numbers its own hooks from 0 on, and a hook that got the recorder's key would be called as the
+    recorder's hook is.
     """
     handle = register(hook, **options)
     theirs, handle.id = handle.id, _FIRST_NUMBER + handle.id
@@ -397,7 +395,7 @@ def keep_first(registered: dict[int, Any]) -> None:
 
 
 def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
-    """Whether dynamo has compiled a compiled module already, without the hooks that are registered now.
+    """Whether dynamo has already compiled a module for `torch.compile`, without the hooks that are registered now.
 
     For torch's own classes dynamo compiles a function around the forward, which all of these classes share.
     """

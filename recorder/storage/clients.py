@@ -21,7 +21,7 @@ from ..errors import StoreError, not_installed
 
 _CONNECT_TIMEOUT_S = 5
 _ROLE_TIMEOUT_S = 1
-"""The connect timeout if nothing names credentials: most machines have no role, so that no metadata service answers."""
+"""The connect timeout if nothing names credentials; most machines have no role, so no metadata service answers."""
 _SILENCE_TIMEOUT_S = 5
 """The most seconds to wait for the next byte. With `_NUM_TRIES` tries, a hanging store is given up after 20 s."""
 _NUM_TRIES = 3
@@ -38,7 +38,7 @@ _REFUSED = {
     "RequestExpired": "the request's time is not accepted; set this machine's clock",
     "RequestTimeTooSkewed": "the request's time is not accepted; set this machine's clock",
 }
-"""The reasons of refusals, by the codes that stores send."""
+"""For each error code of a store's refusal, the reason as messages name it."""
 _UNREACHED = {
     "dns error": "its host is not known",
     "ConnectionRefused": "it takes no connection",
@@ -46,7 +46,7 @@ _UNREACHED = {
     "InvalidMessage": "it does not speak TLS",
     "TimedOut": "it does not answer",
 }
-"""The reasons of failed connections, by words in the client's error text."""
+"""For words in the client's error text, the reason of a failed connection as messages name it."""
 
 
 class Client:
@@ -174,12 +174,12 @@ class Client:
 
 
 def bare_e_tag(e_tag: str | None) -> str:
-    """Return an ETag without quotes and without the mark of a weak ETag."""
+    """Return an ETag without quotes, and without the ``W/`` of a weak ETag."""
     return (e_tag or "").removeprefix("W/").strip('"')
 
 
 def changed(path: object) -> StoreError:
-    """Return the error for an object that has replaced the listed one."""
+    """Return the error for an object that another object has replaced since the listing."""
     text = f"{path}: there is another object in its place since the run was listed; open the run again"
     return StoreError(text, "changed")
 
@@ -192,12 +192,12 @@ def _is_without_credentials(text: str) -> bool:
 
 
 def _last(pattern: str, text: str) -> str:
-    """Return the last match of a pattern. A path, which anybody may have chosen, comes before the store's answer."""
+    """Return the last match of a pattern in an error's text; the path, which anybody may choose, comes earlier."""
     return next(reversed(re.findall(pattern, text)), "")
 
 
 _ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_arn")
-"""Settings of a profile with which credentials need further requests or another program."""
+"""The settings of an AWS profile whose credentials need boto3, because of further requests or another program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class StoreKind:
     endpoint_option: str = "endpoint"
     """The argument of the client's constructor that takes the URL of the endpoint."""
     credentials: str
-    """The settings that each say where credentials are found."""
+    """The settings each of which says where credentials are found."""
     file: str
     """The file with credentials that is read if no setting names any."""
     advice: str
@@ -227,7 +227,7 @@ class StoreKind:
         return next(filter(None, map(environ.get, self.endpoints.split())), "")
 
     def names_credentials(self, environ: Mapping[str, str]) -> bool:
-        """Return True if a setting or a file names credentials. A role of this machine needs neither."""
+        """Return True if a setting or a file names credentials; a machine with a role needs neither."""
         return any(map(environ.get, self.credentials.split())) or Path(self._file(environ)).expanduser().is_file()
 
     def has_no_role(self, environ: Mapping[str, str]) -> bool:
@@ -243,7 +243,7 @@ class StoreKind:
 
 
 class AmazonS3(StoreKind):
-    """S3. Its client reads the environment but no profile, so the profile is read here."""
+    """Amazon S3. The client reads the environment but no profile, so the profile is read here."""
 
     __slots__ = ()
 
@@ -287,7 +287,7 @@ KINDS = {
     ),
 }  # fmt: skip
 SCHEMES = ", ".join(f"{scheme}://" for scheme in KINDS)
-"""The schemes as messages list them."""
+"""The URL schemes of the stores, as messages list them."""
 DESTINATIONS = SCHEMES.replace("://", "://BUCKET/PREFIX", 1)
 """The URLs that messages and help suggest as a destination."""
 

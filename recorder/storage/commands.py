@@ -1,7 +1,7 @@
 """The files of commands in a run's directory: sends commands, and finds new ones.
 
 A command is published complete under the next free number and never changed. Whoever may write to the run's directory
-may send a command, and yet every file there is untrusted input. This module does not check the content of a command.
+may send a command, and yet every file of a command is untrusted input. This module does not check what a command says.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..format.rundir import read_json
 from ..system.processes import sync_directory
 
 _MAX_ENTRIES = 2 * MAX_COMMANDS
-"""The most names of a directory that are read; the package never makes more."""
+"""The most names of a directory that are read; the package never makes more names."""
 _UNFINISHED_S = 5.0
-"""The seconds for which a damaged file is read again, not refused: without links, new commands are briefly incomplete.
-"""
+"""The seconds for which a damaged file is read again before it is refused: on a file system without links, a new
+command is incomplete at first."""
 _FRESH_S = 2.5
-"""The seconds after a change for which each look lists the directory: file times may be as coarse as two seconds."""
+"""The seconds after a change in which `look` lists the directory each time: file times may have steps of 2 s."""
 _RELIST_S = 5.0
-"""The seconds between listings without a visible change, because a network file system may lag behind."""
+"""The seconds after which `look` lists the directory without a visible change: network file systems lag behind."""
 
 
 def send(run_dir: Path, command: Command) -> Command:
@@ -141,7 +141,7 @@ class Refusal(NamedTuple):
 
 
 class CommandFolder:
-    """The commands of one run, for one thread, each returned once. A look without a new command is one system call."""
+    """Finds the commands of one run, each once, for one thread. Without a new command, `look` is one system call."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = run_dir / COMMANDS
@@ -162,7 +162,7 @@ class CommandFolder:
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
-        """Return the new commands since the last look, by number. `is_told`: a new command is known to exist."""
+        """Return the commands that are new since the last call, by number; `is_told` if there is known to be one."""
         now = self._clock()
         try:
             folder_stat = os.stat(self._folder, follow_symlinks=False)

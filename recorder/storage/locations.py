@@ -1,7 +1,7 @@
 """Locations of runs in directories and object stores, and the `Store` for each location.
 
 This module must never write. Paths in a store are made only from typed text and from names that `format.rundir` knows,
-like paths on a disk. A run in an object store has one listing, and its objects are read by ranges of bytes.
+like paths on a disk. A run in an object store is listed once, and its objects are read by ranges of bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .clients import KINDS, SCHEMES, Client, bare_e_tag, changed
 from .untrusted_files import ByteSource, FileFacts, Found, GrowingFile, IsPart, Item, MappedFile, Store, check_range
 
 _NUM_AT_ONCE = 16
-"""The most requests at a time. A request takes 20 to 50 ms, and a run of 64 ranks needs about 200."""
+"""The most requests that run at a time. A request takes 20 to 50 ms, and a run of 64 ranks needs about 200."""
 _WHOLE_BYTES = 512 << 10
-"""The size up to which objects, and gaps between ranges, are read along, because one more request takes as long."""
+"""Objects, and gaps between ranges, up to this size are read as a whole: another request takes as long."""
 _BLOCK_BYTES = 64 << 10
-"""The smallest request: it covers the schema, footer and seal of a shard, or the header of a batch."""
+"""The least bytes of a request: they cover the schema, footer and seal of a shard, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
-"""The smallest request for an object without payloads, most of whose bytes are needed sooner or later."""
+"""The least bytes of a request to an object without payloads; most of its bytes are needed sooner or later."""
 _MAX_KEPT_BYTES = 256 << 20
 """The most bytes of blocks that a store keeps for later reads. Larger blocks are payloads, which their readers keep."""
 
@@ -121,14 +121,14 @@ class _Block(NamedTuple):
 
 
 class ObjectStore:
-    """One bucket, as of its listing. Each answer is checked to be of the object that was listed."""
+    """One bucket, as its listing shows it. Each answer is checked to come from the object that was listed."""
 
     def __init__(self, scheme: str, bucket: str) -> None:
         self._client = Client(scheme, bucket)
         self._lock = Lock()
         self._threads = local()
         self._nodes: dict[str, tuple[FileFacts, dict[str, tuple[int, dict[str, Any]]]]] = {}
-        """By key, what a node's document shows and the listing's facts of that document, which outlive a refresh."""
+        """By the key of a node's document: the listing's facts about it, and its statuses. Both outlive a refresh."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -138,7 +138,7 @@ class ObjectStore:
         self._manifests: dict[str, FileFacts | None] = {}
         """The facts of runs' manifests, by the keys of the runs; None if there is no manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
-        """Blocks by the keys of their objects; the most recently read object comes last."""
+        """The blocks of bytes that are kept, by the keys of their objects; the most recently read object comes last."""
         self._kept_bytes = 0
         self._shown: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
 
@@ -223,7 +223,7 @@ class ObjectStore:
         return RemoteFile(self, path, self.look_at(path))
 
     open_growing = open_sealed
-    """The same for an open shard; a longer object with the same beginning may have replaced it since."""
+    """Opens an open shard likewise; a longer object with the same beginning may have replaced the shard since."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
         """Call the function in threads. A nested call runs in the calling thread, to avoid a deadlock."""
@@ -263,7 +263,7 @@ class ObjectStore:
 
     def _get(self, path: ObjectPath, seen: FileFacts, byte_range: range) -> Any:
         def is_longer(meta: Any) -> bool:
-            # An open shard is replaced by an object that begins with the same bytes; if it does not, batch checksums
+            # An open shard is replaced by objects that begin with the same bytes; if one does not, batch checksums
             # fail.
             return path.name.endswith(OPEN_SUFFIX) and meta["size"] >= seen.size_bytes
 
@@ -328,7 +328,7 @@ class RemoteFile:
         self._seen = seen
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Read a range, or the wanted bytes in it, in few requests. Raises StoreError if the object was replaced."""
+        """Read a range, or the wanted bytes in it, in few requests. StoreError: the object was replaced."""
         check_range(self, offset, num_bytes)
         whole = range(offset, offset + num_bytes)
         byte_ranges = (
@@ -358,7 +358,7 @@ class RemoteFile:
 
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
-    """Return the range to request: all of a small object, else at least a block."""
+    """Return the range of bytes to request: all of a small object, else at least a block."""
     if size_bytes <= _WHOLE_BYTES:
         return range(size_bytes)
     start = max(min(byte_range.start, size_bytes - least_bytes), 0)
@@ -381,7 +381,7 @@ def _seen(meta: Any) -> FileFacts:
 
 
 def _is_seen(meta: Any, seen: FileFacts) -> bool:
-    """Return True if an answer is of the listed object. Some stores omit the ETag in one of the two."""
+    """Return True if an answer is of the listed object. Some stores omit the ETag in the answer or in the listing."""
     answered = _seen(meta)
     is_same = answered.e_tag == seen.e_tag or not (answered.e_tag and seen.e_tag)
     return is_same and answered.size_bytes == seen.size_bytes
@@ -389,7 +389,7 @@ def _is_seen(meta: Any, seen: FileFacts) -> bool:
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CUT = re.compile(rf"({'|'.join(KINDS)}):/(?=[^/])", re.IGNORECASE)
-"""The beginning of a URL in which pathlib has replaced two slashes by one."""
+"""The beginning of an object store's URL in which pathlib has replaced two slashes by one."""
 _NUM_TRIES = 3
 
 

@@ -31,7 +31,7 @@ class FileFacts(NamedTuple):
     changed_ns: int
     inode: int = 0
     e_tag: str = ""
-    """An object store's tag for these bytes; a new object under the same key has another ETag."""
+    """The object store's ETag for the bytes; a new object under the same key has another ETag."""
 
 
 class Store(Protocol):
@@ -48,7 +48,7 @@ class Store(Protocol):
     def exists(self, path: Any) -> bool: ...
 
     def list_directory(self, path: Any, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
-        """Return the sorted names of the real `directories` in a directory, or else of its regular files; no links.
+        """Return the sorted names of a directory's subdirectories (`directories`) or of its regular files; no links.
 
         `is_part` tells whether a name is that of a part of a run. NotARunError is raised if such a part is a link, a
         pipe or a device, and if the directory cannot be listed.
@@ -63,7 +63,7 @@ class Store(Protocol):
     def shown_statuses(self, run: Any) -> Mapping[str, tuple[int, dict[str, Any]]]:
         """Return the statuses in the documents of a run's nodes, by RANK/WRITER, with the times of their changes in ns.
 
-        There are none where a status has a file of its own.
+        The result is empty if each status has a file of its own.
         """
 
     def open_sealed(self, path: Any) -> ByteSource:
@@ -76,21 +76,21 @@ class Store(Protocol):
         """Return the function's results for the items, in order; calls run in parallel if each waits for an answer."""
 
     def refresh(self) -> None:
-        """Forget the listing, so that the next request makes a new one."""
+        """Forget the listing, so that the next request lists again."""
 
     def arrow_path(self, path: Any) -> str:
         """Return a path in the form that `filesystem` takes."""
 
 
 class ByteSource(Protocol):
-    """Random access to the bytes of one file, up to the size that it had when it was opened."""
+    """Random access to the bytes of one file, up to the size that the file had when it was opened."""
 
     where: str
     """The name of the file in messages."""
     size_bytes: int
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return exactly these bytes as a `pa.Buffer`; raise CorruptError if the file has no such range.
+        """Return exactly the wanted bytes as a `pa.Buffer`; raise CorruptError if the file has no such range.
 
         If only some ranges (relative to `offset`) are `wanted`, the bytes between them may be zeros.
         """
@@ -106,8 +106,9 @@ class ByteSource(Protocol):
 def open_regular(path: Path) -> int:
     """Open a file for reading and return the descriptor, which the caller closes.
 
-    FileNotFoundError is raised if the file is gone, or if NFS reports a stale handle (ESTALE): list again. NotARunError
-    is raised for a link, a device or anything else that no run contains, and for a file without read permission.
+    FileNotFoundError is raised if the file is gone, or if NFS reports a stale handle, so that the directory must be
+    listed again. NotARunError is raised for a link, a device or anything else that no run contains, and for an
+    unreadable file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without it, opening a FIFO would block
     try:

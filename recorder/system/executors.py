@@ -24,16 +24,15 @@ from ..errors import ClusterError, not_installed
 
 _CONNECT_S = 10.0
 _WORKERS_S = 10.0
-"""The seconds for which a scheduler may have no worker at first."""
+"""The seconds for which a scheduler may have no worker when the client connects."""
 _ALONE_S = 60.0
-"""The seconds for which a scheduler may have no worker later: Dask restarts a killed worker within seconds."""
+"""The seconds for which a scheduler may have no worker during the work: Dask soon restarts a killed worker."""
 _LOOK_S = 1.0
 _RAY_PORT = 10001
-"""The port of a Ray cluster for clients, where the address names none."""
+"""The port of a Ray cluster for clients, if the address names no port."""
 _RAY_TRIES = 3
-"""The most tries to connect to Ray. Its head forks a process for each, and 8 of 73 died in gRPC's handler of forks
-(https://github.com/ray-project/ray/issues/63202), which Ray's client reports after 40 s.
-"""
+"""The most tries to connect to Ray. Ray's head forks a process for each try, and 8 of 73 such processes died in gRPC's
+handler of forks (https://github.com/ray-project/ray/issues/63202), which Ray's client reports after 40 s."""
 _LOST = "the scheduler of the cluster is gone"
 _KILLED = "several workers died over the same unit of work (see their logs: most likely they need more memory)"
 _PACKAGES = ("torch-recorder", "pyarrow", "numpy", "zstandard", "ml_dtypes")
@@ -70,7 +69,7 @@ def worker_name() -> str:
 
 
 _kept: dict[int, tuple[bytes, Any]] = {}
-"""The last key of each thread of a worker, and the object that the thread has made for it."""
+"""For each thread of a worker, by its id: its last key, and the object that the thread has made for the key."""
 
 
 def keep(question: bytes, make: Callable[[], T]) -> T:
@@ -149,7 +148,7 @@ def _open_ray(address: str) -> Iterator[tuple[Executor, int]]:
 
     try:
         parts = urlsplit(address)
-        # Ray's own client looks for a missing cluster for 35 s.
+        # The address is tried first, because Ray's own client looks for a missing cluster for 35 s.
         socket.create_connection((parts.hostname or "", parts.port or _RAY_PORT), _CONNECT_S).close()
         connect = partial(ray.init, address, logging_level=logging.CRITICAL, log_to_driver=False)
         client = _connect_ray(address, connect)
@@ -190,7 +189,7 @@ def _call(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 class _ClusterExecutor(Executor):
-    """A cluster's own futures. Their failures become `ClusterError`, and nobody waits for a cluster without workers."""
+    """An executor of a cluster's own futures. Failures become `ClusterError`; nobody waits for absent workers."""
 
     def __init__(
         self,
@@ -199,7 +198,7 @@ class _ClusterExecutor(Executor):
         num_workers: Callable[[], int],
         explain: Callable[[BaseException], BaseException | str],
     ) -> None:
-        """Watch the cluster. `explain` returns what the function raised, or a text on why the cluster failed."""
+        """Watch the cluster. `explain` turns a future's error into the function's error, or a text on the cluster."""
         self.num_workers = num_workers
         self._address = address
         self._start = start
@@ -288,7 +287,7 @@ def _connect(address: str) -> Any:
     from distributed.comm.registry import backends
 
     try:
-        # A client itself needs 20 s to find these errors, and writes a traceback when it is garbage-collected.
+        # A Dask client needs 20 s to find such errors itself, and writes a traceback when it is garbage-collected.
         scheme, host_port = parse_address(address)
         if scheme not in backends:
             raise ValueError(f"{scheme}:// is not known")

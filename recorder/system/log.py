@@ -101,8 +101,8 @@ def tell(
 
     If logging is not configured, the lines go to standard error. Otherwise the user's levels and handlers decide,
     except that a handler for standard output writes them to standard error. `lines` is called once there is room for
-    its lines, for which this waits at most `deadline_s`. `is_first` is called last; it returns False if another thread
-    has begun to write the lines.
+    the lines; the wait for room takes at most `deadline_s`. `is_first` is called last; it returns False if another
+    thread has begun to write the lines.
     """
     with contextlib.suppress(Exception):
         root = logging.getLogger()
@@ -133,12 +133,12 @@ class LimitedLog:
         self._clock = clock
         self._max_lines = max_lines
         self._windows: dict[str, tuple[float, int]] = {}
-        """The start of the current five minutes and the number of lines logged since, by kind."""
+        """For each kind of line: the start of the current five minutes, and the number of lines logged since then."""
 
     def say(
         self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
     ) -> bool:
-        """Log `message`, and its exception's traceback at DEBUG; return whether the limit and the streams allow it."""
+        """Log `message`, and `exception`'s traceback at DEBUG; return False if the limit or full streams forbid it."""
         self.begin_anew(kind)
         since_s, num_said = self._windows.get(kind, (self._clock(), 0))
         if num_said >= self._max_lines or not can_say(self._logger):
@@ -150,7 +150,7 @@ class LimitedLog:
         return True
 
     def begin_anew(self, kind: str) -> bool:
-        """Begin the next five minutes of a kind if the previous ones are over; return whether they are."""
+        """Begin the next five minutes of a kind if the previous five are over; return whether they are over."""
         now = self._clock()
         if now - self._windows.get(kind, (now, 0))[0] < _WINDOW_S:
             return False
@@ -218,7 +218,7 @@ _logger = logging.getLogger("recorder")
 _MAX_KEPT_OF_A_KIND = 100
 """The most events of one kind that the manifest lists. Later events share a single entry with a count."""
 _REST = "\0rest"
-"""The key of the single entry for those events of a kind that are only counted."""
+"""The key of the single entry for all events of a kind that have no entry of their own."""
 _MAX_LINES = 5
 """The most lines of one kind in five minutes. One more line gives the number of suppressed lines."""
 
@@ -231,7 +231,7 @@ class _HeldBack:
     def __init__(self) -> None:
         self.num_lines = 0
         self.num_unkept = 0
-        """The number of events without an entry of their own that a line has already counted."""
+        """The number of events without an entry of their own that a logged count has already included."""
         self.level = logging.INFO
 
 
@@ -256,7 +256,7 @@ class Events:
         exception: BaseException | None = None,
         whose: str = "",
     ) -> None:
-        """Add an event; the first event of its kind and key will be logged, after `whose`. Any thread, never blocks."""
+        """Add an event; the first of its kind and key will be logged, after the text `whose`. Any thread, no wait."""
         known = self._kept.get((kind, key)) or self._kept.get((kind, _REST))
         if known is not None:
             known["count"] += 1
@@ -271,7 +271,7 @@ class Events:
         self.has_changed = True
 
     def say(self, *, is_last: bool = False) -> None:
-        """Log the events since the last call: a few lines of each kind, then a count; `is_last` logs all of them."""
+        """Log the events since the last call: a few lines of each kind, then a count; `is_last` logs all counts now."""
         if not can_say(_logger):
             return  # the event is not logged, but the manifest has it
         while self._unsaid:

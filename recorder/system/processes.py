@@ -27,7 +27,7 @@ from ..errors import ConfigError, WriteError
 
 _T = TypeVar("_T")
 _IMPORT_S = 1.0
-"""The seconds of processor time of a child up to which it cannot have imported torch."""
+"""A child process that used fewer seconds of processor time than this cannot have imported torch."""
 
 
 def available_cores() -> int:
@@ -38,8 +38,8 @@ def available_cores() -> int:
 def is_program() -> bool:
     """Whether this process runs a program of the user, and does the work itself instead of a child process.
 
-    The result is False if Python runs no file, or an installed file, as in launchers and compile workers. If a user's
-    file is a launcher, its children have used more processor time than an import of torch.
+    The result is False if Python runs no file, or an installed file, as in launchers and compile workers. It is also
+    False if the children used more processor time than an import of torch, because then a user's file is a launcher.
     """
     main = Path(next(iter(sys.argv), ""))  # `__main__` has lost its file when exit functions run
     parent = loaded("multiprocessing", "parent_process")
@@ -60,7 +60,7 @@ def own_process() -> dict[str, Any]:
 def runs(host: str, pid: int, process: str | None) -> bool | None:
     """Whether the process that wrote a manifest still runs on this host; None if this process cannot find out.
 
-    That is so for a process on another host, in another container or before a reboot of this host. `process`
+    It cannot find out about a process on another host, in another container or before a reboot of this host. `process`
     distinguishes processes with the same id; None if the manifest has no such text.
     """
     if host != os.uname().nodename or pid <= 0:
@@ -87,7 +87,7 @@ def _exists(pid: int) -> bool:
 
 
 def _realm() -> str:
-    """Return ids of this kernel's boot and of the namespace of process ids; empty without /proc."""
+    """Return a text with the ids of this kernel's boot and of the namespace of process ids; empty without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
@@ -100,7 +100,7 @@ def _started(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none without /proc, or if the process has ended."""
+    """Return the fields of /proc/PID/stat from the state on; empty without /proc, or if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -144,7 +144,7 @@ _WIPE_ON_FORK = 18
 
 
 _MIN_NS = 250_000_000
-"""The least time in nanoseconds that a thread must have run or waited before `CoreShare` judges it."""
+"""The least time in nanoseconds that a thread must have run or waited before `CoreShare` gives a result."""
 
 
 class CoreShare:
@@ -154,7 +154,7 @@ class CoreShare:
         self._ran_ns = self._waited_ns = 0
 
     def look(self) -> float | None:
-        """Return the share of its time since the last result in which the thread did not wait for a core.
+        """Return the fraction of the thread's time, since the last result, in which it did not wait for a core.
 
         The result is None if the kernel does not measure this, or if the thread has not run or waited for a quarter of
         a second yet. A wait for the disk or for the interpreter's lock does not count.
@@ -215,7 +215,7 @@ class Descriptor(int):
 
 
 def require_ours(descriptor: int) -> None:
-    """Raise EBADF, as the kernel does for a closed descriptor, even if the number is in use again."""
+    """Raise EBADF for a closed descriptor, as the kernel does, even if its number is in use again."""
     if isinstance(descriptor, Descriptor) and not descriptor.is_ours:
         raise OSError(errno.EBADF, "somebody else closed the descriptor")
 
@@ -257,12 +257,12 @@ def set_malloc(**parameters: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether only this machine can reach a host address."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def tls_context(certificate: str | os.PathLike[str], setting: str) -> Any:
-    """Return the TLS of a server with a PEM file; raise ConfigError, which names the setting, for an unusable file."""
+    """Return a server's TLS context from a PEM file. ConfigError, which names the setting: the file is unusable."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -14,7 +14,7 @@ from typing import Any
 MAX_CELL = 200
 """The most characters of a text that `printable` returns."""
 _MAX_MEMBERS = 8
-"""The most numbers of a pattern that are all written."""
+"""The most numbers that a pattern such as ``{0,2,5}`` lists; of more numbers, the middle is left out."""
 _MAX_DEPTH = 50
 """The most levels of a JSON document. Deeper parts of untrusted input become ``...``."""
 
@@ -25,7 +25,7 @@ def plural(noun: str, number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 row``, ``2,000 rows``."""
+    """Return a number and its noun, such as ``1 row`` or ``2,000 rows``."""
     return f"{number:,} {plural(noun, number)}"
 
 
@@ -62,7 +62,7 @@ def one_line(value: object) -> str:
 
 
 def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
-    """Return ``rank 3``, ``ranks 1, 2``."""
+    """Return a noun and its numbers, such as ``rank 3`` or ``ranks 1, 2``."""
     return f"{plural(noun, max(len(numbers), 1))} {listed(numbers, most)}"
 
 
@@ -105,7 +105,7 @@ def number(value: float | int | None) -> str:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as a range: ``0..100 (57)`` if numbers in between are missing."""
+    """Return sorted numbers as a range, with their number if some in between are missing: ``0..100 (57)``."""
     if not numbers:
         return ""
     first, last = numbers[0], numbers[-1]
@@ -116,7 +116,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def grouped(paths: Sequence[str]) -> list[str]:
-    """Return quoted paths. Paths that differ only in numbers, in every combination, become one pattern."""
+    """Return paths in quotes; if paths differ only in numbers and all combinations occur, they become one pattern."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     for path in paths:
         parts = path.split(".")
@@ -148,7 +148,7 @@ def _numbers(values: list[int]) -> str:
 
 
 def bytes_of_setting(value: int) -> str:
-    """Return bytes in the unit with the shortest number: ``16 GiB (17179869184)``, ``4 GB (4000000000)``."""
+    """Return a number of bytes in its shortest unit: ``16 GiB (17179869184)``, ``4 GB (4000000000)``."""
     units = [(1000**power, name) for power, name in enumerate(("B", "kB", "MB", "GB", "TB"))]
     units += [(1024**power, name) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))]
     count, name = min((value / scale, name) for scale, name in units if scale <= max(value, 1))
