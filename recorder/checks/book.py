@@ -238,7 +238,7 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
 
 
 def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[CheckRule]]]:
-    """Return the thresholds and rules in the file that the setting `check_settings` names; nothing where it is empty.
+    """Return the thresholds and rules in the file that the setting `check_settings` names; empty without a name.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong.

@@ -31,7 +31,7 @@ class Link(Enum):
 _MAX_CAUSES = 100
 """The most findings of one rule that are considered as causes, the earliest first."""
 _SOON = 10
-"""A finding of the rule `loss` is taken for a consequence of a spike or a jump up to so many steps before it."""
+"""A finding of the rule `loss` may be a consequence of a spike or a jump at most this many steps before it."""
 _ANEW = ("nonfinite", "spike", "jump")
 """A finding of these rules is no consequence of a cause if all spikes were over between the cause and the finding."""
 _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
@@ -63,9 +63,9 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("saturated", Link.NEAR, ("no_gradient", "vanishing")),
     ("no_gradient", Link.LATER, ("loss",)),
 )  # fmt: skip
-"""A cause's rule, where its consequences are, and their rules. Causes are looked for in the order of this list."""
+"""A cause's rule, the place of its consequences, and the consequences' rules. Causes are looked for in this order."""
 _RULES = list(dict.fromkeys(rule for rule, link, _ in _LINKS if link is not Link.RATE))
-"""The rules that have consequences, causes first, without consequences of a risen learning rate."""
+"""The rules whose findings can be causes, in the order of causes; a risen learning rate does not count."""
 
 
 def order_of(step: int, site: str, rule: str) -> tuple[int, bool, int]:
@@ -74,7 +74,7 @@ def order_of(step: int, site: str, rule: str) -> tuple[int, bool, int]:
 
 
 def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
-    """Return the findings, by severity and in the order of causes; `cause` is set where one explains another."""
+    """Return the findings, by severity and in the order of causes; `cause` is set where another one is the cause."""
     first_seen: dict[tuple[str, str], int] = {}
     for key in catalog.series:
         if key.site == "output":
@@ -152,7 +152,7 @@ def _are_skipped(cause: Finding, one: Finding, first_seen: dict[tuple[str, str],
 
 
 def _is_by_rate(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
-    """Return whether a risen rate links both: an update shows at the end of its step, its loss one step later."""
+    """Return whether a risen learning rate links two findings: an update shows one step before its loss does."""
     return RISEN in cause.detail and one.first_step >= cause.first_step - 1 and _is_of_same_ranks(cause, one)
 
 

@@ -73,7 +73,7 @@ class LiveChecks:
         """By series, the index of the series on this rank (its lane); `_UNWANTED` where no rule reads the series."""
         self._step = 0
         self._rows: list[tuple[object, ...]] = []
-        """For each record of the current step, the lane of its series, its number of elements and its statistics."""
+        """For each record of the current step, its lane (series on a rank), number of elements and statistics."""
         self._is_off = False
         self._only_scalars = only_scalars
         self._probed: deque[ProbedStep] = deque(maxlen=_MAX_PROBED)
@@ -90,7 +90,7 @@ class LiveChecks:
             self._probed.append(numbers)
 
     def saw(self, staged: Staged, measured: Measured) -> None:
-        """Take the statistics of a record. The first record of a later step makes the rules judge the finished step."""
+        """Take the statistics of a record. The first record of a later step makes the rules judge the step before."""
         if measured.nan_count is None or self._is_off or (self._only_scalars and staged.origin.site != "scalar"):
             return
         try:
@@ -99,7 +99,7 @@ class LiveChecks:
             self._turn_off(error)
 
     def look(self) -> None:
-        """Judge the probe's steps if no scalars are recorded, so that no record begins a step. The thread of `saw`."""
+        """Judge the probe's steps if no record of a scalar begins a step. Called by the thread that calls `saw`."""
         if self._is_off or not self._only_scalars or self._lanes or len(self._probed) < _MOST_DUE:
             return
         try:
@@ -151,7 +151,7 @@ class LiveChecks:
         return self._catalog.number(key, about) if any(rule.wants(key) for rule in rules) else _UNWANTED
 
     def _lanes_of(self, numbers: Sequence[int]) -> Integers:
-        """Return the lanes of series, their indexes on this rank, by series number; `_UNWANTED` stays as it is."""
+        """Return the lane (the index on this rank) of each series, given by number; `_UNWANTED` stays as it is."""
         lanes = np.array(numbers, np.int64)
         is_wanted = lanes != _UNWANTED
         lanes[is_wanted] = self._catalog.lanes(lanes[is_wanted], np.full(is_wanted.sum(), self._rank))

@@ -165,9 +165,9 @@ class Normal:
     def __init__(self) -> None:
         self._number_of: dict[SeriesKey, int] = {}
         self._sums: Floats = np.zeros((len(_EMPTY), 0, len(STATISTICS), _NUM_PHASES))
-        """Count, sum, sum of squares, lowest and highest, of shape (these five, series, statistic, phase)."""
+        """Count, sum, sum of squares, lowest and highest number; shape (these five, series, statistic, phase)."""
         self._held: Integers = np.zeros((2, 0, len(HELD)), np.int64)
-        """The records in which a condition holds, and all to which it applies; shape (these two, series, condition)."""
+        """How many records a condition holds in, and applies to; shape (these two, series, condition)."""
         self._num_runs_with: Integers = np.zeros(0, np.int64)
         """By series, the number of runs that have the series."""
         self.num_runs = 0
@@ -334,7 +334,7 @@ class Sizes:
         return {(key.root, key.module_path, key.name): about.shape for key, about in series if key.site == "param"}
 
     def width(self, base: Sizes) -> float:
-        """Return this model's width over that of `base`: the most frequent ratio of parameters' dims that differ."""
+        """Return this model's width over that of `base`: the most frequent ratio between dims that differ."""
         shapes = base.shapes
         ratios = [
             size / shapes[key][index]

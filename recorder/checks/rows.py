@@ -69,7 +69,7 @@ class ModuleFacts(NamedTuple):
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None
-    """The first known step whose gradients were added to those of the step before; only the first module has it."""
+    """The first known step whose gradients were added to those of the step before; told of the first module alone."""
 
 
 class Catalog:
@@ -90,7 +90,7 @@ class Catalog:
         self.part_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on a rank), the number of the batch's part that the rank works on; ranks may share one."""
         self.peers_of: Integers = np.zeros(0, np.int64)
-        """By lane (a series on one rank), a number equal on ranks with the same piece of the model, so comparable."""
+        """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []
         """The steps at which all spikes before them had been over for some records in a row."""
 
@@ -236,13 +236,13 @@ class Rows:
 
     @property
     def rms(self) -> Floats:
-        """For each row, the root mean square of the value's finite elements; for a chunk, of the complete tensor."""
+        """For each row, the root mean square of the value's finite elements; for a chunk, that of the whole tensor."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
 
     def over_chunks(self, values: Floats) -> Floats:
-        """Return the values; for a chunk, its value is the sum over all ranks' chunks at the same step.
+        """Return the values, with each chunk's value replaced by the sum over all ranks' chunks at the same step.
 
         The sum is NaN if a chunk is missing.
         """
@@ -316,7 +316,7 @@ def ends(lanes: Integers) -> Flags:
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return the number of the row before, of one value and rank. Rows are sorted by both; `memory` has the last."""
+    """Return the previous number of the same value and rank; rows are sorted by both, `memory` has the last ones."""
     before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]
@@ -333,7 +333,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return the number of flagged rows in a row up to each row, for its value and rank. Rows are sorted by both."""
+    """Return the length of the unbroken run of flagged rows up to each row, of its value and rank, both sorted."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
@@ -354,7 +354,10 @@ class Streaks:
         self._reported = Memory(0.0) if reported is None else reported
 
     def lengths(self, lanes: Integers, steps: Integers, flags: Flags) -> tuple[Integers, Floats]:
-        """Return, by row, for how many records and since which step it has held. Rows are sorted by value and rank."""
+        """Return, for each row, for how many records and since which step the condition has held.
+
+        Rows are sorted by lane (a series on one rank).
+        """
         lengths = streaks(lanes, flags, self._lengths)
         indices = np.arange(len(lanes))
         firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))

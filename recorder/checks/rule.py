@@ -229,7 +229,7 @@ class StreakRule(CheckRule):
         return ()
 
     def _count(self, lanes: Integers) -> None:
-        """Count the records of a value on a rank, the most of all, but only up to the number that the rule needs."""
+        """Update the largest number of records of any value on any rank, until it is as large as the rule needs."""
         if self._most < self.records:
             starts = np.flatnonzero(begins(lanes))
             counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
@@ -266,12 +266,12 @@ class WaitingFindings:
     """Findings held back until the end of the run. A finding whose condition has ended by then becomes a note."""
 
     def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
-        """Take the words to add to a finding that has ended, and the `Spells`, of which `keep` selects one by index."""
+        """Take the words to add if a condition has ended, and the `Spells` among which `keep` selects one by index."""
         self._ended, self._spells = ended, spells
         self._findings: dict[tuple[int, int], Finding] = {}
 
     def keep(self, lane: int, one: Finding, number: int = 0) -> Iterator[Finding]:
-        """Hold back a finding on a lane (series on a rank), in place of an earlier one; if too many wait, yield it."""
+        """Hold back a finding on a lane (a series on a rank), in place of its last; if too many wait, yield it."""
         if len(self._findings) < _MOST_WAITING or (number, lane) in self._findings:
             self._findings[number, lane] = one
         else:

@@ -21,7 +21,7 @@ from .tokens import ENGINE, TRAINER, Side
 from .weights import EQUAL, MERGED, UNKNOWN, WRONG, ModelParameters, WeightState, compare_weights, told_weight
 
 CLIP = 0.2
-"""A ratio of probabilities (trainer over engine) is clipped if it is farther than this from 1, PPO's default."""
+"""A ratio of trainer to engine probability counts as clipped if it differs from 1 by more than this, PPO's default."""
 ASSUMED = "assumed, for the type and for what rounding does before a module"
 
 
@@ -153,7 +153,7 @@ def align(
 
 
 def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
-    """Return how far the log-probabilities of the two sides are apart; None if no token has one on both sides."""
+    """Return how far the tokens' log-probabilities are apart on the two sides; None if no token has both."""
     apart = joined.logprobs[0] - joined.logprobs[1]
     known = np.flatnonzero(~np.isnan(apart))
     if not known.size:
@@ -169,7 +169,7 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
 
 
 def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
-    """Return the renames if one run has the other run's model inside a wrapper, as with PEFT; else no renames."""
+    """If one run has the other's model inside a wrapper, as with PEFT, return the renames of modules; else none."""
     ours, theirs = ({path for _, path in run.modules if path} for run in (trainer, engine))
     for outer, inner in ((ours, theirs), (theirs, ours)):
         last = f".{min(inner, default='')}"

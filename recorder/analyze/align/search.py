@@ -20,11 +20,11 @@ from .weights import EQUAL, MERGED, OTHER, TRAINER_ONLY, UNKNOWN, WRONG, WeightS
 
 Flags = npt.NDArray[np.bool_]
 _SMALL = 0.5
-"""Norms below this fraction of the median token's count as this large: 1 sketch in 100 is so small by chance."""
+"""Norms of tokens are raised to at least this fraction of their median: by chance, 1 sketch in 100 is smaller."""
 
 
 class LogprobsApart(NamedTuple):
-    """Statistics of the tokens' log-probabilities, the trainer's minus the engine's."""
+    """Statistics of the differences between the tokens' log-probabilities: the trainer's minus the engine's."""
 
     num_tokens: int
     mean: float
@@ -37,7 +37,7 @@ class LogprobsApart(NamedTuple):
 
 
 class ValueApart(NamedTuple):
-    """How far one value is apart on the two sides, over all tokens that both have, measured on its sketches."""
+    """How much one value differs between trainer and engine, over all common tokens, measured on its sketches."""
 
     module_path: str
     site: str
@@ -57,7 +57,7 @@ class ValueApart(NamedTuple):
 
 
 class PositionsApart(NamedTuple):
-    """How far one value is apart on the two sides, at the tokens in a range of positions."""
+    """How much one value differs between trainer and engine, at the tokens in a range of positions."""
 
     first: int
     last: int
@@ -73,9 +73,9 @@ class Parting(NamedTuple):
     first: TokenAt
     worst: TokenAt
     at_once: tuple[int, int]
-    """Of the tokens that the engine ran together, as a prompt: the number beyond the bound, and the number of all."""
+    """Of the tokens that the engine ran together, as a prompt: the number beyond the bound, and their total number."""
     one_by_one: tuple[int, int]
-    """Of the tokens that the engine decoded with a cache: the number beyond the bound, and the number of all."""
+    """Of the tokens that the engine decoded with a cache: the number beyond the bound, and their total number."""
     positions: list[PositionsApart]
     reason: str
     """The kind of cause: ``weights``, ``inputs``, ``dtype`` or ``module``."""
@@ -84,7 +84,7 @@ class Parting(NamedTuple):
 
 
 class ComparedTokens(NamedTuple):
-    """How far one value is apart on the two sides, at each token."""
+    """How much one value differs between trainer and engine, at each token."""
 
     name: ValueName
     slots: Integers
@@ -93,17 +93,17 @@ class ComparedTokens(NamedTuple):
 
 
 class ExpertsApart(NamedTuple):
-    """For how many tokens the routers of the two sides chose different experts."""
+    """The tokens for which the routers of trainer and engine chose different experts, and each expert's load."""
 
     num_other: int
     num_tokens: int
     load_trainer: list[int]
-    """For each expert, by its number, how often the trainer's router chose it."""
+    """For each expert, by its number, how many times the trainer's router chose the expert."""
     load_engine: list[int]
 
 
 def apart_by_token(a: Floats, b: Floats) -> Floats:
-    """Return, for each token, how far two values are apart: the norm of the difference over the larger norm of both.
+    """Return how far two values are apart at each token: the norm of the difference over the larger of the two norms.
 
     The result is infinite for a token where one side has a NaN or an infinity that the other side does not have.
     """
@@ -125,16 +125,16 @@ _TIMES_BEFORE = 4.0
 """Rounding grows slowly from module to module, and a fault begins at once: a value counts as differing only if it is
 this many times as far apart as any value before it."""
 _TIMES_NOISE = 10.0
-"""A difference counts if it exceeds this many times the difference that a run of noise shows at the same value."""
+"""A difference counts if it exceeds this many times the difference between two runs of the engine at the same value."""
 _CERTAIN = 0.5
-"""A difference of more than this fraction of the bound from a run of noise may still be a fault at all tokens."""
+"""A difference of more than this fraction of the bound from measured noise may still be a fault at all tokens."""
 _FLOOR = 0.1
-"""A bound from measured noise is at least this fraction of the bound without it: a repeat may show no noise by luck."""
+"""A bound from measured noise is at least this fraction of the other bound: a repeated run may show none by luck."""
 _NO_ADAPTER, _NUM_ERRORS = 2e-3, 6.0
-"""An adapter is not merged if its factor in the engine is below the first number plus so many standard errors."""
+"""The least factor of an adapter in the engine to count as merged, and how many standard errors are added to it."""
 _MAX_AGREEING = 16
-"""A value beyond its bound counts only if one of so many later outputs is, too. One transformer layer has that many,
-and the norm of the first residual may hide a wrong scale from all of the attention."""
+"""A value beyond its bound counts only if one of this many later outputs is beyond its bound, too. One transformer
+layer has that many, and the norm of the first residual may hide a wrong scale from all of the attention."""
 _TELLING = 1e-3
 """Where rounding makes values differ by more than this, it may hide a fault that changes log-probabilities."""
 _NUM_BINS = 8
@@ -155,11 +155,11 @@ class Search:
         self.values: list[ValueApart] = []
         self.experts: dict[str, ExpertsApart] = {}
         self._num_chosen: list[tuple[int, str]] = []
-        """By router with another number of experts in the engine: the number of values before it, and a sentence."""
+        """Pairs (number of earlier values, sentence) about routers whose number of experts differs in the engine."""
         self._merged: dict[str, float] = {}
-        """By path of each module into which the engine has merged an adapter, the factor of the adapter."""
+        """Maps the path of each module into which the engine has merged an adapter to the factor of this adapter."""
         self.few_compared = ""
-        """A clause that says how few modules or values were compared on both sides; empty if it is at least a fifth."""
+        """A clause that says how few modules (or values) both sides recorded; empty if it is at least a fifth."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
@@ -172,10 +172,10 @@ class Search:
         self._before = 0.0
         """The largest difference of any token, among the values so far that stayed within their bounds."""
         self._is_rerouted = np.zeros(len(joined.tokens), bool)
-        """For each token, whether any router so far has chosen different experts for it on the two sides."""
+        """For each token, whether any router so far has chosen different experts for it in trainer and engine."""
 
     def find(self) -> Parting | None:
-        """Compare all values; return the first beyond its bound that later modules confirm, None if there is none."""
+        """Compare all values; return the first one beyond its bound that later modules confirm, or None."""
         compared, unsure = self.compared, list[ValueApart]()
         for name, rows in self._trainer.values.items():
             row = next(iter(rows.values()))
@@ -235,7 +235,7 @@ class Search:
         return max(bound, assumed) if rounds_alike else bound, max(_TELLING, _CERTAIN * bound)
 
     def _measured(self, side: Side) -> dict[ValueName, float]:
-        """Return, by value, how far a run of noise is from the engine; empty, with a note, if it measures no noise."""
+        """Return, by value, how far a repeated run is from the engine's; empty, with a note, if it shows no noise."""
         found, types, why, num = dict[ValueName, float](), set[str](), "", 0
         for name in self._trainer.values:
             pair, other = self.joined.pair(name), side.pick(side.like(name))
@@ -269,7 +269,7 @@ class Search:
         return not later or any(other.is_beyond.any() for other in later[: 1 if is_of_positions else _MAX_AGREEING])
 
     def _is_of_positions(self, number: int) -> bool:
-        """Return whether a value is the output of a module on positions or token ids, or is given this output."""
+        """Return whether a value is an output computed from positions or token ids, or an input equal to one."""
         one = self.compared[number]
         if one.name.site == "input":
             outputs = [at for at, of in enumerate(self.compared[:number]) if of.name.site == "output"]
@@ -301,7 +301,7 @@ class Search:
     def _adapter_of(self, path: str, is_merged: bool) -> str:
         """Return the state of a module's adapter, if the module's inputs are equal on both sides; empty if unknown.
 
-        Sketches are linear: merged output is the base layer's plus a multiple of `lora_B`'s; DoRA rescales it.
+        Sketches are linear: a merged layer outputs the base layer's plus a multiple of `lora_B`'s; DoRA rescales it.
         """
         parts = tuple(f"{path}.{part}." for part in ("base_layer", "lora_B", "lora_magnitude_vector"))
         names = (name for name in self._trainer.values if f"{name.module_path}.".startswith(parts))
@@ -397,7 +397,7 @@ class Search:
             code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
             return "module", f"{before}, {code}"
         if not any(one.module_path == path and one.site == "input" for one in self.values):
-            # The first token attends to itself alone: no mask, scale or position changes its output of attention.
+            # The first token attends to itself alone: no mask, scale or position changes its attention output.
             is_beyond = self.compared[number].is_beyond
             first = is_beyond[self.joined.positions[self.compared[number].slots] == 0]
             is_at_all = first.size and first.all() and is_beyond.mean() > 0.9
@@ -408,7 +408,7 @@ class Search:
         return "module", f"{before}, so the module itself computes something else"
 
     def _wrong_until(self, number: int) -> list[WeightState]:
-        """Return the wrong parameters of modules that run before a value and do not agree; its own module's first."""
+        """Return the wrong parameters of modules that run up to a value and whose outputs differ; nearest first."""
         path, order = self.values[number].module_path, list(dict.fromkeys(name[0] for name in self._trainer.values))
         outputs = [one for one in self.values[:number] if one.site == "output"]
         agree = {one.module_path for one in outputs if one.largest < _FLOOR * one.bound}
@@ -429,7 +429,7 @@ class Search:
 
     @functools.cached_property
     def _is_shifted(self) -> Flags:
-        """For each token, whether one side has the whole sample at shifted positions, which rotary positions allow."""
+        """For each token, whether one side shifts all positions of its sample, which rotary embeddings tolerate."""
         joined = self.joined
         shift = joined.given[:, 0] - joined.given[:, 1]
         at = np.flatnonzero(joined.is_joined & (joined.given >= 0).all(axis=1))

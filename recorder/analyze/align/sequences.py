@@ -1,4 +1,4 @@
-"""Finds which samples and tokens a trainer and an engine share, and how the samples differ that they do not share."""
+"""Finds which samples and tokens a trainer and an engine share, and how their remaining samples differ."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...system.text import counted
 from .tokens import Array, Floats, Integers, Side, ValueName
 
 _MAX_SAMPLES = 32
-"""The most unmatched samples of the engine that are examined, each against eight times as many of the trainer."""
+"""The most unmatched samples of the engine to examine, each beside up to eight times as many of the trainer's."""
 _MAX_SHIFT = 4
 _LEAST_SHARED = 4
-"""A sample of the trainer is named beside an unmatched one of the engine if so many of their first tokens are equal."""
+"""A sample of the trainer is named beside an unmatched one of the engine if at least so many first tokens are equal."""
 _LEAST_ALIKE = 0.8
-"""The least fraction of tokens that are equal but for inserted ones; another prompt's completion has less."""
+"""The least fraction of equal tokens, inserted ones aside, that makes two samples one; other prompts have less."""
 _NUM_LOOKED_AT = 64
 """How many of the first tokens of two samples are compared to find out whether they are the same sample."""
 
 
 class TokensApart(NamedTuple):
-    """One sample whose tokens differ on the two sides, or a remark about samples."""
+    """One sample whose tokens differ between trainer and engine, or a remark about samples."""
 
     text: str
     is_finding: bool
@@ -77,7 +77,7 @@ def _packed(trainer: Side, theirs: list[int]) -> Match | None:
 
 
 def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
-    """Return which of these samples of the trainer shares the most tokens with the engine's; None if all share few."""
+    """Return which of these samples of the trainer shares most tokens with a given one; None if all share few."""
     tries = [
         (_num_same(ours, theirs, shift), -abs(shift), -number, shift)
         for number in numbers
@@ -196,7 +196,7 @@ class TokenAt(NamedTuple):
 
 
 class ValuePair(NamedTuple):
-    """One value on both sides, with one row for each token."""
+    """One value in the trainer and in the engine, with one row for each token."""
 
     slots: Integers
     """For each row, the number of its token (its slot in `JoinedTokens`)."""
@@ -226,10 +226,10 @@ class JoinedTokens:
         self.tokens = np.array([token for sample in trainer.samples for token in sample.tokens], np.int64)
         ours, theirs = _by_slot(trainer, num_slots), _by_slot(engine, num_slots)
         self.given = np.stack([ours[:, 1], theirs[:, 1]], axis=1).astype(np.int64)
-        """By slot, the positions that the models of trainer and engine were given; -1 if none was recorded."""
+        """By slot (token number), the positions given to the models of trainer and engine; -1 if none was recorded."""
         self.is_continued = theirs[:, 2] > 0
         self.begins, self.bases = np.arange(num_slots) - theirs[:, 5].astype(np.int64), bases[self.samples]
-        """By slot, the slots where its sample begins in the engine, and in the trainer, who may have packed it."""
+        """By slot, the slot where the token's sample begins in the engine, and in the trainer, maybe inside a pack."""
         self.is_joined = (ours[:, 0] * theirs[:, 0]) > 0
         joined = np.flatnonzero(self.is_joined)
         self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
@@ -237,7 +237,7 @@ class JoinedTokens:
         self.step = int(ours[joined[0], 3]) if joined.size else 0
         """The first step of the trainer that has a token in common with the engine."""
         self.logprobs = np.stack([ours[:, 4], theirs[:, 4]])
-        """By slot, the log-probability of the token in the trainer and in the engine; NaN where it is not known."""
+        """By slot (token number), the log-probability in the trainer and in the engine; NaN where it is not known."""
         self.steps = dict(np.stack([theirs[joined, 3], ours[joined, 3]], axis=1).astype(np.int64).tolist())
         """By step of the engine, the last step of the trainer that has a token of the engine's step."""
 
@@ -258,7 +258,7 @@ class JoinedTokens:
 
 
 def _by_slot(side: Side, num_slots: int) -> Floats:
-    """Return columns by slot: 1, given position, is continued, first step, log-probability, position in sample."""
+    """Return rows by slot: is present, given position, is continued, first step, log-probability, own position."""
     found = np.zeros((num_slots, 6))
     found[:, 4] = np.nan
     for key, call in reversed(side.calls.items()):

@@ -1,9 +1,9 @@
 """Finds the sample and the position of the token in each row of a run's values, from the rows of ``keep=tokens``.
 
 A call of the model tells them by its arguments (`input_ids`, `attention_mask`, `position_ids`, `cache_position`,
-`cu_seqlens`, or the places in a paged cache), or the program tells them by `recorder.tokens`. Hashes of all tokens up
-to and including each one find a sample in the other run, whatever the batches, padding and order there. This module
-must never guess: a call that continues from a cache without a recorded beginning has no tokens, and is counted.
+`cu_seqlens`, or the places in a paged cache), or the program tells them by `recorder.tokens`. A hash of all tokens up
+to and including each token finds its sample in the other run, whatever the batches, padding and order there. This
+module must never guess: a call that continues from a cache without a recorded beginning has no tokens, and is counted.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TokensOfCall(NamedTuple):
 
     step: int
     grid: tuple[int, int]
-    """The shape (samples, tokens) in which the model got the tokens; one sample has all if they are flat or packed."""
+    """The shape (samples, tokens) in which the model got the tokens; flat or packed tokens are all of one sample."""
     kept: Integers
     """The columns of `grid` for which the model computed logits; empty if the call did not choose columns."""
     at: Integers
@@ -89,7 +89,7 @@ class TokensOfCall(NamedTuple):
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
     hashes: npt.NDArray[np.uint64]
-    """The hash of the sample's tokens up to and including this one; the sample has another if this was discarded."""
+    """The hash of the sample's tokens up to and with this one; the sample has another if this token was discarded."""
     is_continued: npt.NDArray[np.bool_]
     """Whether the call continues the token's sample from a cache, as a decoding step does."""
     given: Integers
@@ -302,10 +302,10 @@ class Side:
     def _join(self, keys: Sequence[CallKey]) -> None:
         self.samples: list[SampleTokens] = []
         self.padding: set[int] = set()
-        """The tokens that appear where a mask hides them."""
+        """The ids of tokens that a mask has hidden, such as padding."""
         self.calls: dict[CallKey, TokensOfCall] = {}
         self.num_unknown = 0
-        """The number of calls with unknown tokens, as after a cache whose beginning was not recorded."""
+        """The number of calls whose tokens are unknown, as when their cache's beginning was not recorded."""
         self._named: dict[str, int] = {}
         for _, of_rank in itertools.groupby(keys, lambda key: key[:2]):
             self._last: tuple[int, TokensOfCall] | None = None
@@ -390,7 +390,7 @@ class Side:
         self._last = key.number, call
 
     def _repeated(self, number: int, start: int, tokens: list[int]) -> tuple[int, int] | None:
-        """Return the previous call's sample, and -1, if a sequence repeats it, or its stated position follows it."""
+        """Return (sample, -1) if a sequence repeats a sample of the call before, or continues it by its position."""
         sample = self._shown[number] if number < len(self._shown) else -1
         known = self.samples[sample].tokens if sample >= 0 else []
         repeats = 0 < len(known) < len(tokens) and tokens[: len(known)] == known  # as without a cache

@@ -26,18 +26,18 @@ TRAINER_ONLY, ENGINE_ONLY, MERGED, OTHER = "in the trainer alone", "in the engin
 WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY, OTHER)
 _MODULUS = 1 << 64
 _ROUNDED = 2**-8
-"""The largest relative difference between the norms of one tensor in two dtypes: one rounding of bfloat16."""
+"""The largest relative difference between the norms of one tensor in two dtypes that is one rounding of bfloat16."""
 
 
 class WeightState(NamedTuple):
-    """How one parameter compares on the two sides."""
+    """How one parameter compares between trainer and engine."""
 
     name: str
     """The full name in the trainer; the name in the engine if the trainer does not have the parameter."""
     state: str
     """The result of the comparison: one of this module's constants, such as `EQUAL`."""
     step: int | None = None
-    """The step of the trainer at which it has the engine's value; None if no recorded step has it."""
+    """The trainer's step at which the parameter has the engine's value; None if it has it at no recorded step."""
     behind: int | None = None
     """The number of updates by which the engine's value is older than the one that the trainer computed with."""
     fused: str = ""
@@ -96,8 +96,8 @@ def compare_weights(
 ) -> tuple[int | None, list[WeightState]]:
     """Return the trainer's step to compare with, and the state of each parameter, in the order of the trainer's model.
 
-    The engine's side is its last step with recorded parameters and with tokens that the trainer has, too. `steps` maps
-    each step of the engine to the step at which the trainer has its tokens.
+    The engine's parameters are those of its last step that has some, and tokens that the trainer has, too. `steps` maps
+    each step of the engine to the trainer's step with the same tokens.
     """
     recorded = {row.step for row in engine.rows}
     last = max((step for step in steps if step in recorded), default=None)
@@ -125,7 +125,7 @@ def compare_weights(
 
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
-    """Return whether another name has the same parameter, by its fingerprint: the other side may use only that name."""
+    """Return whether another name has a parameter of this fingerprint: the other run may use that name alone."""
     prints = {other.newest.fingerprint for path, other in own.items() if path != name}
     return one.newest.fingerprint is not None and one.newest.fingerprint in prints
 
@@ -150,7 +150,7 @@ def _state(
 
 
 def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
-    """Return the state of a parameter, from the trainer's steps with the engine's value, and the right step `now`."""
+    """Return a parameter's state: `steps` of the trainer have the engine's value, and `now` is the expected step."""
     if now in steps:
         return WeightState(name, EQUAL, now, 0, fused)
     known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps
@@ -190,7 +190,7 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    # The steps of the slices are tried in this order: `now` for all, another step for one, one other step for all.
+    # Slices are tried all at step `now`, then with one of them at another step, then all at one other step.
     offsets = np.cumsum([0, *(ours[name].newest.shape[0] for name in names)]).tolist()
     row = whole.newest
     places = [

@@ -162,7 +162,7 @@ def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]
 
 
 def _tag(row: Mapping[str, Any]) -> str:
-    """Return a value's tag, such as ``output/blocks.0.mlp.up``, then the name at the site, and unusual columns."""
+    """Return a value's tag: site and module (``output/blocks.0.mlp.up``), name at the site, unusual columns."""
     path = as_level(row["module_path"]) or ("" if row["site"] == "scalar" else ROOT)
     levels = [as_level(row["site"]), path, as_level(row["name"])]
     return "/".join([*filter(None, levels), *unusual_levels({**row, "rank": None})])
@@ -176,7 +176,7 @@ def is_picture(site: str, shape: tuple[int, ...]) -> bool:
 
 
 def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8] | None:
-    """Return a picture of a tensor with four dims: tiles, of shape (height, width, 3); None if nothing is finite.
+    """Draw a tensor with four dims as tiles of a picture, shape (height, width, 3); None if nothing is finite.
 
     Each tile is a filter of a parameter, or a channel of another value's first sample. Black is the smallest element.
     """

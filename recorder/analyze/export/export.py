@@ -215,7 +215,7 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Reads rows with their decoded bytes. A row that lacks ranks' values has no bytes unless the options allow it."""
+    """Reads rows with decoded bytes. A row of which some ranks' chunks are missing has none, unless that is allowed."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = SelectedRows(run, selection, options)
@@ -298,7 +298,7 @@ def format_of(path: Path) -> str:
 
 
 def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row without bytes, or with its bytes: in several rows for a large tensor, the first with statistics."""
+    """Yield a row without bytes, or with them; a large tensor gives several rows, the first one with statistics."""
     if row["encoding"] is None or not has_bytes:
         yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return

@@ -203,7 +203,7 @@ class Model:
 
     @property
     def step_before(self) -> int | None:
-        """The last step before this one that has recorded values; None if there is none."""
+        """The last step with recorded values before the model's step; None if there is none."""
         return max((step for step in self._steps if step < self.step), default=None)
 
     def _mine(self, table: Any) -> Any:
@@ -248,7 +248,7 @@ class Model:
             self.notes.append(f"{counted(len(gone), 'parameter')} {when}: {listed(gone)}")
 
     def _names_before(self) -> set[str]:
-        """Return the names with a gradient at the recorded step before: a kill in a step leaves only some gradients."""
+        """Return the names with a gradient at the previous recorded step: after a kill, this step may lack some."""
         if self.step_before is None:
             return set()
         table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
@@ -320,7 +320,7 @@ class StateDict(NamedTuple):
     """The names in a model's state dict."""
 
     names: dict[str, str]
-    """By name in the state dict, in order, the name of the parameter's rows, which differs if it is tied or shared."""
+    """Maps each name in the state dict, in order, to the name in rows; these differ for tied or shared parameters."""
     left_out: set[str]
     """The names of buffers that are not persistent, and so not in the state dict."""
 
@@ -348,7 +348,7 @@ def state_dict_of(run: Run, root: str) -> StateDict:
 
 
 def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
-    """Add the names of shared modules below their further paths, innermost first, so that outer modules repeat them."""
+    """Add names under the other paths of shared modules; inner modules come first, so that outer ones repeat them."""
     for alias, path in sorted(aliases.items(), key=lambda pair: -pair[1].count(".")):
         for name, recorded in list(names.items()):
             if not path or name.startswith(f"{path}."):

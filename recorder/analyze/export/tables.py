@@ -1,8 +1,8 @@
 """The tables `runs`, `rows`, `probe` and `findings` about many runs, queried by SQL or kept in an Iceberg catalog.
 
 `rows` has a row for each row on disk, without its payload; memory holds one range of steps at a time. A catalog takes
-each table of a run as a whole, in one transaction, and `runs` last: if that is killed, the run is registered again
-later. pyiceberg and duckdb are imported where a caller asks for them.
+each table of a run as a whole, in one transaction, and `runs` last: a run whose registration is killed is registered
+again later. pyiceberg and duckdb are imported where a caller asks for them.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class RunTables:
 
 @contextmanager
 def opened_tables(where: str, *, is_new: bool = False) -> Iterator[RunTables]:
-    """Open `RunTables`; raise LookupFailedError if the catalog's database is locked, or fails in the `with` block."""
+    """Open `RunTables`; raise LookupFailedError if the catalog's database is locked or stops answering meanwhile."""
     is_configured(where)  # raises UnsupportedError without pyiceberg, which brings SQLAlchemy
     from sqlalchemy.exc import OperationalError
 

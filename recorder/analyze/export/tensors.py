@@ -111,7 +111,7 @@ class Chosen(NamedTuple):
 class Choosing:
     """Finds the selected rows of ranges of steps.
 
-    `with_values` leaves out rows without values, and rows that lack the values of ranks unless the options allow it.
+    `with_values` leaves out rows without values, and rows that lack some ranks' chunks, unless options allow those.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Tensors:
         """Yield the selected rows, by ranges of steps in their order.
 
         The ranks that selected rows lack are added to `partial`. `with_values` leaves out rows without values, and rows
-        that lack ranks unless the options include them.
+        that lack some ranks' chunks, unless the options allow those.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         step_ranges = global_step_ranges(view_of(self._run, self._options))
@@ -181,7 +181,7 @@ class Tensors:
             yield one
 
     def entries(self, partial: MissingRanks) -> list[Entry]:
-        """Return the selected tensors that have values, in order; `partial` gets the ranks that selected rows lack.
+        """Return the selected tensors that have values, in order; ranks that selected rows lack are added to `partial`.
 
         Raises LookupFailedError if nothing is selected, or no selected row has values.
         """
@@ -303,7 +303,7 @@ NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
 
 
 def tensor_name(row: Mapping[str, Any]) -> str:
-    """Return a tensor's name: ``step=3/layers.0.mlp/output``, then the name at the site, and unusual columns."""
+    """Return a tensor's name: step, module, site (``step=3/layers.0.mlp/output``), name, unusual columns."""
     levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
     if row["name"]:
         levels.append(as_level(row["name"]))

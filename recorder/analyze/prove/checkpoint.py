@@ -44,7 +44,7 @@ _GENERATOR_BYTES = {5056: "cpu", 16: "cuda"}
 _CLOCKS_APART_NS = 1_000_000_000
 """By how many nanoseconds a file system's clock may be behind that of this process."""
 _MOVED = "moved"
-"""Replaces the digest of a random state in the checkpoint that was no longer current at the beginning of any step."""
+"""Replaces the digest of a random state in the checkpoint that the run had at the beginning of no step."""
 _HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
 """The kinds of values that a checkpoint should hold; the kind is the first word of a value's key."""
 
@@ -64,7 +64,7 @@ class _SavedValue:
     _described: dict[str, str] = field(default_factory=dict)
 
     def described(self, like: str) -> str:
-        """Return the value's description as the probe makes it, of the same part of the tensor as `like` has."""
+        """Return the value's description as the probe makes it, for the same part of the tensor as in `like`."""
         part = like.partition("[")[2]
         if part not in self._described:
             value = self.value
@@ -155,7 +155,7 @@ def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
 
 
 def _saved_at(path: Path) -> int:
-    """Return when the checkpoint in this file or folder was saved, in nanoseconds since 1970; -1 if it is none."""
+    """Return when the checkpoint in this file or folder was saved, in nanoseconds since 1970; -1 without one."""
     metadata = path / ".metadata"
     if metadata.is_file():
         return metadata.stat().st_mtime_ns
@@ -165,7 +165,7 @@ def _saved_at(path: Path) -> int:
 
 
 def _of_one_checkpoint(files: Sequence[Path], num_ranks: int) -> Iterator[Path]:
-    """Yield the files of the newest step: names of other steps differ from it in a number that is no rank."""
+    """Yield the files of the newest step. The names of older steps' files differ in a number that is no rank."""
     newest: dict[str, list[int]] = {}
     for path in files:
         numbers = [int(number) for number in re.findall(r"\d+", path.name)]
@@ -200,7 +200,7 @@ def _real_or_stand_in(name: str) -> Any:
 
 
 class _Match:
-    """Finds the values of a checkpoint that are one rank's values, by name or else by content."""
+    """Matches one rank's values with the values in a checkpoint, by name or else by content."""
 
     def __init__(self, seen: RankSeen, contents: Contents) -> None:
         self.now: dict[str, str] = {}
@@ -252,7 +252,7 @@ class _Match:
                 yield path
 
     def _match(self, keys: Sequence[str]) -> None:
-        """Match keys with paths, the longest names first, because ``average.0.weight`` ends with ``0.weight``, too."""
+        """Match keys with paths, the longest names first: the path ``average.0.weight`` ends with ``0.weight``."""
         contents = {leaf.described(""): path for path, leaves in self._leaves.items() for leaf in leaves}
         for key in keys:
             paths = list(self._named(key))
@@ -315,7 +315,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         why = "it is stale, unless it is saved in the background or in the middle of the step"
         notes.append(f"the checkpoint was written after step {step} had begun: {why}")
     aside: dict[str, dict[str, None]] = {}
-    """Random states that need not be those of the step, by the reason in words."""
+    """Maps a reason, in words, to the random states that for this reason need not be those of the step."""
     for rank, match in matches.items():
         digests = run.ranks[rank].looks[start].digests
         then = {

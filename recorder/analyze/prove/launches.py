@@ -236,7 +236,7 @@ class Launches:
     def launch_to_resume(
         self, command: Sequence[str], again: str, resumed_command: Sequence[str], num_resumed_steps: int | None = None
     ) -> tuple[Observed, Observed]:
-        """Run the command until its ranks kill themselves; then run the other one, unless the launcher restarts."""
+        """Run the command until its ranks kill themselves, then the other one, unless the launcher restarts them."""
         folder = Path(self._temporary.name) / "killed"
         what = f"to be killed at the end of step {self.num_steps - 1}"
         killed = self.launch(what, command, resume="killed", folder=folder)

@@ -37,7 +37,7 @@ class _Difference(NamedTuple):
 
 class _Course(NamedTuple):
     step: int | None
-    """The first step with a difference on any rank, None if there is none; `differences` are all those of this step."""
+    """The first step with a difference on any rank, None if there is none; `differences` has all of this step's."""
     differences: Sequence[_Difference]
     compared: Mapping[str, int]
     """The number of values that were compared, by kind."""
@@ -46,8 +46,8 @@ class _Course(NamedTuple):
 def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: int) -> Proof:
     """Judge whether the recorder has changed the training.
 
-    Two launches without the recorder, `plain` and `again`, show by which differences the program does not repeat
-    itself. Each launch was asked to make `num_steps` steps.
+    Two launches without the recorder, `plain` and `again`, show in what the program does not repeat itself. Each launch
+    was asked to make `num_steps` steps.
     """
     notes: list[str] = []
     num_steps_compared = min(plain.num_steps, recorded.num_steps)
@@ -140,7 +140,7 @@ def _described(differences: Sequence[_Difference]) -> str:
 
 
 def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes: list[str]) -> tuple[str, int]:
-    """Return in words how the lines that a rank printed differ under the recorder, and how many were compared."""
+    """Return in words how a rank's printed lines differ under the recorder, and how many lines were compared."""
     num_compared = num_left_out = 0
     problem = ""
     for rank in plain.ranks:
@@ -245,7 +245,7 @@ def _samples(seen: Observed, i: int) -> list[str]:
 
 
 def judge_world(one: Observed, other: Observed, runs: Sequence[Run], start: int) -> Proof:
-    """Judge whether two launches on different numbers of ranks train one model; the third run shows rounding."""
+    """Judge whether two launches on different numbers of ranks train one model; the third of `runs` shows rounding."""
     batches = compare_batches(one, other, start)
     notes: list[str] = []
     compared = {"samples": batches.num_samples}
@@ -296,7 +296,7 @@ def prove_world(
 ) -> Proven:
     """Run a program on its own number of ranks, there again with moved inputs, and on other ranks; compare the models.
 
-    Given a command that resumes it, the program is first killed, and these three launches continue from its checkpoint.
+    With `resumed_command`, the program is first killed, and these three launches continue from its checkpoint.
     """
     if launches.environ.keys().isdisjoint(("RECORDER_RULES", "RECORDER_PRESET")):
         launches.environ = {**launches.environ, "RECORDER_RULES": _RULES}

@@ -18,7 +18,7 @@ from .launches import MAX_LISTED, Launches, Look, Observed, Proven, count_kinds,
 _STATE = ("param", "buffer", "optim", "update", "setting", "schedule", "scaler", "flag", "other", "variable", "rng")
 """The kinds of state; a kind that causes differences in another one comes before it."""
 _BESIDE = ("other", "variable", "rng")
-"""The kinds of state of which a resumed process may have more, such as the checkpoint that it loaded."""
+"""The kinds of state of which a resumed process may have more values, such as the checkpoint that it loaded."""
 _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
 """The kinds of values that show at which step the resumed run goes on."""
 _WORKERS = "other DataLoader.num_workers"
@@ -137,7 +137,7 @@ def start_of(killed: Observed, resumed: Observed) -> int | None:
 
 
 def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
-    """Return, by update of the killed launch, the kinds of values of which most equal the resumed launch's first ones.
+    """Return, by update of the killed launch, the kinds whose values there best equal the resumed launch's first ones.
 
     A kind whose values agree most at update 0 has no vote: it was not restored, or it never changes.
     """
@@ -165,7 +165,7 @@ class BothLaunches:
         self._updates = updates
         self._notes = notes
         self.suspects: list[str] = []
-        """Differences before the last compared update; they are a loss of state only if gradients differ as well."""
+        """Differences as the last compared update began; they are a loss of state only if gradients differ as well."""
 
     def state_findings(self, i: int) -> list[str]:
         """Return in words how each kind of state differs before update `i`; values that differ alike share a text."""
@@ -241,7 +241,7 @@ class BothLaunches:
         return f"{values_named(keys)} {how}{on}"
 
     def batch_findings(self) -> Iterator[tuple[int, str]]:
-        """Yield the first step at which ranks read other batches, and how in words; once for each way and step."""
+        """Yield each way in which ranks read other batches, in words, with the first step at which they do so."""
         ranks_of: dict[tuple[int, str], list[int]] = {}
         for rank, seen in self._killed.ranks.items():
             pairs = [pair for update in self._updates for pair in update if pair.rank == rank]
@@ -290,7 +290,7 @@ def _reading(pairs: Sequence[Pair], looks: Sequence[Look]) -> str:
 
 
 def _distance(earlier: _Digests, later: _Digests) -> int:
-    """Return how many new iterators of DataLoaders lead from one random state of the CPU to the other, or 0."""
+    """Return how many new DataLoader iterators lead from one random state of the CPU to the other; 0 if none."""
     return next((int(key[6:]) for key, state in of_kind(earlier, "ahead").items() if state == later["rng cpu"]), 0)
 
 

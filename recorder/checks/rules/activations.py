@@ -76,7 +76,7 @@ class EvaluationOutput(StreakRule):
 
     def set_up(self) -> None:
         self._trained = Memory()
-        """By output and rank, its last root mean square in training."""
+        """By output and rank, the output's last root mean square in training."""
         self._lane = Memory()
         """By output and rank in evaluation, the lane (index) of the output in training; NaN if there is none so far."""
         self._has_evaluation = False

@@ -160,7 +160,7 @@ class _Still(_Variance, StreakRule):
         return super().wants(key) or (key.site == "buffer" and key.name.endswith("num_batches_tracked"))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the records in a row at which the norm's counter has grown, and its variance is still the first."""
+        """Judge by how many records in a row the norm's counter has grown while its variance kept its first value."""
         values, norms = rows["mean"], dict[tuple[str, str], int]()
         series, own = np.unique(rows.series, return_inverse=True)
         keys = [self.catalog.series[number] for number in series]

@@ -18,7 +18,7 @@ from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _RECOVERED = 10
-"""Spikes are over once each curve that has spiked had so many records in a row below its limit."""
+"""Spikes are over once each curve that spiked has had this many records in a row below the spike's limit."""
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
@@ -74,7 +74,7 @@ class CurveRule(CheckRule):
         self._number_of: dict[CurveKey, int] = {}
         self._number = Memory()
         self._before = Memory()
-        """By gradient and rank, the sum of squares at its last record."""
+        """By gradient and rank, the gradient's sum of squares at its last record."""
         self.is_loss = Memory(0.0)
         """By curve, 1 for a loss and 0 for a norm."""
         self.num_values = Memory(0.0)
@@ -166,7 +166,7 @@ class Rings:
     def __init__(self, size: int) -> None:
         self._size = size
         self.values: Floats = np.full((0, size), np.nan)
-        """An array of shape (curves, size), unordered within a curve; NaN where a curve has had too few values."""
+        """An array of shape (curves, size), in no order within a curve; NaN until a curve has had `size` values."""
 
     def grow(self, curves: Integers) -> None:
         missing = int(curves.max()) + 1 - len(self.values)
@@ -515,9 +515,9 @@ class Overfitting(CurveRule):
 class _Validations:
     best: float = math.inf
     rise: float = 1.0
-    """The largest validation loss since the best one, over the best one."""
+    """The largest validation loss since the best one, divided by the best one."""
     recovered: float = 1.0
-    """The largest rise (a validation loss over the best one) that was followed by a new best validation."""
+    """The largest rise (a validation loss divided by the best one) that was followed by a new best validation."""
     num_above: int = 0
     """The number of consecutive validations far above both the best validation and the training loss."""
 

@@ -35,7 +35,7 @@ from ..rows import (
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
-"""A gradient must be zero for at least this fraction of the steps so far."""
+"""A gradient is reported if it has been zero for at least this fraction of the steps so far."""
 _NARROW = ("bfloat16", "float16", "float8")
 """Types in which small updates are rounded away, which is expected and no mistake of the program."""
 _LEAST_ELEMENTS = 16
@@ -69,7 +69,7 @@ class Vanishing(StreakRule):
     advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the root mean square, alone and relative to the largest of the same step and rank."""
+        """Judge by the root mean square, alone and relative to the largest one of the same step and rank."""
         rms = np.where(is_weight(self.catalog, rows), np.nan_to_num(rows.rms), 0.0)
         ids, firsts = grouped(rows.ranks, rows.steps)
         largest = np.zeros(len(firsts))
@@ -97,7 +97,7 @@ class Exploding(StreakRule):
     advice = "normalise between layers, start from smaller weights, or clip gradients"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the mean logarithm in the first and in the last third of outputs, in the order of first backward."""
+        """Judge by the mean logarithm in the first and the last third of outputs, ordered by their first backward."""
         rms = np.nan_to_num(rows.rms)
         flags, growth = np.zeros(len(rows), np.bool_), np.zeros(len(rows))
         (known,) = np.nonzero(rms > 0)
@@ -137,7 +137,7 @@ class NoGradient(StreakRule):
         self._first_step: int | None = None
         """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
-        """By parameter and rank, the number of its records."""
+        """By parameter and rank, the number of the parameter's records."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_grad = rows.at("grad")
@@ -249,14 +249,14 @@ class _Agreement:
     positive: float = 0.0
     """The fraction of cosines above zero. Like `cosine`, it is a mean of all records, later mostly of the last."""
     latest: tuple[int, float, float] = (0, 0.0, 0.0)
-    """The means `num`, `cosine` and `positive`, with the cosines below zero at the end included."""
+    """`num`, `cosine` and `positive`, with the cosines below zero at the end included."""
     num_below: int = 0
     total_below: float = 0.0
     """The sum of the cosines since the last one above zero; `num_below` is their number."""
     since: int = 0
     found: Finding | None = None
     balance: int = 0
-    """From the first opposed step of the finding on, the number of cosines below zero less the number above it."""
+    """From the first opposed step of the finding on, the number of cosines below zero less the number above zero."""
 
     def add(self, step: int, cosine: float, window: float) -> None:
         num, mean, positive = self.latest
@@ -366,11 +366,11 @@ class Update(StreakRule):
     def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
         self._param_of: dict[int, int] = {}
-        """By lane of a parameter's updates (the index on one rank), the lane of the parameter; -1 without one."""
+        """Maps the lane (a series on one rank) of a parameter's updates to the parameter's lane; -1 if unknown."""
         self._num_updates = Memory(0.0)
-        """By parameter and rank, the number of its updates so far, as the probe measured them."""
+        """By parameter and rank, the number of the parameter's updates that the probe has measured so far."""
         self._updates: Rows | None = None
-        """The rows of updates, from the probe, for the rows that are being judged."""
+        """The probe's rows of updates that belong to the rows being judged."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         self._updates = self._without_first(rows.take(rows.at(UPDATE)).by_lane())
@@ -395,7 +395,7 @@ class Update(StreakRule):
         return updates.take(numbers >= self.thresholds["updates"])
 
     def _look_up(self, rows: Rows, ratio: Floats) -> None:
-        """Replace a parameter's ratio, if the probe has measured the size of the update, by the measured one."""
+        """Where the probe has measured the size of a parameter's update, replace the ratio by the measured one."""
         updates = self._updates
         if updates is None or not len(updates) or not len(rows):
             return
@@ -431,7 +431,7 @@ class Unchanged(StreakRule):
     def set_up(self) -> None:
         self._values = {name: Memory() for name in EXACT}
         self._gradient = Memory(0.0)
-        """By gradient and rank, its largest root mean square so far."""
+        """By gradient and rank, the gradient's largest root mean square so far."""
         self._largest = 0.0
         self._step = Memory()
         self._numbers: dict[tuple[str, str, str, int], int] = {}
@@ -441,11 +441,11 @@ class Unchanged(StreakRule):
         self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
         """The lanes (series on one rank) and steps of gradients, in the current rows and at the last step before."""
         self._stays: dict[int, int] = {}
-        """By unchanged parameter of a narrow type, as a lane (series on one rank), the last step at which it was so."""
+        """Maps the lane (a series on one rank) of an unchanged 16- or 8-bit parameter to its last unchanged step."""
         self._with_gradient: set[int] = set()
         """The lanes (series on one rank) of parameters that had a gradient in a record, and did not change."""
         self._numel = Memory()
-        """By parameter and rank, its number of elements."""
+        """By parameter and rank, the parameter's number of elements."""
         self._skipped: dict[tuple[int, int], None] = {}
         """The last steps that GradScaler skipped, as keys of (rank, step)."""
 

@@ -58,7 +58,7 @@ class NotCleared(_ProgramRule):
 class EvaluationMode(_ProgramRule):
     """Dropouts and batch norms that are in evaluation mode while the optimizer steps.
 
-    If only some of a kind are, they were probably forgotten. If all are, and not the model, somebody wanted it so.
+    If only some of a kind are in this mode, they were probably forgotten. If all are, but not the model, it is meant.
     """
 
     name = "evaluation_mode"

@@ -43,7 +43,7 @@ class NonFinite(CheckRule):
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
-        """By value, rank and number of elements, how many were infinite in the first record that had infinities."""
+        """By value, rank and number of elements, how many elements were infinite in the first record with some."""
         self._is_known = Memory(0.0)
         """By value and rank: 0 before its first record, 2 if this record had infinities and no NaN, else 1."""
         self._bad_step: int | None = None
@@ -138,7 +138,7 @@ class NonFinite(CheckRule):
         return found._replace(detail=detail)
 
     def _objectives(self, rows: Rows, is_bad: Flags) -> str:
-        """Return words that name the objectives with non-finite values; empty if all of them have such, or none has."""
+        """Return words that name the objectives with non-finite values; empty if that is all of them, or none."""
         keys = [self.catalog.series[series] for series in rows.series.tolist()]
         states: dict[str, bool] = {}
         for key, is_bad_one in zip(keys, is_bad.tolist(), strict=True):
@@ -197,10 +197,10 @@ class Data(CheckRule):
 
     def set_up(self) -> None:
         self._same: dict[tuple[int, int], tuple[int, int]] = {}
-        """By two inputs (series on a rank) with equal batches: for how many records in a row, and since which step."""
+        """By pair of inputs on two ranks with equal batches: for how many records in a row, and since which step."""
         self._reported: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
-        """By first input and rank, the hashes of the last batches; the first memory has the latest batch's."""
+        """By first input of a rank, the hashes of its last batches; the first memory has the latest batch's hash."""
         self._repeats = Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
@@ -260,7 +260,7 @@ class Data(CheckRule):
         return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
 
     def _emptied(self, rows: Rows) -> Iterator[Finding]:
-        """Report inputs that are all zeros, if they had other values before, or have others on another rank."""
+        """Report inputs that are all zeros, if an input had other values before, or has others on another rank."""
         has_values = np.nan_to_num(rows["l2"], nan=1.0) != 0
         began(rows.lanes[has_values], rows.steps[has_values].astype(np.float64), self._had_values)
         ids, _ = grouped(rows.series, rows.steps)
