@@ -1,6 +1,6 @@
 """Assembles the payload of a global tensor by its plan, from the rows of several ranks.
 
-The assembler never decodes frames that can be laid end to end, and holds only a few parts at a time.
+Frames that only have to be laid end to end are never decoded, and only a few parts are in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..read.payload import Payloads, decode_payload
 from ..records import PART_BYTES
 
 _CACHE_BYTES = 512 << 20
-"""The most decoded bytes in the cache: a tensor that is cut along an inner dim needs one part of each rank at once."""
+"""The bound on the bytes of decoded parts in the cache: a tensor cut along an inner dim needs a part of each rank."""
 
 _BLOCK_ITEMS = 1 << 15
-"""The number of elements computed together: a float64 block fits the processor's cache and bounds the memory."""
+"""The number of elements that are reduced at a time: a float64 block fits the processor's cache."""
 
 
 class PayloadPart(NamedTuple):
-    """One row's part of a tensor's payload, as the buffers in `data` laid end to end."""
+    """A part of a tensor's encoded payload, for one row: the buffers in `data`, laid end to end."""
 
     encoding: str
     data: list[memoryview]
@@ -42,19 +42,19 @@ class PayloadPart(NamedTuple):
     flat_offset: int
 
     def decoded(self, dtype: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the elements in a new, writable array."""
+        """Decode this part, and return the bytes of its elements in a new, writable array."""
         data = self.data[0] if len(self.data) == 1 else b"".join(self.data)
         return decode_payload(self.encoding, data, self.payload_bytes, dtype)
 
 
 class Tensor(NamedTuple):
-    """The recorded tensor of one rank."""
+    """The recorded tensor of one rank, in the rows of one or several parts."""
 
     dtype: str
     shape: Ints
     positions: tuple[int, ...]
     ends: tuple[int, ...]
-    """For each part, the index in the flattened tensor of the element after the part."""
+    """For each part: the index, in the flattened tensor, after the last element of the part."""
 
 
 class Assembler:
@@ -72,13 +72,13 @@ class Assembler:
         return Encoder("auto", kernels=native.load(is_native_wanted()))
 
     def tensor(self, position: int) -> Tensor | None:
-        """Return the local tensor whose part 0 is at a position; None where a part of its payload was not recorded."""
+        """Return the tensor of one rank whose part 0 is at `position`; None if a part's payload was not recorded."""
         if position not in self._tensors:
             self._tensors[position] = self._find_tensor(position)
         return self._tensors[position]
 
     def has_payload(self, plan: Plan, positions: Sequence[int]) -> bool:
-        """Return True if every chunk that the plan needs has its payload."""
+        """Return True if every chunk that the plan needs, or a replica of it, has its payload."""
         return plan.is_complete and all(
             self.tensor(self._held(plan, positions, term.chunk)) is not None
             for fill in plan.fills
@@ -86,7 +86,7 @@ class Assembler:
         )
 
     def _held(self, plan: Plan, positions: Sequence[int], chunk: int) -> int:
-        """Return the position of a chunk's row, or of another replica's row if the chunk has no payload."""
+        """Return the position of a chunk's row, or of another replica's row if the chunk's row has no payload."""
         if self.tensor(positions[chunk]) is None:
             for copies in plan.copies:
                 if copies[0] == chunk:
@@ -110,7 +110,7 @@ class Assembler:
         return out
 
     def local(self, position: int) -> npt.NDArray[np.uint8]:
-        """Return all bytes of one rank's tensor."""
+        """Return all decoded bytes of the tensor of one rank whose part 0 is at `position`."""
         chunks = [self._decode(part) for part in self._whole(position).positions]
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
@@ -188,7 +188,7 @@ class Assembler:
         return chunks[0] if len(chunks) == 1 else np.concatenate([*chunks, np.empty(0, items)])
 
     def _reduce(self, fill: Fill, op: str, positions: Sequence[int], dtype: str, low: int, high: int) -> Items:
-        """Reduce elements over ranks in float64 and round once; integers stay integers."""
+        """Reduce elements of several ranks in float64, and round the result once; integers are reduced as integers."""
         terms = []
         for chunk, factor in fill.terms:
             tensor = self._whole(positions[chunk])
@@ -196,7 +196,7 @@ class Assembler:
             terms.append((values, tensor.dtype, factor))
         out = np.empty(high - low, numpy_dtype(dtype))
         _, of_first, factor = terms[0]
-        # A power of two changes only the exponent, so the product in float32 is that in float64.
+        # A factor that is a power of two changes only the exponent, so float32 gives the same product as float64.
         is_exact = len(terms) == 1 and of_first in ("float32", "bfloat16", "float16")
         is_exact &= math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
         with np.errstate(all="ignore"):  # overflow gives inf, a signalling NaN becomes a quiet one
@@ -223,7 +223,7 @@ class Assembler:
         return decoded
 
     def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
-        """Compare the sizes in the rows with the headers of the parts' frames, before memory is allocated."""
+        """Compare the sizes that the rows state with the headers of the encoded parts, before memory is allocated."""
         sources = self._sources(plan, positions)
         self._payloads.prepare(sources)
         for position in sources:
@@ -241,14 +241,14 @@ class Assembler:
         ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
-        """Decode a part, and compare its length with the metadata row, which may come from an index."""
+        """Decode a part, and compare its length with the row's `payload_bytes`, which may come from a wrong index."""
         decoded = self._payloads.decoded(position)
         if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
         return decoded
 
     def _whole(self, position: int) -> Tensor:
-        """Return the local tensor of a row; raise CorruptError if its parts are missing or contradict each other."""
+        """Return the tensor of a row; raise CorruptError if parts of it are missing or contradict each other."""
         tensor = self.tensor(position)
         if tensor is None:
             raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")
@@ -295,7 +295,7 @@ _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "pr
 
 
 def _as_runs(plan: Plan) -> list[Fill] | None:
-    """Return the fills in order if their contents, laid end to end, are the flattened tensor; else None."""
+    """Return the plan's fills in order if their contents, laid end to end, are the flattened tensor; else None."""
     if not all(fill.is_copy for fill in plan.fills):
         return None
     runs = []
@@ -324,7 +324,7 @@ def _widened(values: npt.NDArray[Any], dtype: str, *, is_scaled: bool) -> npt.ND
 
 
 def _items(dtype: str) -> np.dtype[Any]:
-    """Return a dtype for elements as plain bits, which are copied and never computed with."""
+    """Return a dtype as wide as the tensor's elements, for copying and comparing them as plain bits."""
     width = item_bytes(dtype)
     return np.dtype(f"<u{width}") if width <= 8 else np.dtype(f"V{width}")
 

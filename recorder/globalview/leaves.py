@@ -1,8 +1,8 @@
 """Infers from rows whether the ranks have equal values of a leaf, and which dim of the leaf is the batch.
 
-The layout is a property of the leaf, so no step is judged by itself: NaN, constants and slices repeated along the batch
-are equal in copies and in batches, and prove nothing. The answer must never depend on the step or the part of the run
-for which it is needed.
+A leaf is a tensor that is recorded repeatedly under one name. Its layout is inferred from all sampled steps together:
+at a single step, NaN, constants and slices repeated along the batch are equal in copies and in batches, and prove
+nothing. The result must never depend on the step or the part of the run for which it is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..read.metadata import NONE
 from .row_groups import GroupedRows
 
 _MAX_LOOKED_AT = 6
-"""The most moments of a leaf whose values are compared closely. Only moments that may be evidence are chosen."""
+"""The most moments (step, micro-step, stage) at which a leaf's values are compared; each may be evidence."""
 Flags = npt.NDArray[np.bool_]
 ChunkKeys = tuple[tuple[int, int], ...]
-"""Ranks, each with its micro-batch (0 without a pipeline)."""
+"""The keys of some chunks: the rank of each, and its micro-batch (0 without a pipeline)."""
 
 
 class Leaf(NamedTuple):
@@ -44,10 +44,10 @@ class Leaf(NamedTuple):
 
 
 class Observation(Enum):
-    """The evidence of the ranks' values of a leaf at one moment for the leaf's layout."""
+    """What the ranks' values of a leaf at one moment prove about its layout: copies, or parts of a batch."""
 
     NOTHING = 0
-    """No evidence: copies and batches could both have these values."""
+    """The values prove nothing: copies and parts of a batch could both have these values."""
     REPEATED = 1
     """The values are equal, and each value is one slice repeated along a dim that may be the batch."""
     UNEQUAL = 2
@@ -62,33 +62,33 @@ class BatchDims(NamedTuple):
 
     sizes: tuple[int, ...]
     dims: frozenset[int]
-    """The dims. Dim 0 is also included if its sizes are a multiple of the batch sizes."""
+    """The dims with the sizes of the batches, and also dim 0 if its sizes are a multiple of the batches' sizes."""
     first: int | None
-    """The first dim of exactly these sizes."""
+    """The first dim that has exactly the sizes of the batches; None if no dim is known to have them."""
     are_single: bool
     """True if each of several ranks has one sample, and their samples differ."""
 
 
 class Sample(NamedTuple):
-    """The values of all leaves at the sampled steps. Each value has an index."""
+    """The values of all leaves at the sampled steps. Each value is named by its index in this sample."""
 
     grouped: GroupedRows
     leaves: Mapping[Leaf, Integers]
     calls: Integers
-    """For each value, two indexes: of its moment (step, micro-step, stage), and of its module call."""
+    """For each value, the number of its moment (step, micro-step, stage) and the number of its module call."""
     order: Integers
     look: Callable[[int, ChunkKeys | None], Observation]
-    """A function that compares the chunks of a value, all or some."""
+    """A function that compares all or some chunks of a value, and returns what they prove."""
     moment: Callable[[int], BatchDims | None]
-    """A function that finds the dims of a value that may be the batch; None if the batch is unknown."""
+    """A function that returns the dims of a value that may be the batch; None if the batch is unknown."""
     cut: Callable[[int, ChunkKeys], int | NoPlan | None]
-    """A function that finds the dim along which ranks that share a batch cut a value; None if a chunk is missing."""
+    """A function that returns the dim along which ranks that share a batch cut a value; None if a chunk is missing."""
     apart: Callable[[], Set[tuple[str, int, str]]]
-    """A function that finds root, stage and path of the modules with other parameters on each rank."""
+    """A function that returns root, stage and path of each module whose parameters differ from rank to rank."""
 
 
 class Leaves:
-    """The leaves of a run. The first call of a method loads the sample, which is None for a run without values."""
+    """The layouts of a run's leaves, inferred from a sample. The first call loads the sample (None without values)."""
 
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         self._make = sample
@@ -97,22 +97,22 @@ class Leaves:
         self._varying: dict[tuple[str, str, str], bool] = {}
         self._dims: dict[Leaf, int | None] = {}
         self._kin: dict[Leaf, list[Leaf]] | None = None
-        """Leaves that differ only in mode and call, by the leaf without mode and call; None until asked for."""
+        """Lists of leaves that differ only in mode and call, keyed by the leaf without both; None until needed."""
         self._of_kin: dict[Leaf, list[BatchDims]] = {}
-        """The batch dims of leaves that differ only in mode and call, by the leaf without mode and call."""
+        """The batch dims of leaves that differ only in mode and call, keyed by the leaf without mode and call."""
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
 
     def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
-        """Return whether the tensors of all ranks with a leaf, or of some chunks, are copies of each other."""
+        """Return whether all chunks of a leaf, or only the given chunks, are copies of each other."""
         key = leaf, chunks
         if key not in self._known:
             self._known[key] = self._judge(leaf, chunks)
         return self._known[key]
 
     def batch_dim(self, leaf: Leaf) -> int | None:
-        """Return the first dim that is the batch at every moment with a known batch; None if no moment has one.
+        """Return the first dim that may be the batch at every moment with a known batch; None if there is no such dim.
 
-        If the batch is unknown at every moment of the leaf, the same leaf in other modes and calls is used.
+        If the batch is unknown at every moment of the leaf, moments of the same leaf in other modes and calls are used.
         """
         if leaf not in self._dims:
             moments = self._moments(leaf) or self._moments_of_kin(leaf)
@@ -121,7 +121,7 @@ class Leaves:
         return self._dims[leaf]
 
     def is_sequence_first(self, leaf: Leaf) -> bool:
-        """Return True if the batch is a later dim than 0 of what the module, or the nearest one around it, is given."""
+        """Return True if the batch is not dim 0 of the inputs of the module, or of the nearest module around it."""
         path, (sample, _, _) = leaf.module_path, self._load()
         while sample is not None:
             given = (leaf.root, leaf.stage, path, "input", leaf.mode)
@@ -134,7 +134,7 @@ class Leaves:
         return False
 
     def works_apart(self, leaf: Leaf) -> bool:
-        """Return True if the ranks have other parameters in a leaf's module, or in a module around it."""
+        """Return True if each rank has parameters of its own in a leaf's module, or in a module that contains it."""
         sample, _, _ = self._load()
         paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
         return sample is not None and any((leaf.root, leaf.stage, path) in sample.apart() for path in paths)
@@ -152,7 +152,7 @@ class Leaves:
         return self._of_kin[kin]
 
     def cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
-        """Return the dims along which the chunks of ranks that share a batch are cut at any sampled moment."""
+        """Return the dims along which ranks that share a batch cut the leaf at any sampled moment."""
         key = leaf, chunks
         if key not in self._cuts:
             sample, every = self._values_of(leaf)
@@ -163,7 +163,7 @@ class Leaves:
         return self._cuts[key]
 
     def varies(self, root: str, mode: str, name: str) -> bool:
-        """Return True if ranks ever got different values for an argument of a root."""
+        """Return True if the ranks were given different values of one argument of a root at any sampled step."""
         key = root, mode, name
         if key not in self._varying:
             sample, _, _ = self._load()
@@ -176,7 +176,7 @@ class Leaves:
         return self._varying[key]
 
     def inputs_vary(self, root: str, mode: str) -> bool:
-        """Return True if ranks ever got different values for any argument of a root."""
+        """Return True if the ranks were given different values of any argument of a root at any sampled step."""
         sample, _, _ = self._load()
         names = {
             leaf.name
@@ -241,7 +241,7 @@ def _a_few(numbers: Sequence[int]) -> list[int]:
 class _Inputs:
     def __init__(self, num_void: int) -> None:
         self.num_before = self.num_so_far = num_void
-        """The number of void or doubtful values before the first input, and before the next input."""
+        """The number of void or doubtful values before the call's first input, and before its next input."""
         self.are_void = self.are_equal = True
         self.has_void = False
 
@@ -254,11 +254,11 @@ class _Inputs:
 def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     """Flag the values that are no evidence of their layout (void values), and other values that are doubtful.
 
-    Constants are void, and so are arguments of the root that are equal on all ranks where each rank has one sample:
-    positions may be a batch, or one row for all samples. So is the output of a module with only void inputs: behind a
-    dead ReLU the output of a linear layer is its bias, on all ranks and for any batch. A function between modules
-    leaves no record of its inputs, so its result may be computed from any earlier void value. Such a result is
-    doubtful, and so is a module's output computed from it.
+    Constants are void. So are arguments of the root that are equal on all ranks if each rank has one sample: an
+    argument such as positions may have one row for each sample, or one row for all samples. So is the output of a
+    module with only void inputs: behind a dead ReLU the output of a linear layer is its bias, on all ranks and for any
+    batch. A function between modules leaves no record of its inputs, so its result may be computed from any earlier
+    void value. Such a result is doubtful, and so is a module's output computed from it.
     """
     grouped = sample.grouped
     sites, paths = grouped.labels["site"], grouped.labels["module_path"]
@@ -313,17 +313,17 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
 
 
 def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
-    """Return the rank and micro-step of some chunks, which identify the chunks at every step."""
+    """Return the rank and micro-step of each chosen chunk, which identify the chunk at every step."""
     return tuple((chunks[i].rank, chunks[i].micro_step) for i in numbers)
 
 
 class LeafAcrossSteps(ChunkValues):
-    """The evidence of all steps about some or all chunks of a value that was not itself recorded."""
+    """What all sampled steps prove about all or some chunks of a value that was not recorded itself."""
 
     def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:
         self.leaves, self.leaf, self.chunks = leaves, leaf, chunks
         self.numbers: Sequence[int] | None = None
-        """The numbers of the chunks that the question is about; None for all chunks."""
+        """The indexes of the chunks that are compared; None for all chunks."""
 
     def replication(self) -> Replication:
         return self.leaves.replication(self.leaf, None if self.numbers is None else keys_of(self.chunks, self.numbers))
@@ -341,7 +341,7 @@ class LeafAcrossSteps(ChunkValues):
 
 
 class Comparison(LeafAcrossSteps):
-    """The evidence of all steps about a value, and that of its rows and, if needed, payloads at this step."""
+    """What all sampled steps prove about a value, and what its own rows and, if needed, its payloads prove."""
 
     def __init__(
         self,
@@ -360,12 +360,12 @@ class Comparison(LeafAcrossSteps):
         self._grouped = grouped
         self._rows = rows
         self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
-        """Two flags from the rows: all chunks are equal (None: unknown), and all statistics are equal."""
+        """Two flags from the rows: are all chunks equal (None: unknown), and are all statistics equal?"""
         self._is_same = is_same
         self._equal: dict[tuple[int, ...], bool | None] = {}
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each row the index of the first row with the same fingerprint, then the same for statistics."""
+        """Return for each row the index of the first row with an equal fingerprint, and again with equal statistics."""
         patterns = []
         for column in (self._grouped.fingerprints, self._grouped.statistics):
             numbers = column[self._rows].tolist()

@@ -1,7 +1,7 @@
 """The plan of one value: how the chunks of its ranks make one tensor, or why they do not.
 
-`Planner` applies all rules in a fixed order. `decide` picks a rule of `layout` from chunks, groups of ranks and
-comparisons, without rows. Payloads are compared only if the rows do not tell whether chunks are equal.
+`Planner` reads rows and applies all rules in a fixed order. `decide` reads no rows: it picks a rule of `layout` from
+chunks, groups of ranks and comparisons. Payloads are compared only if rows do not show whether chunks are equal.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class GlobalValue(NamedTuple):
     present: tuple[int, ...]
     expected: tuple[int, ...]
     differing: tuple[int, ...] = ()
-    """The ranks whose replica differs from the first rank's replica."""
+    """The ranks whose replica differs from the first replica of the same chunk."""
     batch: Batch = Batch(None)
     """The `Batch` from which the layout of an activation was decided."""
     leads: tuple[int, ...] = ()
-    """One rank for each part of the batch."""
+    """One rank for each part of the batch, in data-parallel order."""
     stage: Stage | None = None
 
     @property
@@ -91,8 +91,7 @@ class Planner:
         self._loss = loss
         self._findings = findings
         self._decided: dict[Any, tuple[Plan | NoPlan, Batch, Plan | NoPlan | None]] = {}
-        """Decisions by everything that they depend on; each holds a reference to the plan whose `id` is part of its
-        key."""
+        """Decisions by all facts that they depend on. Each keeps the forward plan alive, whose `id` is in its key."""
 
     def plan(
         self, grouped: GroupedRows, number: int, forward: GlobalValue | None, *, is_gradient: bool, is_micro_batch: bool
@@ -101,7 +100,7 @@ class Planner:
 
         Even after a layout was decided, later rules may leave the chunks with their ranks. `forward` is the value that
         a gradient belongs to, or None if it was not recorded. With `is_micro_batch` only one micro-batch of a pipeline
-        is wanted, so other micro-batches are not missing.
+        is wanted, so other micro-batches do not count as missing.
         """
         value = self._reader.read(grouped, number)
         override = find_override(self._overrides, value.key.module_path, value.key.site, value.key.name)
@@ -266,7 +265,7 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Leave each rank its own parameters, unless all ranks have the same values, and what was computed with them."""
+    """Do not join parameters that each rank has for itself, unless they are equal, nor values computed with them."""
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
         return plan, differing
@@ -276,7 +275,7 @@ def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differi
 def _refuse_equal_summands(plan: Plan | NoPlan, chunks: Sequence[RankChunk], comparison: Comparison) -> Plan | NoPlan:
     """Refuse to add up an activation's partial sums that are equal on all ranks.
 
-    If a program reduced a tensor in place through ``.data``, it still looks like a partial sum.
+    A tensor that a program has reduced in place through ``.data`` still looks like a partial sum.
     """
     if isinstance(plan, NoPlan) or reduce_op(chunks[0].placements) != "sum":
         return plan
@@ -297,7 +296,7 @@ def _batch_of_ranks(forward: GlobalValue, ranks: tuple[int, ...]) -> Batch:
 
 
 LOCAL_GRADIENT = "local_grad"
-"""The name by which the rules know site `grad` of phase `backward`: gradients before any reduction."""
+"""The name that the rules have for site `grad` in phase `backward`: gradients before any reduction over ranks."""
 KNOWN_SITES = frozenset((*SITES, LOCAL_GRADIENT))
 _OF_A_CALL = "it is of the call of one rank, which a replay runs again as that rank ran it"
 _UNKNOWN_SITE = "this version does not know what stands at the site: it may be of a later one"
@@ -322,14 +321,14 @@ class Question(NamedTuple):
     """The batches that the value may belong to, the most likely first."""
     forward: Plan | NoPlan | None
     unrecorded: LeafAcrossSteps | None
-    """If a gradient's value was not recorded, the leaf of the value, which is cut in the same way."""
+    """For a gradient whose activation was not recorded: evidence about the activation's leaf, which is cut alike."""
     is_gradient: bool
     loss: str
     infer: Infer
 
     @property
     def num_expected(self) -> int:
-        """The number of ranks that should have a chunk; with two levels, the number of parts of the batch."""
+        """The number of ranks that should have a chunk; if ranks share parts of the batch, the number of parts."""
         return self.value.local_batches.num_expected
 
 
@@ -375,8 +374,8 @@ def _overridden(question: Question, override: Override) -> Plan | NoPlan:
         own = tuple(chunk.shape[plan.dim] for chunk in chunks)
         is_assumed = question.value.group.source == "assumed"
         if is_assumed and plan.dim and batch.sizes is not None and batch.sizes != own:
-            # Only an assumption made these ranks data-parallel, and the layout says that they cut another dim than the
-            # batch: then there is one loss.
+            # These ranks are only assumed to be data-parallel, and by the override they cut another dim than the batch.
+            # So they share one loss, and their gradients are not scaled.
             return plan
         plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
         plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
@@ -438,14 +437,14 @@ def _of_batch_group(question: Question, batch_group: BatchGroup) -> Plan | NoPla
 
 
 Overrides = list[tuple[tuple[str, ...], str]]
-"""Patterns over ``module_path:site:name``, each with a layout. The last pattern that matches a value is used."""
+"""Layout overrides: patterns over ``module_path:site:name``, each with a layout. The last matching pattern is used."""
 _LEAF = ["module_path", "site", "name"]
 
 
 def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
     """Raise LookupFailedError for a layout that is not ``PATTERN=LAYOUT``, or that matches no value of any run.
 
-    Two different layouts that match one value are a warning in the log.
+    If two overrides with different layouts match one value, a warning is logged.
     """
     try:
         overrides = parse_overrides(layouts)

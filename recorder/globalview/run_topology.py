@@ -30,12 +30,12 @@ class Launch(NamedTuple):
 
 
 def find_superseded(winners: Mapping[int, int], sources: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
-    """Flag the rows of steps that another source has won.
+    """Flag the rows that do not count, because rows of another launch or attempt count at their step.
 
     Args:
-        winners: by step, the launch or the attempt whose rows count.
-        sources: of each row, its launch or its attempt.
-        steps: of each row, its step.
+        winners: for each step, the launch or the attempt whose rows count.
+        sources: the launch or the attempt of each row.
+        steps: the step of each row.
     """
     if not winners:
         return np.zeros(len(steps), np.bool_)
@@ -98,7 +98,7 @@ class Topology:
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """Return the ranks that share a root with a writer, by its manifest: its data-parallel group, else its mesh."""
+        """Return the ranks that share a root, by a writer's manifest: its data-parallel group, or else its mesh."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -117,8 +117,8 @@ class Topology:
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Return for each step the index (in the order of starts) of the launch whose rows count; empty for one launch.
 
-        The newest launch that completed the step counts, else the newest launch. Where steps were only counted, only
-        the newest launch counts. `steps_of` are the recorded steps by writer number.
+        The newest launch that completed the step counts, or else the newest launch. If the recorder counted the steps
+        itself, only the newest launch counts. `steps_of` are the recorded steps by writer number.
         """
         if len(set(self.launches)) < 2:
             return {}
@@ -149,7 +149,7 @@ class Topology:
         return [order.index(launch) for launch in self.launches]
 
     def last_step(self, rank: int) -> int:
-        """Return the last step with a row of a rank; -1 if it has none."""
+        """Return the last step of which a rank has a row; -1 if the rank has no row."""
         return self._last_steps.get(rank, -1)
 
     @cached_property
@@ -162,7 +162,7 @@ class Topology:
 
     @cached_property
     def _world_sizes(self) -> list[int | None]:
-        """By writer, the world size of its launch, which a relaunch may change; None to use the run's world size."""
+        """By writer: the world size of its launch, if a relaunch has changed it; None to use the run's world size."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
         world_sizes: dict[Launch, int] = {}
@@ -194,7 +194,7 @@ class Topology:
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _ranks(self, named: ParallelRanks | None, world_size: int | None) -> Ranks:
-        """Return the ranks that share a root; none if a manifest names more ranks than the run has."""
+        """Return the ranks that a manifest names; empty if these are more ranks than the run has."""
         largest = world_size or self._world_size or MAX_RANKS
         return named.ranks if named is not None and len(named.ranks) <= largest else ()
 
@@ -219,7 +219,7 @@ class Topology:
         }
 
     def _why_apart(self, root: str, number: int) -> str:
-        """Return why ranks may be the stages of a pipeline that the program runs by hand; empty if they are none."""
+        """Return why ranks seem to be stages of a pipeline that the program runs by hand; empty if they do not."""
         key = self.launches[number], root
         if key not in self._apart:
             of_launch = zip(self._writers, self.launches, strict=True)
@@ -227,14 +227,14 @@ class Topology:
         return self._apart[key]
 
     def is_between(self, stage: Stage, module_path: str, site: str) -> bool:
-        """Whether a module's value is neither the input in the first nor the output in the last stage that it spans."""
+        """Return True for a module's input after the first stage that it spans, and its output before the last one."""
         numbers = self._stages_spanned.get(module_path, {stage.number}) if module_path else {0, stage.num_stages - 1}
         wanted = {"input": min(numbers), "output": max(numbers)}
         return stage.number != wanted.get(values_of(site), stage.number)
 
     @cached_property
     def _stages_spanned(self) -> dict[str, set[int]]:
-        """The stages of each module that has a part of its children in each; others of one path are other modules."""
+        """By path: the stages that one module spans, each with other children; with equal children they are several."""
         children: dict[str, dict[int, set[str]]] = {}
         for number, writer in enumerate(self._writers):
             for root in writer.manifest.roots:
@@ -260,7 +260,7 @@ class Topology:
         }
 
     def _find_launches(self) -> list[Launch]:
-        """Return each writer's launch. The n-th writers of all ranks, at equal attempt and world size, are a launch."""
+        """Return each writer's launch. A launch is the n-th writers of all ranks, of equal attempt and world size."""
         seen: dict[tuple[int | None, int, int], int] = {}
         keys = []
         starts: dict[tuple[int, int, int], int] = {}
@@ -284,11 +284,11 @@ Ranks = tuple[int, ...]
 
 
 class RankStatement(NamedTuple):
-    """The facts about a root in the manifest of one rank."""
+    """What the manifest of one rank says about a root and the ranks that share it."""
 
     rank: int
     source: str
-    """The `layout_source` of a replica's row: ``ddp``, ``fsdp`` or ``marked``; empty if nothing names the ranks."""
+    """The `layout_source` of rows of replicas: ``ddp``, ``fsdp`` or ``marked``; empty if no wrapper names the ranks."""
     data: Ranks
     """Ranks that share the model and differ in their batches; empty without a wrapper."""
     model: Ranks
@@ -299,13 +299,13 @@ class DataParallelGroup(NamedTuple):
     """Ranks that share one model and differ in their batches."""
 
     source: str
-    """The `layout_source` of a replica's row: ``ddp``, ``fsdp``, ``marked``, or ``assumed``."""
+    """The `layout_source` of rows of replicas: ``ddp``, ``fsdp``, ``marked``, or ``assumed``."""
     ranks: Ranks
     conflict: str = ""
-    """Why the ranks of this root do not make a single group; empty if they do."""
+    """Why the ranks of this root do not form one group; empty if they do."""
     is_sorted: bool = True
     model_groups: tuple[Ranks, ...] = ()
-    """The groups of ranks that share a part of the batch, in data-parallel order; empty where no ranks share one."""
+    """The groups of ranks that share a part of the batch, in data-parallel order; empty if no ranks share a part."""
 
     def of(self, ranks: Ranks) -> DataParallelGroup:
         """Return the group restricted to some of its ranks."""
@@ -317,7 +317,7 @@ class DataParallelGroup(NamedTuple):
 
 
 def find_group(statements: Sequence[RankStatement]) -> DataParallelGroup | None:
-    """Return the group of one root; None if no manifest names other ranks."""
+    """Return the data-parallel group of one root; None if no manifest names ranks that share the root."""
     sources = {one.data: one.source for one in statements if one.data}
     models = tuple(dict.fromkeys(one.model for one in statements if len(one.model) > 1))
     if models:
@@ -349,7 +349,7 @@ def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, .
 
 
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
-    """Return the model's instances in data-parallel order, including instances whose ranks left no manifest."""
+    """Return all model-parallel groups in data-parallel order, even without manifests, and why there is no order."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
     if known is None:  # every instance has a rank without a manifest
         first = next(iter(data.values()))
@@ -371,7 +371,7 @@ _ENDS = ("root", "module_path", "site", *_CONTENT)
 
 
 def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
-    """Return why modules of one name are different modules, by class or by what the root is given; else empty."""
+    """Return why modules of one name differ: by class, or because a rank is given another rank's output; else empty."""
     classes: dict[str, tuple[int | None, str]] = {}
     given: dict[int | None, set[Any]] = {}
     givers: dict[Any, int | None] = {}
@@ -418,15 +418,15 @@ BEGAN_ALIKE = (
 
 _FIRSTS = ("root", "module_path", "name", "site", "step", "rank", "ranks_present", "fingerprint", *STATISTICS, *COUNTS)
 _Names = set[tuple[str, str]]
-"""The root and the full name of parameters or modules."""
+"""Parameters or modules, each as the name of its root and its own full name."""
 
 
 class OwnParameters:
-    """Parameters that each rank has for itself (as experts are), and the modules without other parameters.
+    """Parameters that each rank has for itself (such as experts), and the modules that have no other parameters.
 
     A parameter that a wrapper only ignores counts as a rank's own if it differed between ranks at its first record. An
-    ignored parameter that began equal on all ranks is no expert: that its gradients are not reduced is a mistake. The
-    inputs and outputs of an expert are no part of the rank's own batch, because other ranks have sent their rows.
+    ignored parameter that began equal on all ranks is no expert: it is a mistake that its gradients are not reduced.
+    The inputs and outputs of an expert are no part of the rank's own batch, because other ranks have sent rows to it.
     """
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
@@ -435,7 +435,7 @@ class OwnParameters:
         roots = [root for manifest in shared for root in manifest.roots]
         reasons = {(root.name, full, reason) for root in roots for full, reason in root.unshared.items()}
         self._experts: _Names = {(root, full) for root, full, reason in reasons if reason == _EXPERT}
-        """Parameters of experts whose names tell them apart, so that ranks which share a name share the expert."""
+        """Parameters of experts with a name for each expert, so that ranks with an equal name share the expert."""
         self._claimed: _Names = {(root, full) for root, full, _ in reasons} - self._experts
         """Parameters that a manifest calls a rank's own."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
@@ -451,7 +451,7 @@ class OwnParameters:
 
     @cached_property
     def _alike(self) -> _Names:
-        """Parameters that a wrapper ignores and that began equal on all ranks, as did the rest of their expert."""
+        """Parameters that a wrapper ignores and that began equal on all ranks, as did all others of the same expert."""
         is_open = self._claimed - self._stated
         if not is_open:
             return set()
@@ -476,20 +476,20 @@ class OwnParameters:
         return {(root, path) for root, full in names for path in _with_above(_owner(full))} - shared
 
     def has(self, root: str, module_path: str, name: str) -> bool:
-        """Return True if a parameter, or that of a state such as ``weight.exp_avg``, belongs to one rank alone."""
+        """Return True if a parameter belongs to one rank alone; `name` may be a state's, such as ``weight.exp_avg``."""
         return bool(self._claimed) and _is_of(self._names, root, module_path, name)
 
     def began_alike(self, root: str, module_path: str, name: str) -> bool:
-        """Return True if a wrapper ignores a parameter that began equal on all ranks."""
+        """Return True if a wrapper ignores a parameter that began with equal values on all ranks."""
         return bool(self._claimed) and _is_of(self._alike, root, module_path, name)
 
     def works_apart(self, root: str, module_path: str) -> bool:
-        """Return True if all parameters of a module, or of a module around it, are experts' or belong to one rank."""
+        """Return True if a module, or a module around it, has only parameters of experts or of one rank alone."""
         return any((root, path) in self._modules for path in _with_above(module_path))
 
 
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
-    """Return by parameter and rank a digest of the first recorded content, equal for equal values; None if unknown."""
+    """Return, by parameter and rank, a key for the first recorded content (equal for equal tensors), or None."""
     first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):
@@ -511,7 +511,7 @@ def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tu
 
 
 def _expert_of(modules: _Names, root: str, module_path: str) -> str:
-    """Return the outermost of `modules` that contains a module; the module itself if none does."""
+    """Return the path of the outermost of `modules` that contains a module, or else the module's own path."""
     above = [path for path in _with_above(module_path) if (root, path) in modules]
     return above[-1] if above else module_path
 

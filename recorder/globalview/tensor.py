@@ -40,7 +40,7 @@ def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
 def global_tensor(
     loaded: LoadedRows, tensor_rows: TensorRows, *, partial: bool
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-    """Return bytes, dtype and shape of the global tensor of some ranks' rows; `partial` allows missing ranks.
+    """Return bytes, dtype and shape of the global tensor that some ranks' rows form; `partial` allows missing ranks.
 
     LookupFailedError says why the rows form no single tensor; CorruptError means that the bytes have changed.
     """
@@ -82,7 +82,7 @@ def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
 
 
 def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
-    """Return the plan of a value; raise LookupFailedError if it has none or if a needed rank is missing."""
+    """Return the plan of a value; raise LookupFailedError if the value has no plan or if a needed rank is missing."""
     plan = value.plan
     if not isinstance(plan, Plan):
         raise LookupFailedError(
@@ -172,7 +172,7 @@ _SOURCES = {
 
 
 _POSITIONS = {"dtensor": "the placements of DTensors", "marked": "the framework's marks"}
-"""By the `layout_source` of a rank's row, in words what names the row's position."""
+"""By a row's `layout_source`: what names the position of the row's chunk, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,20 +192,20 @@ class LayoutChunk:
     micro_step: int
     """The index of the micro-batch, in a pipeline."""
     is_copy: bool
-    """True if another rank's equal chunk was used instead."""
+    """True if an equal chunk of another rank was used instead of this chunk."""
     reduce_op: str = ""
-    """The reduction that joins a partial sum with the others of its region, such as ``sum``; empty for other chunks."""
+    """The reduction that joins partial sums of one region, such as ``sum``; empty if this chunk is no partial sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """The sources of the chunks of a global tensor. Made by `Run.layout`; `print` shows it as text."""
+    """Where the chunks of a global tensor lie. Made by `Run.layout`; `print` shows it as text."""
 
     what: str
     global_shape: Ints | None
     """The shape of the global tensor; None if the chunks form no single tensor."""
     source: str
-    """The row's `layout_source`; empty if the chunks form no single tensor."""
+    """How the layout is known, as in the column `layout_source`; empty if the chunks form no single tensor."""
     how: str
     """The meaning of `source` as a sentence."""
     why: str
@@ -302,7 +302,7 @@ class TensorLayout:
 
 
 def _together(chunks: Sequence[LayoutChunk]) -> str:
-    """Return the ranks of one region: ``0,2``, or ``0+1`` for partial sums; copies of partial sums are left out."""
+    """Return the ranks that have one region, as text: ``0,2``, or ``0+1`` for partial sums without their copies."""
     summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
     return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
 
@@ -330,7 +330,7 @@ def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
 def describe(
     what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
 ) -> TensorLayout:
-    """Describe one value, with chunks in the order of the plan. Replicas of the ranks in `differing` differ."""
+    """Describe the layout of one value. `chunks` are in the order of the plan; `differing` ranks have no copies."""
     made, refused = (plan, None) if isinstance(plan, Plan) else (None, plan)
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()
@@ -386,7 +386,7 @@ def _in_words(plan: Plan) -> str:
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Return the start of the partial sum that a chunk repeats: both have equal coordinates on axes that cut or sum."""
+    """Return the start of the partial sum that a chunk repeats. Both have equal coordinates on axes that cut or sum."""
 
     def sharded_coordinate(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
@@ -398,7 +398,7 @@ def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints 
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:
-    """Return how chunks are reduced if their own rows do not name the reduction."""
+    """Return the reduction of chunks whose own rows do not name a reduction."""
     is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
     return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 

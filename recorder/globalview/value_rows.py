@@ -1,4 +1,4 @@
-"""The facts about one value and its batch in rows and manifests, before the layout of the value is decided."""
+"""Reads facts about one value and its batch from rows and manifests, before the layout of the value is decided."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _When = tuple[str, str, int, int]
 class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     content: str
-    """A text that is equal if the values are equal; empty if the rows do not tell."""
+    """A text that is equal for equal values; empty if the rows do not show whether values are equal."""
 
 
 class _Args(NamedTuple):
@@ -56,8 +56,8 @@ class RootBatches:
     ) -> tuple[Batch, ...]:
         """Return the batches that the values of some ranks may belong to, the most likely first; never empty.
 
-        `seqs` are the sequence numbers of the values' rows: a value belongs to the last call that began before its row.
-        `seqs` is None for values of a backward, which came after the call.
+        `seqs` are the `seq` of the values' rows: a value belongs to the last call that began before its row. `seqs` is
+        None for values of a backward, which came after the call.
         """
         calls = self._calls.get(when)
         if calls is None:
@@ -88,7 +88,7 @@ class RootBatches:
         return rank in self._calls.get(when, {})
 
     def micro_batches(self, when: tuple[str, str, int], ranks: set[int]) -> set[int]:
-        """Return the micro-steps of a root, mode and step in which at least one of these ranks called the root."""
+        """Return the micro-steps in which one of these ranks called a root; `when` is root, mode and step."""
         return set().union(*(own for rank, own in self._slices.get(when, {}).items() if rank in ranks))
 
     @cached_property
@@ -144,10 +144,10 @@ def _batches(
 def _of_call(
     of_ranks: dict[int, _Args], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
 ) -> list[Batch]:
-    """Return the batches that the arguments of one call may be, the most frequent sizes of dim 0 first.
+    """Return the batches that one call's arguments may be, the batch with the most frequent sizes of dim 0 first.
 
     Arguments that differ between ranks are preferred. An argument that is equal on all ranks in this call may still be
-    the batch: zeros, or the same samples.
+    the batch: it may be all zeros, or all ranks may have the same samples.
     """
     leaves = {
         name: [of_ranks[rank].leaves[name] for rank in ranks]
@@ -189,11 +189,11 @@ class ValueRows(NamedTuple):
     """The rows of one value, in data-parallel order, and the manifests' facts about their ranks."""
 
     first: int
-    """The position of the value's first row in the order of execution."""
+    """The position of the row of the value's lowest rank."""
     step: int
     key: ValueKey
     stage: Stage | None
-    """The pipeline stage that computed the value; None for a number that the program reports once a step."""
+    """The pipeline stage that computed the value; None without a pipeline, and for a scalar, which has no stage."""
     leaf: Leaf
     group: DataParallelGroup
     indices: list[int]
@@ -204,7 +204,7 @@ class ValueRows(NamedTuple):
     positions: tuple[int, ...]
     expected: tuple[int, ...]
     batch_groups: tuple[BatchGroup, ...] | NoPlan | None
-    """The groups of chunks whose ranks share a part of the batch; None where no ranks share one."""
+    """The groups of chunks whose ranks share a part of the batch; None if each rank has its own part."""
     local_batches: LocalBatches
 
 
@@ -348,8 +348,8 @@ class ValueReader:
     def batches(self, value: ValueRows, *, is_later: bool) -> tuple[Batch, ...]:
         """Return the possible batches of an activation or its gradient, from the root's inputs, the most likely first.
 
-        With `is_later` the value came with a backward, after the root's call, so its position among the rows proves
-        nothing.
+        With `is_later` the value came with a backward, after the root's call, so its place among the rows does not show
+        its call.
         """
         local = value.local_batches
         seqs = None

@@ -25,11 +25,11 @@ from .run_topology import Topology, find_superseded
 from .value_rows import ValueReader, ValueRows
 
 _MAX_LOOKED_UP = 100_000
-"""The most rows that look-ups keep grouped, because the next look-up often needs the same module and step."""
+"""The most rows that queries keep grouped, because the next query often needs the same module and step."""
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
-    """Flag each row that counts: not rows of another run, nor of a step that a later attempt recorded again."""
+    """Flag the rows that count: all but rows of another run, and of steps that a later attempt recorded again."""
     writers = rows.writer_numbers(np.arange(rows.num_rows, dtype=np.int64))
     counts: npt.NDArray[np.bool_] = ~np.isin(writers, topology.foreign_writers)
     for number in topology.foreign_writers:
@@ -49,7 +49,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
 
 
 class PlannedValues:
-    """Values that are planned when they are first needed. The arguments are those of `GlobalValues.values_of`."""
+    """The values of grouped rows, each planned when it is first needed; arguments as for `GlobalValues.values_of`."""
 
     def __init__(self, values: GroupedValues, planner: Planner, *, is_micro_batch: bool) -> None:
         self._values = values
@@ -83,7 +83,7 @@ class PlannedValues:
 
 
 class GlobalValues:
-    """The values of loaded rows. Not thread-safe."""
+    """The values of the complete model in loaded rows. Not thread-safe."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class GlobalValues:
     def values_of(self, rows: Positions, module_rows: Positions, *, is_micro_batch: bool) -> list[GlobalValue]:
         """Return the values that have at least one of these rows.
 
-        The grouping of `module_rows`, which are all rows of the module at that step, is kept, because the next query
+        The grouping of `module_rows`, which are all rows of the same module and step, is kept, because the next query
         often needs the same module and step. With `is_micro_batch` only one micro-batch of a pipeline is wanted, so
-        missing micro-batches are no finding.
+        missing micro-batches are not reported.
         """
         key = module_rows.tobytes(), is_micro_batch
         if key not in self._kept:
@@ -152,13 +152,13 @@ class GlobalValues:
         return self._rows.text("layout_source", value.positions[0]) or ""
 
     def sample(self, positions: Positions | None = None) -> Sample | None:
-        """Sample the values of these rows except states and scalars, whose layout needs none; None if none are left."""
+        """Sample the values of these rows, but not states and scalars, which need no sample; None without values."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
         apart = cache(partial(self._find_apart, positions))
         return None if values is None else Sampler(self._reader).sample(values, apart)
 
     def _find_apart(self, positions: Positions | None) -> set[tuple[str, int, str]]:
-        """Return root, stage and path of the modules whose first parameters, constants apart, differ between ranks."""
+        """Return root, stage and path of the modules whose first parameters, except constants, differ between ranks."""
         chosen = np.flatnonzero(self.counts) if positions is None else positions
         sites, steps = self._rows.keys("site", chosen), self._rows.numbers("step")[chosen]
         chosen, steps = (some[sites.codes == sites.code("param")] for some in (chosen, steps))
@@ -188,7 +188,7 @@ class GlobalValues:
 
 
 MAX_ROWS = 50_000
-"""The most rows, over all ranks, with which every step is sampled; they take half a second."""
+"""If a run has at most this many rows, over all ranks, all its steps are sampled, which takes half a second."""
 _COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
 _SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
 _NUM_STEPS = 4
@@ -197,7 +197,7 @@ _MAX_STEPS = 12
 
 
 def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
-    """Return the steps to sample, ascending; None means all steps."""
+    """Return the steps from which layouts are inferred, ascending; None means all steps."""
     if sum(writer.num_rows for writer in writers) <= MAX_ROWS:
         return None
     ranks = [writer.rank for writer in writers if writer.rank is not None and writer.num_rows]
@@ -242,16 +242,16 @@ def _choose(
 
 
 _MIN_BITS = 10
-"""Integer tensors with fewer bits than this may be equal by chance, such as the classes of a few samples."""
+"""Integer tensors with less content than this, in bits, may be equal by chance, such as classes of a few samples."""
 
 
 class EqualContent(Enum):
-    """What it proves that tensors are equal, by the kind of their elements."""
+    """What the equality of tensors proves, by the kind of their content."""
 
     NOTHING = 0
     """A constant, NaN, or too few integers: the tensors may be equal by chance."""
     WHOLE = 1
-    """Integers, such as indices, masks and classes."""
+    """Whole numbers, such as indices, masks and classes, that are too many to be equal by chance."""
     NUMBERS = 2
     """Floats or complex numbers that two tensors do not share by chance."""
 
@@ -259,7 +259,7 @@ class EqualContent(Enum):
 def content_by(
     low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool
 ) -> EqualContent:
-    """Classify a tensor by its least and greatest finite element, the sum, and the number of elements."""
+    """Classify a tensor's content by its least and greatest finite element, the sum, and the number of elements."""
     if low is None or high is None:
         return EqualContent.NOTHING
     if is_float and not (low.is_integer() and high.is_integer() and total is not None and float(total).is_integer()):
@@ -269,7 +269,7 @@ def content_by(
 
 
 def content_of(items: npt.NDArray[Any]) -> EqualContent:
-    """Classify a tensor by its elements."""
+    """Classify a tensor's content by its elements."""
     kind = items.dtype.kind
     try:
         wide = items.astype(np.float64 if kind != "c" else np.complex128)
@@ -319,7 +319,7 @@ class Sampler:
         )
 
     def observe(self, grouped: GroupedRows, number: int, some: ChunkKeys | None) -> Observation:
-        """Return the evidence of the ranks' tensors at one moment about their layout."""
+        """Return what the ranks' tensors at one moment prove about their layout."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
         chunks = [value.chunks[i] for i in numbers]
@@ -369,7 +369,7 @@ class Sampler:
         return self._batch_dims_of(self._reader.read(grouped, number))[0]
 
     def _batch_dims_of(self, value: ValueRows) -> tuple[BatchDims | None, bool]:
-        """Return the dims that may be the batch (None if the batch is unknown), and True if all ranks had one batch."""
+        """Return the dims that may be the batch (None: unknown batch), and whether all ranks had the same batch."""
         batch = self._reader.batches(value, is_later=value.key.phase in ("recompute", "backward"))[0]
         shapes = [value.chunks[i].shape for i in value.local_batches.chunks]
         if batch.sizes is None or len(batch.sizes) != len(shapes) or len({len(shape) for shape in shapes}) > 1:

@@ -37,7 +37,7 @@ from .run_topology import Topology
 from .values import GlobalValues, choose_steps, load_sample
 
 _FIRST_CLAUSE = re.compile(r"(?:[^;(]|\([^)]*\)?)*")
-"""What stands before the first semicolon that is in no parentheses."""
+"""Matches the text before the first semicolon that is not in parentheses."""
 
 
 class LoadedRows(NamedTuple):
@@ -89,7 +89,7 @@ class GlobalView:
         part_of_writer: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         of_models = whole_roots(self.stages)
         parts: dict[int, tuple[dict[int, int], int]] = {}
-        """By the `id` of a group: the part of the batch of each rank, and the number of parts."""
+        """By the `id` of a group: the index of each rank's part of the batch, and the number of parts."""
         for number, writer in enumerate(self._run.writers):
             for root in writer.manifest.roots:
                 group = self._topology.group(root.name, "", number)
@@ -119,7 +119,7 @@ class GlobalView:
         last: int | None = None,
         only: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> GlobalRows:
-        """Return the global rows of the steps from `first` up to, but without, `last`; `only` lists single steps."""
+        """Return the rows of steps from `first` up to, but without, `last`; with `only`, of the listed steps alone."""
         metadata = self._metadata(first, last)
         metadata.load((*METADATA_COLUMNS, *COLUMNS))
         steps = metadata.numbers("step")
@@ -134,7 +134,7 @@ class GlobalView:
         return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self.stages))
 
     def kept(self, metadata: MetadataRows) -> LoadedRows:
-        """Return all rows of the run as values, and keep them for the next query until damage changes the rows."""
+        """Return all rows of the run as values. They are kept for the next query, until damage changes the rows."""
         metadata.load(COLUMNS)
         if self._kept is None or self._kept[0] != metadata.num_rows or self._kept[1].metadata is not metadata:
             self._kept = metadata.num_rows, self.load(metadata)
@@ -177,7 +177,7 @@ class GlobalView:
     def sample_batches(self) -> tuple[MetadataRows, list[int] | None]:
         """Return the batches from which layouts are inferred, not yet loaded, and the sampled steps (None for all).
 
-        Both are the same whatever part of the run is queried.
+        The batches and the steps are the same whatever part of the run is queried.
         """
         steps = choose_steps(self._run.writers)
         ranges = None if steps is None else tuple((step, step + 1) for step in steps)
@@ -206,10 +206,10 @@ class GlobalRows:
         findings: Sequence[RowFinding] = (),
         roots: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take the rows from `GlobalView.rows`. `roots` maps each root that is a pipeline stage to the model's root."""
+        """Made by `GlobalView.rows`. `roots` maps each root that is a pipeline stage to the model's root."""
         self._roots = roots
         self.findings = list(findings)
-        """Findings for the reader; a finding that several values share appears once."""
+        """Findings for the user; a finding that several values share appears once."""
         self._metadata = metadata
         self._is_merged = assembler is None
         apart = [(value, value.plan) for value in values if isinstance(value.plan, NoPlan)]
@@ -218,7 +218,7 @@ class GlobalRows:
         self._assembler = assembler or Assembler(metadata, Payloads(metadata))
         if self._is_merged:
             part_0 = positions[metadata.numbers("part")[positions] == 0]
-            # A step merged as several units has a writer for each unit, in the order of execution.
+            # A step that was merged in several units of work has a writer for each unit, in the order of execution.
             keys = (metadata.numbers("seq")[part_0], metadata.writer_numbers(part_0), metadata.numbers("rank")[part_0])
             order = np.lexsort([*keys, metadata.numbers("step")[part_0]])
             self._sources: list[GlobalValue | int] = part_0[order].tolist()
@@ -226,11 +226,10 @@ class GlobalRows:
             self._sources = list(_rows_of_values(values))
         self._handed_on = {p: one.stage for one in values if one.is_between_stages for p in one.positions}
         self.table = self._make_table()
-        """Metadata columns, one row per tensor in the order of execution; `rank` is null in the row of a global tensor.
-        """
+        """Metadata columns, one row per tensor in the order of execution; `rank` is null for a global tensor."""
         whole_bytes = _whole_bytes(self.table.column("dtype"), self.table.column("numel"))
         self.payload_bytes = np.where(self.table.column("encoding").is_valid().to_numpy(), whole_bytes, 0)
-        """Decoded bytes of each row's tensor; 0 for a row without values."""
+        """The size in bytes of each row's decoded tensor; 0 for a row without values."""
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -246,7 +245,7 @@ class GlobalRows:
         return as_array(self._assembler.array(source.plan, source.positions), dtype, shape)
 
     def chunk_regions(self, i: int) -> list[tuple[int, int, Region]]:
-        """Return rank, micro-step and region of each chunk of a row's tensor; empty where ranks' chunks are reduced."""
+        """Return rank, micro-step and region of each chunk of a row's tensor; empty if the tensor is a reduction."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -258,7 +257,7 @@ class GlobalRows:
         return [(int(ranks[p]), int(micro_steps[p]), fill.region) for p, fill in zip(at, fills, strict=True)]
 
     def how_it_lies(self, i: int) -> tuple[str, str] | None:
-        """Return how the ranks' chunks of a row's tensor lie, and the ground on which that is known, both as words.
+        """Return how the ranks' chunks of a row's tensor lie, and how this is known, both in words.
 
         Returns:
             None for a rank's own row beside the global row of the same value.
@@ -286,7 +285,7 @@ class GlobalRows:
         )
 
     def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
-        """Return rank, micro-step and statistics of each chunk or partial sum of a global row; none for a rank's."""
+        """Return rank, micro-step and statistics of each chunk of a global row; empty for a single rank's row."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -340,7 +339,7 @@ class GlobalRows:
         return pa.table(columns, schema=pa.schema([f.with_nullable(True) if f.name == "rank" else f for f in fields]))
 
     def _with_reasons(self, notes: Any, is_cut: npt.NDArray[np.bool_]) -> Any:
-        """Add to the notes of single ranks' rows why they stay with their rank or why they have no values."""
+        """Add to the notes of single ranks' rows why these rows were not joined, or why they have no values."""
         changed: dict[int, str] = {}
         if not (self._whys or self._handed_on or is_cut.any()):
             return notes
@@ -382,7 +381,7 @@ def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
 
 
 def _rows_of_values(values: Sequence[GlobalValue]) -> Iterator[GlobalValue | int]:
-    """Yield for each value a global row, its ranks' rows, or both if the global row does not say everything."""
+    """Yield for each value its global row, its ranks' rows, or both if the global row does not say everything."""
     for value in values:
         plan = value.plan
         if isinstance(plan, Plan):
