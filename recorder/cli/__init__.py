@@ -1,7 +1,7 @@
 """The command line, which prints results for people and programs. Only this room prints.
 
-The command line needs no pandas, and keeps pyarrow from importing it. `hide_pandas` must never be called in the process
-of a user's program.
+The command line needs no pandas, and keeps pyarrow from importing pandas. `hide_pandas` must never be called in the
+process of a user's program.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 class _Hidden:
-    """A finder that raises ModuleNotFoundError for pandas, as if pandas were not installed."""
+    """An import finder that raises ModuleNotFoundError for pandas, as if pandas were not installed."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:

@@ -84,7 +84,7 @@ def run_argument(metavar: str, help: str) -> Any:
 
 
 def run_option(*names: str, help: str) -> Any:
-    """Return an option that names another run."""
+    """Return an option that names a second run."""
     return typer.Option(*names, metavar="RUN", help=help, autocompletion=complete_run)
 
 
@@ -173,7 +173,7 @@ SchedulerOption = Annotated[
 
 @contextmanager
 def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
-    """Yield a mapper that reads ranges of steps in this process, or on the workers of a cluster."""
+    """Yield a function that maps over ranges of steps, in this process or on the workers of a cluster."""
     from ..run.step_ranges import map_serially, spread_over
     from ..system.executors import open_cluster
 

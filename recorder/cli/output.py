@@ -22,9 +22,9 @@ _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "differs": "b
 _MIN_PROSE = 24
 _MIN_TEXT = 8
 _MAX_JOINT_WIDTH = 24
-"""An upper bound of the least width of a folded column, without the width of its title."""
+"""A column whose cells may be folded is at most this wide when folded, unless a word of its title is wider."""
 _JOINTS = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
-"""The positions in a path or a name at which it may be folded."""
+"""Matches the parts of a path or a name between which it may be folded."""
 _PIPE_LINES = 100
 _MAX_WIDTH = 10_000
 
@@ -53,7 +53,7 @@ def print_table(table: Table) -> None:
 
 
 def fitted(table: Table, width: int) -> list[Any]:
-    """Return the text that rich prints on a terminal of this width.
+    """Return what rich prints of a table on a terminal of this width.
 
     If the table is too wide, its ruled lines are dropped first; then cells are folded, and columns are left out. The
     titles of columns that are left out are named below the table.
@@ -125,9 +125,9 @@ class _ColumnWidths(NamedTuple):
     column: TableColumn
     natural: int
     of_words: int
-    """The width if the title is folded between words."""
+    """The column's width if the title is folded between words."""
     least: int
-    """The width if cells are folded as well, in columns that allow it."""
+    """The column's width if cells are folded as well; the same as `of_words` for columns that must not fold."""
 
     @classmethod
     def of(cls, column: TableColumn, cells: Sequence[str]) -> _ColumnWidths:
@@ -148,7 +148,7 @@ class _ColumnWidths(NamedTuple):
 
 
 def _fit(measured: dict[int, _ColumnWidths], width: int) -> dict[int, int]:
-    """Return widths by column, for lines with gaps of two characters, that break no word and no number.
+    """Return the width of each column that is kept, with gaps of two characters; no word and no number is broken.
 
     First titles are folded, then prose. Then columns with a `drop` are left out, and then texts are folded. If the line
     is still too wide, columns are left out from the right.
@@ -233,7 +233,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal; yield a function that takes the newly done bytes, or `unit`s."""
+    """Show a progress bar on a terminal; yield a function that takes the bytes, or `unit`s, newly done."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return

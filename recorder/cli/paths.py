@@ -29,7 +29,7 @@ _OF_STAGES = ("root", "micro_step")
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:
-    """Return the run and the module that are meant. A single word is a run, or else a module of the newest run."""
+    """Return the run and the module that are typed. A single word is a run, or else a module of the newest run."""
     if run is None or module is not None:
         return open_run(run), module
     try:
@@ -48,7 +48,7 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
 
 
 def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
-    """Return the two runs that are meant. A single word is a folder, whose last two runs are compared."""
+    """Return the two runs that are typed. A single word is a folder, whose last two runs are compared."""
     if a is not None and b is None:
         folder = find_folder(a)
         if folder is None:
@@ -84,7 +84,7 @@ def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> l
 
 
 def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
-    """Yield each run of the folder that is meant, or the run; `problems` gets the runs that cannot be opened.
+    """Yield the run, or each run of the folder, that `path` names; `problems` gets texts on runs that cannot be opened.
 
     Merged runs are left out, because their values are those of the runs that they were merged from.
     """
@@ -101,7 +101,7 @@ def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
 
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:
-    """Return the modules with rows that a selection matches, by default all; raise LookupFailedError without any."""
+    """Return the modules with rows that match a selection, by default all. LookupFailedError: no module matches."""
     paths = wanted.modules(run.module_paths)
     if not paths and wanted.module is not None:
         command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
@@ -165,9 +165,9 @@ def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: i
 
 
 def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
-    """Return for each value, at its first moment, the columns that distinguish it from the other values.
+    """Return for each value the columns, of its first recording, that distinguish it from the other values.
 
-    `is_named` means that the table has only values of some names, and that the site may have others.
+    `is_named` means that the table was filtered by name, so that the site may have values of other names.
     """
     of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
     of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]

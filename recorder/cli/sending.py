@@ -1,4 +1,4 @@
-"""Sends a command to a run that is recording, and prints which ranks have it: for ``set`` and ``dump``."""
+"""Sends a command to a run that is recording, and prints which ranks received it: for ``set`` and ``dump``."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from ..daemon.destination import Destination
 
 _LEAD_S = 2.0
-"""The least seconds between sending a command and its first step, besides those that ranks need to find it."""
+"""A command takes effect no sooner than this many seconds, plus those that ranks need to find it, after it is sent."""
 _LOOKS_PER_S = 250
-"""The number of looks for commands per second by all nodes together, which `lifecycle.commands` limits."""
+"""How often per second all nodes together look for commands at most, by the limit of `lifecycle.commands`."""
 _RANKS_OF_A_NODE = 8
 _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0
 """The seconds that daemons need to carry a command and its answers: twice their `status_s` of 5 s, and a margin."""
 _YOUNG_S = 8.0
-"""The least seconds over which a speed must be measured: the first steps of a run are its slowest."""
+"""A rank is young while its speed was measured over fewer seconds than this: the first steps are the slowest."""
 _WATCHED_S = 0.5
-"""The least seconds for which the steps of a young run are watched."""
+"""The least seconds for which a young rank's steps are watched to measure its speed."""
 _PACE_S = 10.0
 """The most seconds to wait for the speed of a young run: a few times `status_interval_s`, which is 2 s."""
 _SILENT = ("silent", "starting")
@@ -99,7 +99,7 @@ class Target:
     def _pace(self, option: str) -> tuple[int, float]:
         """Return the estimated present step of the fastest rank, and its steps per second.
 
-        The statuses of a young run have no speed, or that of its slow first steps; then the speed is measured here.
+        A young run's statuses have no speed, or the speed of its slow first steps; then the speed is measured here.
         """
         until_s = time.monotonic() + _PACE_S + (0.0 if self.store is None else _CARRYING_S)
         ranks, began = self.ranks, dict[str, tuple[float, int]]()
@@ -121,7 +121,7 @@ class Target:
         return max(rank.status.step + math.ceil(min(rank.silent_s, 60.0) * fastest) for rank in shown), fastest
 
     def send(self, command: Command) -> Command:
-        """Write a command where the ranks, or the daemons of their nodes, find it; return it with its number."""
+        """Write a command where ranks, or the daemons of their nodes, find it; return the command with its number."""
         if self.store is None:
             assert isinstance(self.run, Path), "what lies in an object store was shipped there"
             return send(self.run, command)
@@ -201,7 +201,7 @@ class _Heard:
 
 
 def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_done: bool = False) -> Reply:
-    """Send a command; the reply waits until every rank has answered, and prints the answers.
+    """Send a command; return a reply that waits until every rank has answered, and prints the answers.
 
     With `until_done` the reply waits until every rank has carried out the command, and not only accepted it.
     """

@@ -39,10 +39,10 @@ _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
 """The names of half-written files that a killed writer or repair leaves."""
 _MEMORY_BYTES = 8 << 20
 _QUIET_S = 60.0
-"""The seconds without a change to its files before which a writer counts as alive, even under `assume_dead`."""
+"""A writer whose files changed within this many seconds counts as alive, even under `assume_dead`."""
 
 Report = Callable[[int], None]
-"""A function that takes the bytes of shards handled since its last call."""
+"""A function that takes the number of bytes of shards handled since its last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Outcome:
     """One action of a repair, done or only planned."""
 
     what: str
-    """``sealed``, ``indexed``, ``removed``, ``kept``, ``skipped`` (the writer may be alive), ``lost`` (for good) or
-    ``failed`` (the disk refused)."""
+    """The action: ``sealed``, ``indexed``, ``removed``, ``kept`` (set aside), ``skipped`` (the writer may be alive),
+    ``lost`` (for good) or ``failed`` (the disk refused)."""
     path: Path
     text: str
-    """The reason, or the part of the file that is meant, for people."""
+    """The reason for the action, or the part of the file that it concerns, for people."""
     rows: int = 0
     num_bytes: int = 0
 
@@ -70,8 +70,8 @@ def repair_run(
     """Repair the files of dead writers, and yield an outcome for each action.
 
     With `is_dry` nothing is changed. With `assume_dead` a writer that was quiet for a minute is repaired even if it ran
-    on another host, or if its process id is in use. `report` is called with the bytes done. WriteError is raised if
-    another repair of the run is under way.
+    on another host, or if its process id is in use. `report` is called with the bytes of shards handled. WriteError is
+    raised if another repair of the run is under way.
     """
     with contextlib.ExitStack() as stack:
         if not is_dry:
@@ -92,7 +92,7 @@ def repair_run(
 
 
 def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
-    """Return why a writer must not be touched; empty if it has ended."""
+    """Return why a writer must not be touched; empty if the writer may be repaired."""
     if writer.state == "closed":
         return ""
     host, pid = writer.manifest.host, writer.manifest.pid
@@ -126,7 +126,7 @@ def _changed_s(directory: Path) -> float:
 
 
 def _set_back(directory: Path, changed_s: float) -> None:
-    """Set newer times of files back to this time, so that a repair does not look like activity of a remote writer."""
+    """Set times of files that are newer than `changed_s` back to it: a remote writer must not seem to be active."""
     for name in [*LOCAL.list_directory(directory, directories=False), "."]:
         path = directory / name
         if path.stat(follow_symlinks=False).st_mtime > changed_s:
@@ -210,7 +210,7 @@ class _Repair:
         yield self._remove(path, f"{final.name} has all of it")
 
     def _seal(self, path: Path, final: Path, salvaged: Salvaged) -> tuple[int, list[str]]:
-        """Copy every batch into a sealed shard; return the number of rows, and texts about batches that were lost."""
+        """Copy an open shard's batches into a sealed shard; return the number of rows, and texts about lost batches."""
         shard = Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)
         names = salvaged.layout.schema.names
         damage: list[str] = []

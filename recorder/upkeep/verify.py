@@ -32,11 +32,11 @@ Report = Callable[[int], None]
 Each = Callable[[Callable[[ShardRows], list["VerifyResult"]], Iterable[ShardRows]], Iterable[list["VerifyResult"]]]
 """A function like `map`, which may call its function in several threads."""
 _MAX_THREADS = 4
-"""The most threads. Half of the time for a batch goes into its checksum, which releases the interpreter lock."""
+"""The most threads that check shards. Half of the time for a batch goes into its checksum, which releases the GIL."""
 
 
 class VerifyResult(NamedTuple):
-    """A fault, or a remark for the user."""
+    """A finding of `verify`: a fault, or a remark for the user."""
 
     is_fault: bool
     """False if the finding is no damage, such as the truncated last write of a killed process, or a missing index."""
@@ -144,7 +144,7 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
 
 
 def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch | VerifyResult]]:
-    """Yield the batches with their numbers, each read once; for a damaged batch yield a finding instead."""
+    """Yield a shard's batches with their numbers, each read once; for a damaged batch yield a finding instead."""
     for number, block in shard.blocks.items():
         try:
             yield number, shard.read(number, shard.schema.names)
@@ -170,9 +170,9 @@ class _SealedFile:
         self._crc = crc32c(checked.whole, self._crc)
 
     def check_end(self) -> None:
-        """Compare the checksum of the file, seal and footer included, with the one in the footer; raise CorruptError.
+        """Compare the checksum of the whole file with the checksum in the footer; raise CorruptError if they differ.
 
-        A file of an older writer has no such checksum: only `_check_footer` checks its end.
+        Files of older writers have no checksum of the whole file: there, only `_check_footer` checks the end.
         """
         with self._source as source:
             end = self._blocks[-1].end
@@ -214,7 +214,7 @@ def _check_footer(
 
 
 def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tuple[Any, list[VerifyResult]]:
-    """Return the index as a table (None if none can be compared), and the findings about it."""
+    """Return a shard's index as a table, None if it is missing or damaged, and the findings about the index."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
         file = _SealedFile(path, extra=POSITION_FIELDS, without=("data",))
@@ -263,7 +263,7 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
 
 
 def _apart(batch: Any, path: Location) -> Any:
-    """Return a batch that keeps no payload in memory. If the message came from a store, the batch is copied."""
+    """Return the batch so that it keeps no payload in memory: from a store it is copied, and its message freed."""
     if store_of(path) is LOCAL:  # the file is mapped
         return batch
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
@@ -278,7 +278,7 @@ def _listed(batches: list[tuple[int, Any]]) -> Any:
     }
     table = pa.Table.from_batches([batch for _, batch in batches])
     for name, values in positions.items():
-        # `pa.array` would import pandas here.
+        # This does without `pa.array`, which would import pandas.
         column = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
         table = table.append_column(name, column)
     return table

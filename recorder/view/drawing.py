@@ -1,8 +1,8 @@
 """Draws a run while it grows: new rows keep the blocks of the run's page up to date.
 
-The cost of a look at the run depends on the new data since the last look, not on the size of the run. Rows of steps
-that may be incomplete are drawn, and removed again before the steps are drawn anew. This module must never keep rows,
-only the data that the page draws.
+The cost of a scan of the run depends on the data that is new since the last scan, not on the size of the run. Rows of
+steps that may be incomplete are drawn, and removed again before the steps are drawn anew. This module must never keep
+rows, only the data that the page draws.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _WINDOW_ROWS = 20000
 _CUT_ROWS = 40_000
 """The rows in memory while batches of many steps are cut, which needs less memory per row than drawing."""
 _WHOLE_AFTER_S = 1.5
-"""The seconds after which a step is complete once a later step came: both kinds of shard are flushed every second."""
+"""A step is complete this many seconds after a later step was seen: both kinds of shard are flushed every second."""
 _LOOKS_APART = 10
-"""The pause between listings at first, as a multiple of a listing's duration: seconds for 4,096 ranks."""
+"""While a run is read at first, the pause between listings, as a multiple of a listing's seconds (for 4,096 ranks)."""
 _MAX_OPEN_ROWS = 60_000
 """The most rows of steps that may be incomplete. With more, a rank is far behind: its rows are drawn as they come."""
 _MAX_TOGETHER_ROWS = 40_000
@@ -61,10 +61,10 @@ _MAX_GLOBAL_STEP_ROWS = 5_000
 _SLOW_S = 4.0
 """The seconds between updates of blocks that are computed anew from everything: ranks, histograms, images."""
 _PROBE_APART = 20
-"""The pause between looks at the probe, as a multiple of a look's duration: each reads all of the probe."""
+"""The pause between readings of the probe, as a multiple of a reading's duration: each reads the whole probe."""
 _FOUND_NOTHING = "The rules found nothing in what is recorded so far"
 _MAX_DOCTOR_ROWS = 300_000
-"""The most rows of a run that has ended for which `recorder doctor` checks it."""
+"""A run that has ended is checked by `recorder doctor` only if it has at most this many rows."""
 _MAX_TOLD = 200
 _BAD_STATES = ("killed", "failed", "silent")
 
@@ -80,7 +80,7 @@ class Drawing:
         self.epoch = 0
         """Counts up whenever every column has changed, after which a page needs all blocks anew."""
         self.version = 0
-        """Counts up with each change."""
+        """Counts up with each change of the blocks."""
         self._rules = [*RULES, *installed_rules()[0]]
         self._columns = [name for rule in self._rules for name in rule.columns]
         self._begin(manifest)
@@ -88,9 +88,9 @@ class Drawing:
     def _begin(self, manifest: RunManifest) -> None:
         self.manifest = manifest
         self.state = "reading"
-        """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
+        """What is known of the run: ``reading`` (for the first time), ``live``, ``over``, or ``gone`` (deleted)."""
         self._looking: Generator[None, None, bool] | None = None
-        """The generator of a look that is paused; None if no look is under way."""
+        """The generator of a scan that is paused; None if no scan is under way."""
         self._look_at_s = 0.0
         """The monotonic time of the next listing of the run; while there is much to read, listings are delayed."""
         self._checked: list[DoctorLine] | None = None
@@ -105,16 +105,16 @@ class Drawing:
         self._catalog: Catalog | None = None
         self._engine: Engine | None = None
         self._found: list[Finding] = []
-        """The findings in rows that were drawn."""
+        """The findings of rules in the rows that were drawn."""
         self._judged: Sequence[Finding] = ()
-        """The findings of the last look at the probe, which judges all rows with it, and replaces earlier findings."""
+        """The findings when all rows were last judged together with the probe; the next judging replaces them."""
         self._num_judged = 0
-        """The number of `_found` that were known at that look."""
+        """The number of findings in `_found` when all rows were last judged together with the probe."""
         self._num_unjudged = ""
-        """How many of the rules that look could not judge, in words."""
+        """How many rules could not be judged when all rows were last judged with the probe, in words."""
         self._probe_at_s = 0.0
         self._probe_seen: object = ()
-        """The probe and the number of rows at the last look at the probe."""
+        """The state of the probe, and the number of rows, when the probe was last read."""
         self._first_images: PageBlock | None = None
         self._last_images: PageBlock | None = None
         self._layouts: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ class Drawing:
         self.epoch += 1
 
     def refresh(self) -> bool:
-        """Look at the run, or continue the look under way; return True if there is more to do at once."""
+        """Scan the run, or continue the scan under way; return True if there is more to do at once."""
         try:
             if self.state == "gone":
                 return self._is_another()
@@ -142,7 +142,7 @@ class Drawing:
         return True
 
     def _look(self) -> Generator[None, None, bool]:
-        """Look at the run and draw new rows, yielding between large pieces; return True if there is more to read."""
+        """Scan the run and draw new rows, yielding between large pieces; return True if there are more rows to read."""
         began_s, is_new = time.monotonic(), False
         if began_s >= self._look_at_s:
             is_new = self.growing.look()
@@ -223,7 +223,7 @@ class Drawing:
         return whole
 
     def _begin_version(self) -> None:
-        """Begin a version, whose changes every page must get, and remove all values that were not final."""
+        """Begin a version, so that pages get the changes from now on, and remove all values that were not final."""
         self.version += 1
         if self.collected is not None:
             for cube in self.collected.growing_cubes:
@@ -254,7 +254,7 @@ class Drawing:
                     yield
 
     def _look_at_probe(self, is_due: bool) -> None:
-        """Draw what is on the disk of the probe, at the steps that are drawn, and judge the run with it."""
+        """Draw the probe's numbers, at the steps that are drawn, and judge the whole run with them, if it `is_due`."""
         began_s, self._probe_seen = time.monotonic(), self._probe_now if is_due else self._probe_seen
         run = Run(self.location, self.manifest) if is_due and self.growing.num_rows <= _MAX_DOCTOR_ROWS else None
         if run is None or self.collected is None or not any(writer.probe_shards for writer in run.writers):
@@ -305,7 +305,7 @@ class Drawing:
         self._make_room(run, steps)
 
     def _make_room(self, run: Run, steps: Sequence[int]) -> None:
-        """Make room for series that are new, and for steps. Where there is a probe, it has values of every step."""
+        """Make room for new series and for `steps`. A probe has values of every step, so with one all get columns."""
         axes = self.axes
         if self.collected is None or len(axes.index) != self._num_series:
             self._num_series = len(axes.index)
@@ -330,7 +330,7 @@ class Drawing:
         return 0 if self.collected is None else sum(cube.num_halved for cube in self.collected.growing_cubes)
 
     def _add_global(self, run: Run, steps: tuple[int, int], table: Any, *, is_final: bool) -> None:
-        """Add the values of all ranks together: for the first steps of a long history, and for all later live steps."""
+        """Add global values of all ranks at these steps, unless the batches that hold the steps have too many rows."""
         assert self.collected is not None
         if not self.collected.lanes.has_global or run.is_merged:
             return

@@ -1,4 +1,4 @@
-"""The server of `recorder view`: pages, news of runs as server-sent events, and saved panes.
+"""The server of `recorder view`: pages, news of runs as server-sent events, and panes (saved pictures).
 
 Each run that a page shows has a thread, which draws the run's new rows while a page is open. A run that cannot be read,
 or a slow store, must never hold up other runs.
@@ -53,7 +53,7 @@ from .drawing import Drawing
 _ASK_S = 0.1
 """The seconds between checks whether a run has news; a check compares two texts."""
 _ALIVE_S = 15.0
-"""The seconds after which an empty line is sent: proxies cut silent connections, and a closed browser is noticed."""
+"""An empty line is sent after this many seconds: proxies cut silent connections, and a closed browser is noticed."""
 _AGAIN_MS = 1000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -239,27 +239,26 @@ def _missing() -> Response:
 
 
 _LOOK_S = 0.5
-"""The seconds between looks at a run in a directory. With a flush a second, a step is drawn two seconds after its end.
-"""
+"""The seconds between scans of a run in a directory: with a flush a second, a step is drawn 2 s after its end."""
 _STORE_LOOK_S = 5.0
-"""The seconds between looks at a run in an object store. A look needs several requests, which cost money."""
+"""The seconds between scans of a run in an object store. A scan needs several requests, which cost money."""
 _OVER_LOOK_S = 5.0
-"""The seconds between looks at a run that is over or gone. It may begin again."""
+"""The seconds between scans of a run that is over or gone, because it may begin again."""
 _AT_MOST = 0.5
 """The largest share of one core that a run's thread uses."""
 _CLOSE_S = 0.3
 _INDEX_S = 10.0
 _MAX_LISTED = 500
 _MAX_GLANCED, _MAX_GLANCED_ROWS = 60, 300_000
-"""The number of the newest runs whose rows are read for the list, and the most rows of such a run."""
+"""The number of newest runs whose rows are read for the list of runs, and the most rows that such a run may have."""
 _GLANCE_S = 10.0
-"""The seconds between looks at the losses of a run that goes on."""
+"""The seconds between two readings of a recording run's losses for the list of runs."""
 _MAX_LOSSES = 60
 _logger = logging.getLogger("recorder")
 
 
 class WatchedRun:
-    """One run, and the thread that follows it."""
+    """One run that pages may show, and the thread that draws its new rows."""
 
     def __init__(self, location: Location, manifest: RunManifest, ranks: RunWatch | None = None) -> None:
         self.name = manifest.name or location.name
@@ -297,7 +296,7 @@ class WatchedRun:
 
     @property
     def now(self) -> str:
-        """The state of an up-to-date page, as a text. Each new update changes the text."""
+        """A text that identifies the present state of the run's page; each update changes the text."""
         drawing = self._drawing
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 
@@ -313,7 +312,7 @@ class WatchedRun:
         return now, is_all, blocks
 
     def save(self, panes: Any) -> str | None:
-        """Keep the panes that a page has now; return why they cannot be saved with the run, or None."""
+        """Keep the panes that a page has now; return why the panes cannot be saved with the run, or None."""
         with self._lock:
             self._panes = checked_panes(panes)
             self._panes_version += 1
@@ -346,24 +345,24 @@ class WatchedRun:
 
 
 class Watching:
-    """All runs of a folder, or the one run that the user named."""
+    """The runs that the server shows: all runs of a folder, or the one run that the user named."""
 
     def __init__(self, folder: Location | None, run: Location | None) -> None:
         self.folder, self.run = folder, run
         self._watched: dict[str, WatchedRun] = {}
         self._status: dict[str, RunWatch] = {}
         self._glances: dict[str, tuple[object, dict[str, Any]]] = {}
-        """By a run's directory, the state of the run that was read last, and what was found there for the list."""
+        """By a run's directory, the run's state when it was last read, and its losses and findings for the list."""
         self._glancing: threading.Thread | None = None
         self._judging: set[str] = set()
-        """The directories of runs that are over, whose rows are still to be read for the list."""
+        """The directories of runs that are over and whose rows are still to be read for the list."""
         self._index: dict[str, dict[str, Any]] = {}
         self._index_at_s = 0.0
         self._is_closed = False
         self._lock = threading.Lock()
 
     def find(self, name: str) -> WatchedRun | None:
-        """Return the run whose directory has this name; None if there is none."""
+        """Return the run whose directory has this name; None if there is no such run."""
         with self._lock:
             if name in self._watched:
                 return self._watched[name]
@@ -382,7 +381,7 @@ class Watching:
         return next((one.location for one in self._runs() if one.location.name == name), None)
 
     def _fleet(self) -> dict[str, dict[str, Any]]:
-        """Return the summaries of a fleet's index, which costs a request a node, and changes every half minute."""
+        """Return a fleet's summaries, kept for 10 s: reading costs a request a node, and they change twice a minute."""
         if isinstance(self.folder, ObjectPath) and time.monotonic() >= self._index_at_s:
             self.folder = self.folder.anew()
             self._index, self._index_at_s = fleet_runs(self.folder), time.monotonic() + _INDEX_S
@@ -410,9 +409,9 @@ class Watching:
             return sorted(known + described, key=lambda one: -one["created_s"])[:_MAX_LISTED]
 
     def _glance(self, described: Sequence[Mapping[str, Any]], locations: Mapping[str, Path]) -> None:
-        """Read the losses of runs, and what the rules of `recorder check` find in those that are over.
+        """Read the losses of runs, and what the rules of `recorder check` find in runs that are over.
 
-        Runs in an object store are left out, where reading costs requests.
+        Runs in an object store are left out, because reading them costs requests.
         """
         for one in described:
             name, is_over = one["directory"], _is_over(one)
@@ -433,9 +432,9 @@ class Watching:
             time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most
 
     def found(self, run: WatchedRun) -> tuple[list[str] | None, bool]:
-        """Return what the rules found in a run that is over, in words, and whether the list is about to ask them.
+        """Return the rules' findings in a run that is over, as texts, and whether the rules are about to be asked.
 
-        What they found is None if they were not asked.
+        The findings are None if the rules were not asked.
         """
         found: list[str] | None = self._glances.get(run.location.name, (None, {}))[1].get("found")
         return found, found is None and run.location.name in self._judging
@@ -478,7 +477,7 @@ def _listed_of_fleet(path: str, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _losses(run: Run) -> list[float | None]:
-    """Return the loss of the first rank at a few dozen steps; null where it is not finite, empty if there is none."""
+    """Return the first writer's losses at a few dozen steps, None for nonfinite ones; empty if no loss was recorded."""
     names, losses = ("site", "name", "mode", "mean"), list[float]()
     for batch in (batch for writer in run.writers[:1] for shard in writer.shards for batch in shard.columns(names)):
         is_loss = (pc.field("site") == "scalar") & (pc.field("mode") == "train") & (pc.field("name") == "loss")

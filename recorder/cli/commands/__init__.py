@@ -54,4 +54,4 @@ FILES = {
     "mending": ("verify", "repair", "merge"),
     "daemon": ("daemon",),
 }
-"""The commands of each file."""
+"""The names of the commands in each file, by the name of the file."""

@@ -1,4 +1,4 @@
-"""Ships the runs of this node to a store, and keeps house there."""
+"""Ships the runs of this node to a store, and prunes or protects runs there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = {
 }
 
 _SILENT_S = 60
-"""The seconds after which the age of a daemon's state is printed, too."""
+"""If a daemon's state is older than this many seconds, the time of the state is printed, too."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
@@ -90,7 +90,7 @@ def daemon_command(
 
 
 def _option(item: Field[Any]) -> inspect.Parameter:
-    """Return the command-line option for a setting of the daemon. Its default None means that it is not given."""
+    """Return the command-line option for a setting of the daemon. Its value is None if the option is not given."""
     doc, metavar, default = item.metadata["doc"], item.metadata["metavar"], item.default
     kind = list[str] if isinstance(default, tuple) else str if metavar else type(default)
     shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""

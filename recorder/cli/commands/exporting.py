@@ -1,4 +1,4 @@
-"""Writes recorded values for other programs: files, what torch loads, and tables that are asked in SQL."""
+"""Writes recorded values for other programs: data files, files that torch loads, and tables for SQL."""
 
 from __future__ import annotations
 

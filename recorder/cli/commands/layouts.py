@@ -1,4 +1,4 @@
-"""Answers `recorder layouts`: how the ranks' values lie, on which ground that is known, and the first contradiction.
+"""Answers `recorder layouts`: how values are split over ranks, how that is known, and the first contradiction.
 
 The module must never read a payload where the rows decide.
 """
@@ -24,35 +24,34 @@ _CONTRADICTIONS = ("replicas_differ", "inconsistent", "layout_changes")
 
 
 class SameLayout(NamedTuple):
-    """Values that lie in one way, as is known on one ground."""
+    """The values that are split over ranks in one way, which is known from one source."""
 
     layout: str
-    """The placements over the mesh of the ranks that share a batch, then the dim along which batches lie end to end."""
+    """The placements over the mesh of the ranks that share a batch, then the dim along which batches are joined."""
     ground: str
-    """The words of the column `layout_source`, or why each rank's value stays its own."""
+    """How the layout is known, in the words of the column `layout_source`, or why the ranks' values are not joined."""
     num_values: int
-    """The number of tensors that are told apart by module, site and name."""
+    """The number of values, where each module, site and name is one value."""
     example: str
 
 
 class Layouts(NamedTuple):
-    """The answer about some steps of a run."""
+    """The result of `recorder layouts`: how values are split over ranks at some steps of a run."""
 
     first_step: int
     last_step: int
     ways: list[SameLayout]
-    """The ways in which values lie, that of the most values first."""
+    """The layouts that values have, the layout of the most values first."""
     num_values: int
-    """The number of values. One that lies otherwise at another step counts once here, and in both ways in `ways`."""
+    """The number of values. One whose layout changes between steps counts once here, and in each of its layouts."""
     contradiction: RowFinding | None
     num_contradictions: int
 
 
 def layouts(run: Run) -> Layouts:
-    """Say how the values of a run lie, by its first steps: at least one, and at most 200,000 rows over all ranks.
+    """Return how a run's values are split, by its first steps: at least one, and at most 200,000 rows over all ranks.
 
-    Raises:
-        NotARunError: the run is a merge, whose tensors are whole.
+    Raises: NotARunError: the run is a merge, whose tensors are whole.
     """
     if (source := run.manifest.merged_from) is not None:
         raise NotARunError(f"{run.path}: is the merge of run {source.run_id}, and its tensors are whole; give that run")
@@ -72,14 +71,14 @@ def layouts(run: Run) -> Layouts:
         last_step=max(steps, default=first),
         ways=sorted(ways, key=lambda way: -way.num_values),
         num_values=len({value for values in examples.values() for value in values}),
-        # Of one step the first in the order of execution.
+        # Of several contradictions at one step, `min` takes the first in the order of execution.
         contradiction=min(wrong, key=lambda one: one.step, default=None),
         num_contradictions=len(wrong),
     )
 
 
 def reply_of(run: Run, answer: Layouts) -> Reply:
-    """Return the answer for JSON and for people."""
+    """Return the reply that prints the layouts as JSON or as a table."""
 
     def members() -> dict[str, Any]:
         shown: dict[str, Any] = plain(answer)

@@ -152,7 +152,7 @@ _KINDS = {
 }
 """The text for each kind of finding. A kind without a text is printed by its name."""
 _OF_WRITERS = ("stranger", "superseded")
-"""The kinds of findings about writers. Their counts are of units, and so are not printed as rows."""
+"""The kinds of findings that count units of work, not rows, so that their counts are not printed as numbers of rows."""
 _KEPT_BYTES = 128 << 20
 
 
@@ -231,9 +231,9 @@ def _begin_worker() -> None:
 def _prepare() -> None:
     """Tune the memory of this process for merging, its only task.
 
-    glibc keeps freed payloads, because otherwise the kernel would zero the same pages for each payload, which takes 10
-    % of a merge. The garbage collection before each window skips the objects that exist now, which saves 9 % of the
-    processor time.
+    glibc keeps the memory of freed payloads, because otherwise the kernel would zero the same pages for each payload,
+    which takes 10 % of a merge. The garbage collection before each window of steps skips the objects that exist now,
+    which saves 9 % of the processor time.
     """
     gc.freeze()
     set_malloc(M_MMAP_THRESHOLD=PART_BYTES, M_TRIM_THRESHOLD=_KEPT_BYTES)

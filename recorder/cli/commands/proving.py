@@ -1,4 +1,4 @@
-"""Runs a program again, or one recorded call of it, and compares."""
+"""Runs a program, or one recorded call of a module, again and compares the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what is recorded of modules: their values over steps and ranks, and statistics of many together."""
+"""Shows what is recorded of modules: their values over steps and ranks, and statistics of many modules together."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SERIES_DROPS = ("dtype", "histogram", "rows", "shape", "root", "scope", "mode",
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _DEAD = "dead units"
 _MAX_UNIT_STEPS = 1000
-"""The number of newest steps of which units are read, one step at a time, so that few units are in memory at once."""
+"""Units (channels, neurons) are read of at most this many newest steps, step by step, so that few are in memory."""
 _LIBRARY = "site-packages/torch/"
 _VALUES_INSIDE = ("values", "_values", "_masked_data")
 """The names of the inner tensors that hold the elements of a composite tensor unchanged."""
@@ -185,7 +185,7 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
 
 def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
-    """Return a line for each series: its last values, its trend, and its last histogram if one was recorded."""
+    """Return a table with a line for each series: its last values, its trend, and its last histogram if recorded."""
     of_tensors = statistic or "absmax"
     keys = _worth_showing(_KEY, [member.key for member in series])
     lines: list[list[str]] = []
@@ -220,7 +220,7 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
 
 
 def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> Table:
-    """Return the statistics of one site, with a line for each moment and rank; with dead units if recorded."""
+    """Return a table of one site's statistics, with a line for each call and rank, and with dead units if recorded."""
     site = rows[0]["site"]
     steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
@@ -244,7 +244,7 @@ def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statist
 
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
-    """Return by the key of a row how many of its units are always zero, as ``dead/all``; read one step at a time."""
+    """Return how many of each row's units are always zero, as ``dead/all``, by the row's key; read step by step."""
     num_dead_of_all = {}
     is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
     for step in steps[-_MAX_UNIT_STEPS:]:
@@ -264,7 +264,7 @@ def _table(
     titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str, subtitle: str = "",
     drops: Sequence[str] = (), dull: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table without a last column of empty reasons; with `dull` also without columns of only zero counts."""
+    """Return a table; a last column of empty reasons is left out, and with `dull` also columns of only zero counts."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
     return table_of(

@@ -116,7 +116,7 @@ def _table(settings: list[Explained]) -> Table:
 
 
 def lines(value: Any, name: str = "") -> list[str]:
-    """Return the lines that print a value: a line for each rule of a list; bytes also in a larger unit."""
+    """Return the lines that print a setting: a line for each item of a list; bytes also in a larger unit."""
     if name.endswith("_bytes") and type(value) is int:
         return ["0 (automatic)" if value == 0 and name == "pool_bytes" else bytes_of_setting(value)]
     if isinstance(value, list):

@@ -198,7 +198,7 @@ def _lost_rows(summary: dict[str, Any]) -> str:
 
 
 def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one entry for all writers of a rank, because a merge makes a writer for each unit."""
+    """Return one entry for each rank of a merged run, because a merge makes a writer for each unit of work."""
     entries: dict[int | None, dict[str, Any]] = {}
     for writer in writers:
         empty = {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0}
@@ -235,7 +235,7 @@ def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
 
 _REFRESH_S = 1.0
 _OVER_AFTER_S = 15.0
-"""The seconds after the end of all ranks at which a run is over: a launcher may be about to restart them."""
+"""A run is over this many seconds after the end of all ranks: before that, a launcher may be about to restart them."""
 _BAR = 10
 _BADNESS = {"killed": 0, "failed": 1, "silent": 2, "starting": 4, "recording": 4, "closed": 5}
 _DROPPING = 3
@@ -325,7 +325,7 @@ def _is_over(ranks: Sequence[RankNow]) -> bool:
 
 
 def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
-    """Return a table of all ranks in order. If it is too long, it has the worst and slowest and a line for the rest."""
+    """Return a table of all ranks in order; of too many ranks, the worst and slowest, and a line for the others."""
     shown, rest = ranks, []
     if len(ranks) > max_rows:
         by_trouble = sorted(ranks, key=_trouble)
