@@ -74,7 +74,7 @@ def order_of(step: int, site: str, rule: str) -> tuple[int, bool, int]:
 
 
 def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
-    """Return the findings, by severity and in the order of causes; `cause` is set where another one is the cause."""
+    """Return the findings, by severity and in the order of causes; a finding that another one causes has `cause`."""
     first_seen: dict[tuple[str, str], int] = {}
     for key in catalog.series:
         if key.site == "output":

@@ -167,7 +167,7 @@ class Normal:
         self._sums: Floats = np.zeros((len(_EMPTY), 0, len(STATISTICS), _NUM_PHASES))
         """Count, sum, sum of squares, lowest and highest number; shape (these five, series, statistic, phase)."""
         self._held: Integers = np.zeros((2, 0, len(HELD)), np.int64)
-        """How many records a condition holds in, and applies to; shape (these two, series, condition)."""
+        """The numbers of records in which a condition holds and is tested; shape (these two, series, condition)."""
         self._num_runs_with: Integers = np.zeros(0, np.int64)
         """By series, the number of runs that have the series."""
         self.num_runs = 0

@@ -316,7 +316,7 @@ def ends(lanes: Integers) -> Flags:
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return the previous number of the same value and rank; rows are sorted by both, `memory` has the last ones."""
+    """Return, for each row, the number in the previous row of the same value and rank, by which rows are sorted."""
     before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]
@@ -333,7 +333,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return the length of the unbroken run of flagged rows up to each row, of its value and rank, both sorted."""
+    """Return, for each row, how many successive flagged rows end there; rows are sorted by lane (value and rank)."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))

@@ -129,7 +129,7 @@ _TIMES_NOISE = 10.0
 _CERTAIN = 0.5
 """A difference of more than this fraction of the bound from measured noise may still be a fault at all tokens."""
 _FLOOR = 0.1
-"""A bound from measured noise is at least this fraction of the other bound: a repeated run may show none by luck."""
+"""A bound from measured noise is at least this fraction of the assumed one: a repeat may show no noise by luck."""
 _NO_ADAPTER, _NUM_ERRORS = 2e-3, 6.0
 """The least factor of an adapter in the engine to count as merged, and how many standard errors are added to it."""
 _MAX_AGREEING = 16

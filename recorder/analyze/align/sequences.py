@@ -17,7 +17,7 @@ _MAX_SHIFT = 4
 _LEAST_SHARED = 4
 """A sample of the trainer is named beside an unmatched one of the engine if at least so many first tokens are equal."""
 _LEAST_ALIKE = 0.8
-"""The least fraction of equal tokens, inserted ones aside, that makes two samples one; other prompts have less."""
+"""Two samples count as equal but for inserted tokens if at least this fraction of the other tokens is equal."""
 _NUM_LOOKED_AT = 64
 """How many of the first tokens of two samples are compared to find out whether they are the same sample."""
 
@@ -229,7 +229,7 @@ class JoinedTokens:
         """By slot (token number), the positions given to the models of trainer and engine; -1 if none was recorded."""
         self.is_continued = theirs[:, 2] > 0
         self.begins, self.bases = np.arange(num_slots) - theirs[:, 5].astype(np.int64), bases[self.samples]
-        """By slot, the slot where the token's sample begins in the engine, and in the trainer, maybe inside a pack."""
+        """By slot (token number), the slot where the token's sample begins in the engine, and where in the trainer."""
         self.is_joined = (ours[:, 0] * theirs[:, 0]) > 0
         joined = np.flatnonzero(self.is_joined)
         self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))

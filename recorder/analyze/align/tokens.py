@@ -390,7 +390,7 @@ class Side:
         self._last = key.number, call
 
     def _repeated(self, number: int, start: int, tokens: list[int]) -> tuple[int, int] | None:
-        """Return (sample, -1) if a sequence repeats a sample of the call before, or continues it by its position."""
+        """Return (sample, -1) for a sample of the call before, which a sequence repeats or continues by position."""
         sample = self._shown[number] if number < len(self._shown) else -1
         known = self.samples[sample].tokens if sample >= 0 else []
         repeats = 0 < len(known) < len(tokens) and tokens[: len(known)] == known  # as without a cache

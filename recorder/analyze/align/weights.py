@@ -26,7 +26,7 @@ TRAINER_ONLY, ENGINE_ONLY, MERGED, OTHER = "in the trainer alone", "in the engin
 WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY, OTHER)
 _MODULUS = 1 << 64
 _ROUNDED = 2**-8
-"""The largest relative difference between the norms of one tensor in two dtypes that is one rounding of bfloat16."""
+"""The largest relative difference between one tensor's norms in two dtypes that one rounding of bfloat16 explains."""
 
 
 class WeightState(NamedTuple):
@@ -96,8 +96,8 @@ def compare_weights(
 ) -> tuple[int | None, list[WeightState]]:
     """Return the trainer's step to compare with, and the state of each parameter, in the order of the trainer's model.
 
-    The engine's parameters are those of its last step that has some, and tokens that the trainer has, too. `steps` maps
-    each step of the engine to the trainer's step with the same tokens.
+    The engine is taken at its last step with recorded parameters and with tokens that the trainer has, too. `steps`
+    maps each step of the engine to the trainer's step with the same tokens.
     """
     recorded = {row.step for row in engine.rows}
     last = max((step for step in steps if step in recorded), default=None)
@@ -150,7 +150,7 @@ def _state(
 
 
 def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
-    """Return a parameter's state: `steps` of the trainer have the engine's value, and `now` is the expected step."""
+    """Return a parameter's state. At the trainer's `steps` it has the engine's value; `now` is the expected step."""
     if now in steps:
         return WeightState(name, EQUAL, now, 0, fused)
     known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps

@@ -215,7 +215,7 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Reads rows with decoded bytes. A row of which some ranks' chunks are missing has none, unless that is allowed."""
+    """Reads rows with decoded bytes. If some chunks are missing, a row has no bytes, unless the options allow it."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = SelectedRows(run, selection, options)

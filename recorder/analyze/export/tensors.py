@@ -303,7 +303,7 @@ NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
 
 
 def tensor_name(row: Mapping[str, Any]) -> str:
-    """Return a tensor's name: step, module, site (``step=3/layers.0.mlp/output``), name, unusual columns."""
+    """Return a tensor's name: ``step=3/layers.0.mlp/output``, followed by the name at the site and unusual columns."""
     levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
     if row["name"]:
         levels.append(as_level(row["name"]))

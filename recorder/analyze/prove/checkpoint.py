@@ -44,7 +44,7 @@ _GENERATOR_BYTES = {5056: "cpu", 16: "cuda"}
 _CLOCKS_APART_NS = 1_000_000_000
 """By how many nanoseconds a file system's clock may be behind that of this process."""
 _MOVED = "moved"
-"""Replaces the digest of a random state in the checkpoint that the run had at the beginning of no step."""
+"""Replaces the digest of a random state in the checkpoint that equals the run's state at no step's beginning."""
 _HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
 """The kinds of values that a checkpoint should hold; the kind is the first word of a value's key."""
 
@@ -155,7 +155,7 @@ def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
 
 
 def _saved_at(path: Path) -> int:
-    """Return when the checkpoint in this file or folder was saved, in nanoseconds since 1970; -1 without one."""
+    """Return when the checkpoint in this file or folder was saved, in nanoseconds since 1970; -1 if there is none."""
     metadata = path / ".metadata"
     if metadata.is_file():
         return metadata.stat().st_mtime_ns
@@ -252,7 +252,7 @@ class _Match:
                 yield path
 
     def _match(self, keys: Sequence[str]) -> None:
-        """Match keys with paths, the longest names first: the path ``average.0.weight`` ends with ``0.weight``."""
+        """Match keys with paths, the longest names first, since ``average.0.weight`` also ends with ``0.weight``."""
         contents = {leaf.described(""): path for path, leaves in self._leaves.items() for leaf in leaves}
         for key in keys:
             paths = list(self._named(key))

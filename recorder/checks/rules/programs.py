@@ -58,7 +58,7 @@ class NotCleared(_ProgramRule):
 class EvaluationMode(_ProgramRule):
     """Dropouts and batch norms that are in evaluation mode while the optimizer steps.
 
-    If only some of a kind are in this mode, they were probably forgotten. If all are, but not the model, it is meant.
+    A few in this mode among others of their kind were probably forgotten. If all are, but not the model, it is meant.
     """
 
     name = "evaluation_mode"

@@ -43,7 +43,7 @@ class NonFinite(CheckRule):
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
-        """By value, rank and number of elements, how many elements were infinite in the first record with some."""
+        """By value, rank and number of elements, how many elements were infinite in the first record with infinity."""
         self._is_known = Memory(0.0)
         """By value and rank: 0 before its first record, 2 if this record had infinities and no NaN, else 1."""
         self._bad_step: int | None = None
