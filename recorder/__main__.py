@@ -45,7 +45,7 @@ def _end(code: object) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that was closed (``>&-``), before a file gets its number."""
+    """Open the null device for each standard stream that was closed (``>&-``), so that no file gets its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))

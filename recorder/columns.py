@@ -64,7 +64,7 @@ class Combine(Enum):
     MIN = "min"
     MAX = "max"
     MOMENTS = "moments"
-    """The value is computed by a formula over several statistics, in `numerics.moments`."""
+    """The combined value is computed by a formula over several statistics, in `numerics.moments`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,9 +135,9 @@ class SeenValue(NamedTuple):
     scope: str | None = None
     """The scope of a gradient or parameter; None where a scope has no meaning."""
     chunk: Chunk | None = None
-    """The position in a global tensor, where the hook knows it and the tensor does not tell."""
+    """The chunk of a global tensor, if the hook knows the chunk and the tensor does not tell."""
     note: str | None = None
-    """JSON text for the row's ``note``."""
+    """The JSON text for the row's ``note``; None without a note."""
 
 
 class Staged(NamedTuple):

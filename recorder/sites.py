@@ -137,7 +137,7 @@ ALL_SITES = (
 SITES = tuple(site.name for site in ALL_SITES if site.is_selectable)
 """The sites that rules and questions name."""
 CALL = "call"
-"""The site of the data that a replay of a call needs besides its arguments: facts as JSON, parameters, buffers."""
+"""The site of what a replay of a call needs besides the call's arguments: facts as JSON, parameters, buffers."""
 PROBE = "probe"
 """The site of the rows of `keep=probe`, and the kind of their shards. A row has one value's numbers over many steps."""
 UPDATE = "update"

@@ -28,13 +28,13 @@ _PAYS = 0.92
 _MATCHES_PAY = 1.05
 """zstd must compress better than the Huffman code by this factor to be chosen: zstd takes at least twice as long."""
 _SAMPLED_EACH = 16
-"""One in this many payloads of a kind is sampled (25 us), or the next if a compression ratio changes by `_ALIKE`."""
+"""One in this many payloads of a kind is sampled (25 us), or the next one if a ratio changes by `_ALIKE`."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 
 
 def max_encoded_bytes(nbytes: int) -> int:
-    """Return the number of bytes that `out` of `Encoder.encode` needs for `nbytes` of data, slightly too large."""
+    """Return how many bytes `out` of `Encoder.encode` must have for `nbytes` of data: more than it ever writes."""
     return nbytes + nbytes // 128 + 4096
 
 

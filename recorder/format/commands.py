@@ -27,7 +27,7 @@ COMMANDS = "_commands"
 COMMAND_BYTES = 4096
 """The largest size of a command's file in bytes; a larger file is no command."""
 MAX_COMMANDS = 4096
-"""The highest number of a command in a run."""
+"""The highest number that a command of a run may have."""
 
 SET, UNDO, PAUSE, RESUME, DUMP = "set", "undo", "pause", "resume", "dump"
 KINDS = (SET, UNDO, PAUSE, RESUME, DUMP)
@@ -178,7 +178,7 @@ class Answer:
     id: str
     kind: str
     state: str
-    """One of `STATES`."""
+    """The state of the command at the writer, one of `STATES`."""
     since: int | None = None
     """The first step at which the writer obeys; after the command's first step if the writer learned of it late."""
     until: int | None = None

@@ -89,9 +89,9 @@ def to_text(value: int) -> str:
 def constant(dim: int) -> int:
     """Return C_d for dim d, counted from the last dim; the powers of C_d weight the indexes along the dim.
 
-    C_d is the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8. Such constants have the longest cycle of
-    powers, and a sum of n powers contains the factor 2 no more often than n does, so that a change of one high bit in
-    all elements still changes the fingerprint.
+    C_d is a result of the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8. Such constants have the
+    longest cycle of powers, and a sum of n powers contains the factor 2 no more often than n does, so that a change of
+    one high bit in all elements still changes the fingerprint.
     """
     z = (dim + 1) * 0x9E3779B97F4A7C15 % MODULUS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS

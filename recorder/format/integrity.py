@@ -34,7 +34,7 @@ class BatchHeader(NamedTuple):
     ledger: dict[str, Any]
     """The writer's ledger: the numbers of rows up to and including this batch."""
     crcs: Crcs
-    """The CRC32C of each buffer, by column; None for a validity bitmap that does not exist."""
+    """The CRC32C of each buffer of a column, by the column's name; None for a validity bitmap that does not exist."""
     is_seal: bool
     """True for the batch of 0 rows that ends a sealed shard."""
     num_batches: int | None
@@ -175,10 +175,10 @@ def buffer_crcs(
 
 
 def joined_crc(crc: int, next_crc: int, next_bytes: int) -> int:
-    """Return the CRC32C of some bytes and the `next_bytes` bytes after them, from the checksums of the two.
+    """Return the CRC32C of some bytes and `next_bytes` more bytes after them, from the checksums `crc` and `next_crc`.
 
-    The method is that of zlib's `crc32_combine`: zeros in place of the later bytes multiply the checksum of the earlier
-    ones by a power of x, modulo the polynomial. It takes 20 to 200 us, where the bytes of 1 MiB take 120.
+    The method is that of zlib's `crc32_combine`: zeros after some bytes multiply the checksum of these bytes by a power
+    of x, modulo the polynomial. It takes 20 to 200 us; the checksum of 1 MiB of bytes takes 120 us.
     """
     return _product(_power_of_x(8 * next_bytes), crc) ^ next_crc
 
@@ -193,12 +193,12 @@ def _power_of_x(exponent: int) -> int:
 
 @cache
 def _squared_x(times: int) -> int:
-    """Return x, squared that many times."""
+    """Return x raised to the power 2**times, modulo the polynomial of CRC32C."""
     return 1 << 30 if times == 0 else _product(_squared_x(times - 1), _squared_x(times - 1))
 
 
 def _product(one: int, other: int) -> int:
-    """Return the product of two polynomials over GF(2), modulo that of CRC32C."""
+    """Return the product of two polynomials over GF(2), modulo the polynomial of CRC32C."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

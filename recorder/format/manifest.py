@@ -342,7 +342,7 @@ class RetiredEarlier:
     """The shards of a rank's earlier writer that a later writer of the rank has deleted."""
 
     shards: Mapping[str, Balance]
-    """The rows and bytes of each deleted shard, as `retired_rows` and `retired_bytes`, by the shard's sealed name."""
+    """The rows and bytes, as `retired_rows` and `retired_bytes`, of each deleted shard, by the shard's sealed name."""
     balance: Balance
     """The earlier writer's ledger, if a deleted shard contained the ledger's newest state; else all numbers are 0."""
 

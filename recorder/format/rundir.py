@@ -371,7 +371,7 @@ _READERS: dict[Any, tuple[Callable[[Members, str], Any], Any]] = {
     "float": (Members.number, 0.0),
     "tuple[str, ...]": (Members.texts, ()),
 }
-"""For each annotation of a dataclass's field: the function that reads a member, and the value without a member."""
+"""For each annotation of a dataclass's field: the function that reads the member, and the default value."""
 
 
 @lru_cache(maxsize=64)
@@ -389,7 +389,7 @@ class Shared:
         """By the `id()` of a value: the value, kept alive so that its id stays unique, and the result of `make`."""
 
     def once(self, key: str, value: Any) -> Any:
-        """Return a value, or the equal value that this member had in an earlier manifest."""
+        """Return a value, or the equal value that the member `key` had in an earlier manifest."""
         known = self._known.setdefault(key, [])
         same = next((one for one in known if one == value), value)
         if same is value:

@@ -245,7 +245,7 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
-    """Return a box of a local tensor. All elements from the box's first to its last one are fetched for it."""
+    """Return a view of a box of a local tensor. All elements from the box's first to its last one are fetched."""
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)

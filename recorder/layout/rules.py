@@ -59,7 +59,7 @@ class ChunkValues:
     """
 
     def replication(self) -> Replication:
-        """Return how the values relate to each other over all steps."""
+        """Return how the chunks' values relate to each other over all steps."""
         return Replication.DISTINCT
 
     def are_equal(self) -> bool:

@@ -38,12 +38,12 @@ from .unit import (
 )
 
 Report = Callable[[int], None]
-"""A function that takes the number of bytes merged since its last call."""
+"""A function that is told the number of bytes merged since its last call."""
 Progress = Callable[[str, int], AbstractContextManager[Report]]
 """A function that makes a `Report` from a title and the total number of bytes."""
 
 _SHARDS_PER_UNIT = 200
-"""A task has one more unit for this many shards of the run: a worker opens the run for each task, at 0.3 ms a shard."""
+"""A task has one more unit per this many shards of the run: a worker opens the run for each task, at 0.3 ms a shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
 """The seconds between attempts to find the output folder, as a network file system may show it a few seconds late."""

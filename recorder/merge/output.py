@@ -103,7 +103,7 @@ class Output:
         """Remove the unfinished units of a killed merge, and finished units that are neither `wanted` nor published."""
         for name in _names(self._merging):
             if not self._is_waiting(name) or (wanted is not None and name not in wanted):
-                # A worker of a killed merge may still write to this folder.
+                # Errors are ignored, because a worker of a killed merge may still write to this folder.
                 shutil.rmtree(self._merging / name, ignore_errors=True)
 
     def publish(self, wanted: Collection[str], source: Mapping[str, Any], run: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ class Unit:
     share: int
     """The index of this unit among the units of its window, from 0 to the window's `num_units` - 1."""
     digest: str
-    """A hash of everything that decides the result: the shards of these steps, their writers, the options."""
+    """A hash of everything that decides the result: the shards of the window's steps, their writers, the options."""
     payload_bytes: int
 
     @property
@@ -182,7 +182,7 @@ class UnitReport:
     written_bytes: int
     findings: Summary
     damage: list[str]
-    """Messages about damage in the source's shards that hold these steps."""
+    """Messages about damage in the shards of the source run that hold the unit's steps."""
 
     @property
     def is_damaged(self) -> bool:
@@ -215,7 +215,7 @@ class UnitBuilder:
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
-        """Fill the empty `folder` with the writer directories of a unit. The caller removes it after an OSError."""
+        """Fill the empty `folder` with a unit's writer directories. After an OSError the caller removes the folder."""
         rows, batch = self._load(unit.window)
         is_own = _share_of_rows(rows.payload_bytes, unit.window.num_units) == unit.share
         ranks = batch.column("rank").fill_null(-1).to_numpy()

@@ -49,7 +49,7 @@ TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
 MOVED_KINDS = frozenset({"float32", "float64", "bfloat16", "float16"})
 """The element types whose values `Kernels.moved` compares."""
 SAMPLED = 1024
-"""The most elements of a tensor that `Kernels.moved` compares: 256 runs of 4 that lie evenly apart."""
+"""The most elements of a tensor that `Kernels.moved` compares: 256 groups of 4 adjacent ones, evenly spaced."""
 _Bytes = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 15
 """The number of elements in a chunk of `kernels.c`, equal to `CHUNK_ITEMS` there."""
@@ -57,8 +57,8 @@ _ITEMS_OF_THREAD = 1 << 16
 """The number of elements from which one more thread saves time: two chunks of `kernels.c`."""
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _PID = os.getpid()
-"""The process that has loaded this module. The threads of an OpenMP runtime are gone in a forked child, and a parallel
-region would wait for them for ever."""
+"""The id of the process that loaded this module. In a forked child the threads of an OpenMP runtime are gone, and a
+parallel region would wait for them for ever."""
 _memset: Callable[[int, int, int], None] = ctypes.PyDLL(None).memset
 """The C library's memset, called without giving up the interpreter's lock."""
 _memset.argtypes, _memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), None  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ _STATISTICS = struct.Struct("10d3qQq")
 _FINGERPRINT, _COUNTS = 13, slice(10, 13)
 """The positions of the fingerprint and the counts in `_STATISTICS`; the number of finite values comes last."""
 _MEASURING = struct.Struct("PqiPPPP")
-"""The layout of `struct measuring` of `kernels.c`, a measurement's input, from the data to the units."""
+"""The layout of `struct measuring` of `kernels.c`: data, items, kind, table, weights, bins, units."""
 _MEASURING_ITEMS = np.dtype(
     {
         "names": ["at", "items", "kind", "table", "weights"],
@@ -154,7 +154,7 @@ class LoopsPlan:
         self._kept = table, weights
 
     def read(self, data: _Bytes) -> tuple[Measured, npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
-        """Return statistics (fingerprint: at the origin), bins and rows of the units' sums from `num_bytes` bytes."""
+        """Return the statistics (with the fingerprint at the origin), the bins and the units' sums from the bytes."""
         end = _STATISTICS.size + 8 * self.num_bins
         numbers = _STATISTICS.unpack(data[: _STATISTICS.size].data)
         is_alone = self.kind == _NO_STATISTICS

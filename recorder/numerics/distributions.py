@@ -153,7 +153,7 @@ class Histograms(NamedTuple):
     """Histograms of rows that have the same number of bins."""
 
     rows: Ints
-    """For each histogram, the index of its row in the column."""
+    """For each histogram, the index of its row in the column `histogram`."""
     exponents: Ints
     """The exponents of the bins, of shape (rows, bins)."""
     counts: Ints
@@ -166,7 +166,7 @@ class ManyUnits(NamedTuple):
     """Sums over the values of units, for several rows with the same number of units."""
 
     rows: Ints
-    """For each entry, the index of its row in the column."""
+    """For each row of these arrays, its index in the column `units`."""
     sum: Floats
     """The sum over each unit, of shape (rows, units); `sum_sq`, `absmax` and `zero_count` have the same shape."""
     sum_sq: Floats

@@ -123,7 +123,7 @@ class Histogram:
         )
 
     def quantile(self, q: float) -> Bounds:
-        """Return bounds of quantile `q` without NaN; 0.5 is the lower median. ValueError: no values, or wrong `q`."""
+        """Return bounds of quantile `q`, ignoring NaN; 0.5: the lower median. ValueError: no values, or wrong `q`."""
         if not 0 <= q <= 1:
             raise ValueError(f"q = {q}: expected a number from 0 to 1")
         if not self.num_values:

@@ -27,7 +27,7 @@ _NONE = -1
 """The value of `Times.stage` for a row outside of pipelines."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
-"""The integer for null where statistics are compared by their bits; as a float64 subnormal, which no statistic is."""
+"""The integer for null where statistics are compared by their bits; as float64 it is subnormal, as no statistic is."""
 
 
 class Groups(NamedTuple):

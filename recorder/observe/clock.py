@@ -147,7 +147,7 @@ class RootClock:
         """Begin a call of the root, and perhaps the next step.
 
         `training` is the training flag of the root's module, inside any wrapper. `is_stage` is True for a call of a
-        pipeline stage, whose micro-batches are slices.
+        pipeline stage, where each micro-batch is a slice (a forward and its backward).
         """
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
@@ -186,7 +186,7 @@ class RootClock:
         self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
-        """Return the slice of a submodule's call: the slice of the root's running call, else the mode's latest one."""
+        """Return the slice (forward and backward) of a submodule's call: of the root's call, else the mode's latest."""
         active = self._of_thread.active
         if active is not None:
             return active
@@ -199,7 +199,7 @@ class RootClock:
         return current
 
     def recomputed(self, *, in_pipeline: bool = False) -> Slice:
-        """Return the slice of a backward's recompute: in a pipeline the one in its backward, else the latest one."""
+        """Return the slice (forward and backward) of a recompute: in a pipeline the one going back, else the latest."""
         if in_pipeline and self._clock.going_back is not None:
             return self._clock.going_back
         if self._latest is None:

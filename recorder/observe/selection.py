@@ -67,7 +67,7 @@ class RuleSelection:
         self.extend(rules)
 
     def extend(self, rules: Sequence[Rule]) -> None:
-        """Append rules. Modules use them once they ask for their `rule_sets` again."""
+        """Append rules. Modules use the new rules once they ask for their `rule_sets` again."""
         self._rules = (*self._rules, *rules)
         self._on_rank += [self._rank in rule.rank for rule in rules]
         self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]
@@ -241,7 +241,7 @@ def _written(rule: Rule) -> str:
 
 
 def scalar_keep(mask: int) -> int:
-    """Append rules. Modules use the new rules once they ask for their `rule_sets` again."""
+    """Return the bits to keep of a scalar: its payload, and the statistics, whose mean is the scalar's value."""
     return KEEP_TENSOR | KEEP_STATS if mask else 0
 
 

@@ -38,7 +38,7 @@ _REFUSED = {
     "RequestExpired": "the request's time is not accepted; set this machine's clock",
     "RequestTimeTooSkewed": "the request's time is not accepted; set this machine's clock",
 }
-"""For each error code of a store's refusal, the reason as messages name it."""
+"""For each error code that a store sends, the reason of its refusal, for messages."""
 _UNREACHED = {
     "dns error": "its host is not known",
     "ConnectionRefused": "it takes no connection",
@@ -46,7 +46,7 @@ _UNREACHED = {
     "InvalidMessage": "it does not speak TLS",
     "TimedOut": "it does not answer",
 }
-"""For words in the client's error text, the reason of a failed connection as messages name it."""
+"""For each word in the client's error text, the reason why the connection failed, for messages."""
 
 
 class Client:

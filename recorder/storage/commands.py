@@ -162,7 +162,7 @@ class CommandFolder:
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
-        """Return the commands that are new since the last call, by number; `is_told` if there is known to be one."""
+        """Return the commands that are new since the last call, by number; `is_told` if a new one is known to exist."""
         now = self._clock()
         try:
             folder_stat = os.stat(self._folder, follow_symlinks=False)

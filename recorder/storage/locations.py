@@ -223,7 +223,7 @@ class ObjectStore:
         return RemoteFile(self, path, self.look_at(path))
 
     open_growing = open_sealed
-    """Opens an open shard likewise; a longer object with the same beginning may have replaced the shard since."""
+    """Opens an open shard without a request; a longer object with the same beginning may have replaced the shard."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
         """Call the function in threads. A nested call runs in the calling thread, to avoid a deadlock."""

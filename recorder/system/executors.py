@@ -198,7 +198,7 @@ class _ClusterExecutor(Executor):
         num_workers: Callable[[], int],
         explain: Callable[[BaseException], BaseException | str],
     ) -> None:
-        """Watch the cluster. `explain` turns a future's error into the function's error, or a text on the cluster."""
+        """Watch the cluster. `explain` turns a future's error into the function's error or a text about the cluster."""
         self.num_workers = num_workers
         self._address = address
         self._start = start

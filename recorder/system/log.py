@@ -5,7 +5,7 @@ reads: a line to it must delay neither the thread that writes it nor the end of 
 program's logging.
 
 Any thread may add an event. Only the writer thread, or the thread that ends the recording, logs the event, because a
-log handler may write to a slow or full disk. An exception of such a handler ends here.
+log handler may write to a slow or full disk. An exception of such a handler is not passed on.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def one_line(value: object) -> str:
-    """Return any object as text on one line, without control characters, even if it has no text of its own."""
+    """Return any object as text on one line, without control characters, even if `str` fails for the object."""
     try:
         text = str(value)
     except Exception:  # a class of the program may raise anything
