@@ -37,9 +37,9 @@ def test_a_whole_run_is_a_table_of_sites_and_ends_with_zero(cli: Cli, run: Path)
     found = cli("doctor", run)
     assert codes(cli, run) == (0, 0)
     assert {line.split()[0] for line in found.out.splitlines()} == {"ok"}
-    table = [line.split()[1:] for line in lines(found, "expected")]
+    table = [line.split()[1:] for line in lines(found, "values were recorded")]
     assert table == [
-        [site, str(number), "expected", str(number), "found", "0", "missing"]
+        [site, "all", str(number), "values", "were", "recorded"]
         for site, number in (("output", 40), ("grad_output", 40), ("param", 30), ("grad", 30), ("optim", 30))
     ]
 
@@ -51,7 +51,7 @@ def test_a_loss_is_a_line_with_sites_modules_steps_ranks_and_reason(cli: Cli, ru
     record(run, kept, 1, ledger=ledger(len(kept), observed=len(rows), pool_full=20))
     found = cli("doctor", run)
     assert found.exit_code == 1
-    (line,) = lines(found, "missing ", "values")
+    (line,) = lines(found, "missing ", "values missing")
     assert line == (
         "missing output, grad_output, param, grad, optim: 20 values missing, rank 1, steps 2..3: "
         "seen and dropped (pool_full): 'b', 'b.c'"
@@ -104,8 +104,8 @@ def test_what_never_was_is_a_note_and_no_finding_however_strict(cli: Cli, run: P
     assert codes(cli, run) == (0, 0)
     assert lines(found, "note", "though its parameters have gradients: used directly, or called as .forward(): 'a'")
     for site in ("output", "grad_output"):
-        (line,) = [line for line in lines(found, "expected") if line.split()[1] == site]
-        assert " ".join(line.split()[2:]) == "12 expected 9 found 3 missing 3 of these explained"
+        (line,) = [line for line in lines(found, "values were recorded") if line.split()[1] == site]
+        assert " ".join(line.split()[2:]) == "9 of 12 values were recorded; the 3 missing values are explained below"
 
 
 @pytest.mark.parametrize("kind", ["ended", "other_ranks", "live", "retired", "unreadable_rule"])
@@ -186,25 +186,25 @@ def test_what_the_accounts_explain_is_a_note_and_no_ok(cli: Cli, run: Path) -> N
     kept = [row for row in rows if row["step"] not in (1, 2)]
     record(run, kept, ledger=ledger(len(kept), observed=len(rows), pool_full=34))
     (line,) = lines(cli("doctor", run), "note", "param ")
-    assert line.split()[1:8] == ["param", "15", "expected", "9", "found", "6", "missing"]
-    assert line.endswith("6 missing  explained by the accounts: 6 dropped")
-    assert not [line for line in lines(cli("doctor", run), "expected") if line.startswith("ok")]
+    assert line.split()[1:7] == ["param", "9", "of", "15", "values", "were"]
+    assert line.endswith("recorded; the ledger explains the 6 missing values: 6 dropped")
+    assert not [line for line in lines(cli("doctor", run), "values were recorded") if line.startswith("ok")]
 
 
 def test_what_never_was_and_what_the_accounts_explain_are_told_apart(cli: Cli, run: Path) -> None:
     rows = renumbered(row for row in training(5) if row["module_path"] != "a" or row["site"] in ("param", "grad"))
     kept = [row for row in rows if row["step"] not in (1, 2) or not row["module_path"].startswith("b")]
     record(run, kept, ledger=ledger(len(kept), observed=len(rows), pool_full=20))
-    (line,) = lines(cli("doctor", run), "note    output ", "20 expected")
-    assert " ".join(line.split()[6:]) == "9 missing 5 of these explained, the others by the accounts: 4 dropped"
+    (line,) = lines(cli("doctor", run), "note    output ", " of 20 values were recorded")
+    assert line.endswith("; 5 of the 9 missing values are explained below, the others by the ledger: 4 dropped")
 
 
 def test_what_never_was_is_not_laid_on_steps_of_which_everything_was_dropped(cli: Cli, run: Path) -> None:
     rows = renumbered(row for row in training(5) if row["module_path"] != "a" or row["site"] in ("param", "grad"))
     kept = [row for row in rows if row["step"] not in (1, 2)]
     record(run, kept, ledger=ledger(len(kept), observed=len(rows), pool_full=28))
-    (line,) = lines(cli("doctor", run), "note    output ", "20 expected")
-    assert " ".join(line.split()[6:]) == "11 missing 5 of these explained, the others by the accounts: 6 dropped"
+    (line,) = lines(cli("doctor", run), "note    output ", " of 20 values were recorded")
+    assert line.endswith("; 5 of the 11 missing values are explained below, the others by the ledger: 6 dropped")
 
 
 def test_what_no_account_covers_is_not_explained_by_them(cli: Cli, run: Path) -> None:
@@ -212,7 +212,7 @@ def test_what_no_account_covers_is_not_explained_by_them(cli: Cli, run: Path) ->
     kept = [row for row in rows if row["step"] not in (1, 2)]
     record(run, kept, ledger=ledger(len(kept), observed=len(kept) + 3, pool_full=3))
     (line,) = lines(cli("doctor", run), "note", "param ")
-    assert line.endswith("0 of these explained")
+    assert line.endswith(" missing values are explained below") and "; 0 of the " in line
 
 
 def test_what_was_dropped_or_never_there_is_explained_and_not_said_to_be_never_called(cli: Cli, run: Path) -> None:
@@ -220,7 +220,7 @@ def test_what_was_dropped_or_never_there_is_explained_and_not_said_to_be_never_c
     record(run, rows, ledger=ledger(len(rows), observed=29, disk_full=24))
     found = cli("doctor", run)
     (line,) = lines(found, "note", "param ")
-    assert line.endswith("15 missing  explained by the accounts: 15 dropped or never there")
+    assert line.endswith("the ledger explains the 15 missing values: 15 dropped or never there")
     assert lines(found, "missing", "85 values", "seen and dropped, or never there", "(disk_full)")
     assert "never called" not in found.out
     told = [one for one in cli("doctor", run, "--json").json["checks"] if one.get("site") == "param"]
@@ -234,7 +234,7 @@ def test_what_the_accounts_explain_is_told_beside_what_they_do_not(cli: Cli, run
         its = [row | {"rank": rank} for row in kept]
         record(run, its, rank, ledger=ledger(len(its), observed=len(rows), pool_full=number))
     (line,) = lines(cli("doctor", run), "note", "param ")
-    assert " ".join(line.split()[6:]) == "12 missing 0 of these explained, and by the accounts: 6 dropped"
+    assert line.endswith("; 0 of the 12 missing values are explained below; the ledger has 6 dropped")
 
 
 def test_steps_behind_the_last_recorded_one_are_said_to_be_in_no_table(cli: Cli, run: Path) -> None:
@@ -261,7 +261,7 @@ def test_retention_is_told_with_the_setting_that_is_in_force(
     writer.finish(roots=root(), rules=[RULE], ledger=accounts, settings=settings)
     found = cli("doctor", run)
     assert lines(found, "note", "34 values missing, rank 0, steps 2..3", f": removed by retention ({setting}): ")
-    assert all(line.startswith("note") and "by the accounts: " in line for line in lines(found, "expected"))
+    assert all(line.startswith("note") and "the ledger" in line for line in lines(found, "values were recorded"))
 
 
 def test_each_of_several_strays_of_a_directory_is_named(cli: Cli, run: Path) -> None:
@@ -319,7 +319,7 @@ def test_absent_ranks_are_told_with_what_may_have_kept_them(cli: Cli, tmp_path: 
         found = cli("doctor", run)
         assert found.exit_code == 1
         assert lines(found, "missing", "ranks: nothing of 1, 2 of 3", why)
-        assert lines(found, "output", "24 expected", "8 found", "16 missing")
+        assert lines(found, "output", "8 of 24 values were recorded")
 
 
 def test_a_rule_for_one_rank_is_told_as_a_filter(cli: Cli, run: Path) -> None:

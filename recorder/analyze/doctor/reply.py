@@ -247,22 +247,25 @@ def _totals(expected: Expectation) -> Iterator[Check]:
     """Yield the table. A value counts once for each module (or parameter), rank and step, however often it occurs."""
     if not expected.totals:
         return
-    width = max(len(f"{total.expected:,}") for total in expected.totals)
     for total in expected.totals:
         missing = total.expected - total.found
-        numbers = f"{total.expected:>{width},} expected  {total.found:>{width},} found  {missing:>{width},} missing"
         rest = missing - total.explained
         never = "dropped or never there"
         known = ((total.dropped, "dropped"), (total.retired, "retired"), (total.perhaps_dropped, never))
         accounts = ", ".join(f"{number:,} {account}" for number, account in known if number)
-        if accounts and rest == sum(number for number, _ in known):
-            others = f"{total.explained:>{width},} of these explained, the others " if total.explained else "explained "
-            numbers += f"  {others}by the accounts: {accounts}"
-        elif missing:
-            numbers += f"  {total.explained:>{width},} of these explained"
-            numbers += f", and by the accounts: {accounts}" if accounts else ""
+        is_rest_known = accounts and rest == sum(number for number, _ in known)
+        text = f"{total.found:,} of {total.expected:,} values were recorded"
+        if not missing:
+            text = f"all {total.expected:,} values were recorded"
+        elif is_rest_known and not total.explained:
+            text += f"; the ledger explains the {missing:,} missing values: {accounts}"
+        else:
+            share = f"{total.explained:,} of the {missing:,}" if rest else f"the {missing:,}"
+            text += f"; {share} missing values are explained below"
+            text += f", the others by the ledger: {accounts}" if is_rest_known else ""
+            text += f"; the ledger has {accounts}" if accounts and not is_rest_known else ""
         members = {**total._asdict(), "missing": missing}
-        yield Check("note" if rest else "ok", f"{total.site:12}{numbers}", members=members)
+        yield Check("note" if rest else "ok", f"{total.site:12}{text}", members=members)
     for tail in expected.tails:
         who = "" if tail.rank is None else f"rank {tail.rank}: "
         rows = "1 row was" if tail.num_rows == 1 else f"{tail.num_rows} rows were"
