@@ -60,7 +60,7 @@ class Combine(Enum):
     ANEW = "anew"
     """The combined value needs more than this column; `globalview.view` computes it when it makes global rows."""
     SUM = "sum"
-    """The values are added. Lists are added element by element."""
+    """The values of the rows are added. Lists are added element by element."""
     MIN = "min"
     MAX = "max"
     MOMENTS = "moments"

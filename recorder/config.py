@@ -168,7 +168,7 @@ class Settings:
     batch_bytes: ClassVar[int] = 8 << 20
     """The number of payload bytes at which a batch is written. Only tests change this number and `shard_rows`."""
     shard_rows: ClassVar[int] = 65536
-    """The number of rows at which a shard is sealed."""
+    """The number of rows at which a shard is sealed. Only tests change this number and `batch_bytes`."""
 
     def __post_init__(self) -> None:
         for name, low, high in RANGES:

@@ -36,7 +36,7 @@ KEEP_TOKENS = 256
 KEEP_VALUES = KEEP_TENSOR | KEEP_RING
 """The bits in `keep` that need the values themselves in host memory."""
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
-"""The bits in `keep` for numbers about values. Such numbers of the summands of a sum say nothing about the sum."""
+"""The bits in `keep` for numbers about values. Numbers about the summands of a sum say nothing about the sum."""
 
 SMALL_BYTES = 1 << 12
 """A tensor of at most this size is copied in the hook, and the writer measures many such records with one call."""
@@ -75,7 +75,7 @@ class Block(Protocol):
 
 
 class LostError(Exception):
-    """The bytes of a value will never arrive; the error's text is the drop reason, its cause the original error."""
+    """The bytes of a value will never arrive. The error's text is the drop reason; its cause is the original error."""
 
 
 class Ready(Protocol):

@@ -24,7 +24,7 @@ _MIN_BYTES = 16384
 """The size below which a payload is stored as it is: at 4 KiB, byte planes cost 22 us a row and save 7 %."""
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
-"""The fraction of its size below which a sample must shrink, because compression costs over 8 % of a write's time."""
+"""A payload is compressed if its sample shrinks below this fraction: compression costs over 8 % of a write's time."""
 _MATCHES_PAY = 1.05
 """zstd must compress better than the Huffman code by this factor to be chosen: zstd takes at least twice as long."""
 _SAMPLED_EACH = 16

@@ -15,9 +15,9 @@ from .rules import ChunkValues, Replication, concatenated, copies_unless, replic
 
 Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
-"""A function of the indexes of some chunks; returns what is known about the values of these chunks."""
+"""Takes the indexes of some chunks, and returns what is known about the values of these chunks."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""A function that returns the dim along which plain chunks are cut that differ although their ranks share a batch."""
+"""Takes plain chunks that differ although their ranks share a batch; returns the dim along which they are cut."""
 
 
 class BatchGroup(NamedTuple):

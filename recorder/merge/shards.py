@@ -32,7 +32,7 @@ _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""The payload bytes at which a batch of the shards of statistics is written; only scalars have payloads there."""
+"""A batch of statistics is written when its payloads, which only scalars have, reach this many bytes."""
 _SMALL_BYTES = 1024
 """A scalar's payload of up to this many bytes is stored with the statistics."""
 

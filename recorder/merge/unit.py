@@ -38,7 +38,7 @@ UNIT_ROWS = 100_000
 ROWS_PER_WRITER = 4096
 """The rows per writer that a unit may have even above `UNIT_ROWS`, because shards are read batch by batch."""
 UNIT_FORMAT = 3
-"""A number that is raised when the same inputs give another result; units with a lower number are built again."""
+"""A number that is raised when merges of the same inputs change; units with a lower number are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
 Counts = npt.NDArray[np.int64]

@@ -423,7 +423,6 @@ class Kernels:
 
 
 def _measured(statistics: tuple[Any, ...], weights: Weights | None) -> Measured:
-    """Return a tensor's statistics from the members of a `struct statistics`."""
     fingerprint, count = statistics[13:]
     known = statistics[:13] if count else (*(None,) * 10, *statistics[10:13])
     # This makes the same tuple as `Measured(...)`, in a third of the time.

@@ -30,7 +30,7 @@ _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)
 _FIRST_CALLS = 16
 """The number of calls of a module in a micro-step whose masks are remembered; most modules are called once."""
 _MAX_COMPARED = 2000
-"""The most paths that an unmatched pattern is compared with to suggest similar paths; each comparison takes 40 us."""
+"""The most paths with which an unmatched pattern is compared to suggest similar ones; each comparison takes 40 us."""
 
 
 class RuleSelection:

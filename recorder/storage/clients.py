@@ -220,7 +220,7 @@ class StoreKind:
     certificates: str = ""
     """The setting that names a file of trusted certificates."""
     version_tag: str = "e_tag"
-    """The member of an object's metadata by which a conditional put identifies the object that it replaces."""
+    """The member of an object's metadata that tells a conditional put which version of the object it replaces."""
 
     def endpoint(self, environ: Mapping[str, str]) -> str:
         """Return the URL of the store from the environment or a profile; empty for the provider's own endpoint."""

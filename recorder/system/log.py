@@ -189,7 +189,6 @@ def _streams(logger: logging.Logger) -> Iterator[Any]:
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
-    """Yield the logger's own handlers, and the handlers of the ancestors to which it propagates its lines."""
     current: logging.Logger | None = logger
     while current is not None:
         yield from current.handlers
