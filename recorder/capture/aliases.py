@@ -106,7 +106,7 @@ class Aliases:
             self._release(self._waiting[0], None)
 
     def end(self) -> None:
-        """Pass waiting records on and forget all DTensors as a root's call ends: later tensors may reuse memory."""
+        """Pass waiting records on and forget all DTensors as a root's call ends: later tensors may reuse the memory."""
         self.flush()
         self._known.clear()
 

@@ -179,7 +179,7 @@ class Split(NamedTuple):
 
 
 def split_of(parameter: object) -> Split | None:
-    """Return how ranks have cut a parameter, according to a framework's table at it; None without a table."""
+    """Return how ranks have cut a parameter, by a framework's table; None if the parameter has no table."""
     for name, table in getattr(parameter, "__dict__", {}).items():
         if name in _READERS:
             try:

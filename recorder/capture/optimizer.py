@@ -490,7 +490,7 @@ class OptimizerHooks:
             updates.begin(group, tensors, at)
 
     def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
-        """Return a group of the same values that was learned under other masks, with what is kept at this step.
+        """Return the group of this key's values that was learned under other masks, with this step's keep bits.
 
         None is returned if there is no such group, or if the probe does not measure each of its values at this step.
         """

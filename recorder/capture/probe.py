@@ -391,7 +391,7 @@ class Probe:
     def saw_updates_on_device(
         self, updates: Sequence[ProbedValue], moved: Sequence[torch.Tensor], moment: Moment
     ) -> None:
-        """Launch the kernels that measure an update of parameters on a device; `moved` has the samples' changes."""
+        """Launch the kernels that measure an update on a device; `moved` has the sampled elements' changes."""
         torch._foreach_mul_(list(moved), [math.sqrt(max(one.numel / SAMPLED, 1.0)) for one in updates])
         seen = [SeenOnDevice(value, moment, 0, has_row=True) for value in updates]
         self._launched(self._on_device.measure_many(seen, list(moved)), moment)

@@ -233,7 +233,7 @@ class SharedTensors:
     def shared(
         self, tap: Origin, moment: Moment, phase: str, tensor: torch.Tensor, *, is_kept: bool
     ) -> SharedTensor | None:
-        """Return the record of this tensor's objectives; None for other taps, for a loss, and if no rule needs it."""
+        """Return the `SharedTensor` for this tensor; None if the tap is no objective, for a loss, or without a rule."""
         if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
             return None
         mask = self.capture.masks[self.capture.selection.rule_set_of_name("scalar", OBJECTIVE_COSINE)]

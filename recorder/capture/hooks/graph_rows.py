@@ -24,7 +24,7 @@ _MAX_CALLS = 1024
 """The most calls of one tap in one graph whose gradients can be told apart."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""The note of a gradient of a tap's result: it lacks what other uses of the value in its module add to the gradient."""
+"""The note of a gradient at a tap's result, which lacks the parts from the value's other uses in the module."""
 _Key = tuple[str, str, int]
 """The name, the `where` and the index of a tap, as the ops receive them."""
 
@@ -169,7 +169,7 @@ class TapRows:
         return capture.roots[0] if capture.roots and not where else None
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether the module with this tap has no hooks, so that only the tap records it, also if it runs eagerly."""
+        """Whether the module with this tap has no hooks, so that only the tap records it, even in eager mode."""
         root = self.root_of(where)
         watch = root.modules_by_tap.get(where) if root is not None else None
         return watch is not None and watch.is_hidden

@@ -365,7 +365,7 @@ class HookedModule:
 
     @property
     def rule_sets_of_hooks(self) -> frozenset[int]:
-        """Return the rule sets for which the module's hooks record values; none where the module has no hooks."""
+        """Return the rule sets for which the module's hooks record values; empty where the module has no hooks."""
         sites = [*OF_CALLS, *(["grad"] if self._wants_local else [])] if self._handles else []
         return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
 

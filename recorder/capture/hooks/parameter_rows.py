@@ -342,7 +342,7 @@ def _flattening(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def unsharded_scope(site: str, scope: str | None) -> str | None:
-    """Return the scope of an unsharded tensor: a gradient is the rank's own (`no_sync`), a parameter is gathered."""
+    """Return an unsharded tensor's scope: ``local`` for a gradient (`no_sync`), ``unsharded`` for a parameter."""
     return {"grad": "local", "param": "unsharded"}.get(site, scope)
 
 
