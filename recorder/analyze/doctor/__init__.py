@@ -1,1 +1,1 @@
-"""Compares the values that should have been recorded with the recorded ones: every missing value gets a reason."""
+"""Compares the values that should have been recorded with the recorded values: each missing value gets a reason."""

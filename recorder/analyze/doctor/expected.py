@@ -38,13 +38,13 @@ Window = tuple[int, int]
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
-"""The most steps that are all judged. In a longer range, only the steps with rows are judged."""
+"""If more steps than this are selected, only the steps with rows are judged."""
 _MAX_CELLS = 1 << 30
-"""The most steps x rules x ranks. If no two ranks share a view, each combination takes a byte of memory."""
+"""The largest product of steps, rules and ranks of which all steps are judged, as each combination may take a byte."""
 
 
 class SiteTotal(NamedTuple):
-    """One line of the table: the values of one site, counted once for each rank and step."""
+    """One line of the table by site: the number of values of a site, each counted once for each rank and step."""
 
     site: str
     expected: int
@@ -56,7 +56,7 @@ class SiteTotal(NamedTuple):
     retired: int
     """The number of missing values that retention removed."""
     perhaps_dropped: int
-    """The number of missing values that were dropped or never existed: fewer rows were dropped than are missing."""
+    """The number of values that were dropped or never existed, because fewer rows were dropped than are missing."""
 
 
 class Uneven(NamedTuple):
@@ -64,14 +64,14 @@ class Uneven(NamedTuple):
 
     mode: str
     ranks: list[int | None]
-    """The ranks that differ from the first rank with rows."""
+    """The ranks whose number of forwards differs from the first rank's; if `is_alone`, the rank that ran forwards."""
     steps: list[int]
     is_alone: bool
     """True if only one rank ran forwards of this mode."""
 
 
 class LackingRows(NamedTuple):
-    """The global rows of a merged run that lack ranks."""
+    """A count of the global rows of a merged run that lack the same ranks."""
 
     missing: list[int]
     num_rows: int
@@ -81,7 +81,7 @@ class LackingRows(NamedTuple):
 
 
 class RuleReach(NamedTuple):
-    """A rule that is limited to some ranks, with the lists of these ranks and of the other ranks."""
+    """A recording rule that is limited to some ranks, with the lists of these ranks and of the other ranks."""
 
     rule: str
     ranks: list[int]
@@ -89,7 +89,7 @@ class RuleReach(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """The result of doctor: totals, and every gap with its reason."""
+    """The result of `recorder doctor`: counts of expected and missing values, and every gap with its reason."""
 
     totals: list[SiteTotal]
     gaps: list[Gap]
@@ -97,30 +97,29 @@ class Expectation(NamedTuple):
     partial: list[LackingRows]
     reaches: list[RuleReach]
     tails: list[DroppedTail]
-    """Rows that ranks dropped after their last recorded row, beyond the steps of the table."""
+    """For each rank that dropped rows after its last recorded row: how many. The table leaves these rows out."""
     problems: list[str]
-    """Texts about the parts of manifests that could not be used."""
+    """Texts about the rules in manifests that cannot be read or judged."""
     unknown: dict[tuple[str, str], int]
-    """By kind (``site``, ``encoding``, ``column``) and word, the number of rows with a word of a later version of the
-    format.
-    """
+    """The number of rows with a name of a later format version, by kind (``site``, ``encoding``, ``column``) and
+    name."""
     num_steps_lived: int
     num_steps_expected: int
     num_steps_passed: int
-    """The number of steps that were kept in memory only, because no trigger asked for them."""
+    """The number of steps whose rows were kept in memory only, because no trigger asked for these steps."""
     num_modules: int
     num_selected: int
-    """The number of modules that have a slot which a rule selects."""
+    """The number of modules of which a rule selects at least one site."""
     num_filtered: int
-    """The number of selected modules without wanted values at these steps, because of steps, names or calls."""
+    """The number of selected modules of which no value is expected, because rules restrict steps, names or calls."""
     last_steps: dict[int | None, int | None]
-    """The last step of each rank's rows; None for a rank without rows."""
+    """The last step that has a row of the rank, for each rank; None for a rank without rows."""
     silent: dict[str, list[tuple[str, str]]]
-    """The root and path of each selected module without a row, by the reason."""
+    """By reason, the root and path of each selected module without a row."""
     shared: list[tuple[str, str]]
-    """Path and alias of each module that has several paths."""
+    """The first path, and another path (alias), of each module that has several paths."""
     num_incomplete: int
-    """The number of tensors of which some parts were dropped."""
+    """The number of tensors that were recorded in several rows, of which some are missing."""
     is_merged: bool
     absent: list[int]
 
@@ -172,7 +171,7 @@ class _AskedSlots:
         return view
 
     def absent_views(self, missing: Sequence[int], selected: Flags) -> Iterator[tuple[list[int], RankView]]:
-        """Yield the expected values of ranks that have left nothing. Ranks with the same rules share a view."""
+        """Yield groups of the ranks `missing` that have the same rules, each with a view of their expected values."""
         groups: dict[tuple[bool, ...], list[int]] = {}
         for rank in missing:
             groups.setdefault(tuple(rank in match.rule.rank for match in self.matches), []).append(rank)
@@ -181,7 +180,7 @@ class _AskedSlots:
             yield group, RankView(self.slots, self.axis, promised, *self._when(selected, is_on), rank=group[0])
 
     def _when(self, selected: Flags, is_on: Sequence[bool]) -> tuple[Integers, Flags]:
-        """Return the kind of each slot, and for each kind the steps at which its slots are expected (kind 0: none)."""
+        """Group slots (sites of modules) by expected steps: return each slot's group, and a mask of steps per group."""
         key = selected.tobytes(), tuple(is_on)
         if key in self._known:
             return self._known[key]
@@ -228,7 +227,7 @@ def compare(run: Run) -> Expectation:
     known_lost = accounted(gaps.lost, {one.rank: one.writers for one in ranks})
     by_account = (known_lost.get(reason, np.zeros(len(SLOT_SITES), np.int64)) for reason in ACCOUNTED)
     columns = (gaps.expected, gaps.found, gaps.explained, *by_account, gaps.perhaps_dropped)
-    # If all steps were kept in memory and no trigger came, no step is wanted; but the run still had steps.
+    # If a ring kept all steps in memory and no trigger came, no step is expected on disk; but the run still had steps.
     is_all_passed = asked.num_lived > 0 and any(match.rule.keep == KEEP_RING for match in asked.matches)
     return Expectation(
         totals=[
@@ -259,7 +258,7 @@ def compare(run: Run) -> Expectation:
 
 
 def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
-    """Group the writers by rank. Of a rank that counts steps from 0 in each attempt, only the newest writer counts."""
+    """Group the writers by rank. If a rank counts steps from 0 in each attempt, keep only its newest writer."""
     groups: defaultdict[int | None, list[int]] = defaultdict(list)
     for number, writer in enumerate(run.writers):
         groups[None if run.is_merged else writer.rank].append(number)
@@ -293,7 +292,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
-    """Return the steps at which a rule wants a value, and the numbers of all steps and of steps kept only in memory."""
+    """Return the steps at which a rule wants values, and the numbers of all steps and of steps kept only in memory."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
         return np.zeros(0, np.int64), 0, 0
@@ -321,7 +320,7 @@ def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
-    """Return the steps at which a rule wants values on disk: its schedule, or with a ring only triggered steps."""
+    """Return a mask of the steps at which a rule wants values on disk: its schedule, or (ring) triggered steps only."""
     are_wanted = _in_schedule(rule, steps)
     return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 
@@ -356,7 +355,7 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
 
 
 def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
-    """Return whether writers of a merged run note that the source has lost rows, without saying at which steps."""
+    """Return whether a merged run's manifests say that its source lost rows; they do not say at which steps."""
     return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
 
 

@@ -1,6 +1,6 @@
 """Finds why expected values of a rank are missing. Values missing for the same reason form a gap.
 
-This module works in blocks of modules, so that memory stays bounded. It must never read a run.
+This module works on one block of modules after another, so that memory stays bounded. It must never read a run.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .slots import HIDDEN, SLOT_SITES, Flags, Slots, distinct
 Integers = npt.NDArray[np.int64]
 
 _MAX_CELLS = 4_000_000
-"""The most slots x steps of a block."""
+"""The largest product of the slots (sites of modules) and steps of a block."""
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
-"""The sites of a call's values. The other sites of calls have the gradients of these values."""
+"""The indices, in `OF_CALLS`, of the sites of a call's values. The other sites in `OF_CALLS` are of gradients."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
-"""For each site of calls, the index of the site of its values; a gradient's site maps to that of its value."""
+"""Maps each site in `OF_CALLS` to the site of its value, as indices: for example ``grad_output`` to ``output``."""
 
 
 class Reason(NamedTuple):
-    """A reason for which a value is missing."""
+    """A reason why an expected value is missing."""
 
     key: str
     text: str
@@ -109,7 +109,7 @@ _OF_MODULE = {
     "no_param_gradient", "param_unseen", "no_state",
     "no_buffer", "disarmed",
 }  # fmt: skip
-"""Reasons that differ between modules. Sites share a gap for one of these only if they have the same modules."""
+"""Reasons that depend on the module: sites with one of these reasons share a gap only if they have the same modules."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
@@ -126,7 +126,7 @@ _UNCALLED = np.array([_CODE[key] for key in (
 _NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
 """Reasons whose only evidence is that a row is missing."""
 _GONE = np.array([_CODE[key] for key in ("perhaps_dropped", *_OF_CAUSE.values())])
-"""Reasons with which a row may have existed."""
+"""Reasons that leave open whether the missing value existed."""
 
 
 class Gap(NamedTuple):
@@ -134,11 +134,11 @@ class Gap(NamedTuple):
 
     reason: Reason
     detail: str
-    """Facts beyond the reason: where a record ends, which shard is damaged, or why rows were dropped."""
+    """Facts besides the reason: where a record ends, which shard is damaged, or why rows were dropped."""
     root: str
     sites: list[str]
     modules: list[str]
-    """The paths of the modules, in the order of the tree."""
+    """The paths of the modules that lack values, in the order of the module tree."""
     steps: list[int]
     ranks: list[int | None]
     num_missing: int
@@ -147,7 +147,7 @@ class Gap(NamedTuple):
 
 @dataclass(slots=True)
 class _Sum:
-    """The values of one site of one root that are missing for one reason."""
+    """The missing values of one site of one root that are missing for one reason."""
 
     modules: Flags
     steps: Flags
@@ -156,16 +156,16 @@ class _Sum:
 
 
 class Gaps:
-    """Collects gaps, and adds them up over modules, steps and ranks."""
+    """Collects the gaps of ranks, and adds them up over modules, steps and ranks."""
 
     def __init__(self, slots: Slots, axis: Integers) -> None:
         self.slots = slots
         self.axis = axis
         self.expected, self.found, self.explained, self.perhaps_dropped = np.zeros((4, len(SLOT_SITES)), np.int64)
-        """By site, the number of: all expected values; recorded values; missing values that need not exist; and missing
-        values that were dropped or never existed, because fewer were dropped than are missing."""
+        """Four counts by site: expected values; recorded values; missing values that need not exist; and missing values
+        that were dropped or never existed, because fewer rows were dropped than are missing."""
         self.lost: dict[int | None, dict[str, Integers]] = {}
-        """By rank, reason and site, the number of missing values, to be compared with the rank's own counts."""
+        """The number of missing values by rank, reason and site, to compare with the rank's counts of lost rows."""
         self._sums: dict[tuple[int, str, int, int], _Sum] = {}
 
     def add(
@@ -192,7 +192,7 @@ class Gaps:
     def silent(
         self, wanted: Flags, has_rows: Flags, called: Flags, hidden: Integers
     ) -> dict[str, list[tuple[str, str]]]:
-        """Return the modules with expected rows that left no row on any rank, by the reason.
+        """Return, by reason, the modules with expected rows that left no row on any rank.
 
         `hidden` says for each module why hooks cannot observe its calls, as in `WriterSlots`.
         """
@@ -239,10 +239,10 @@ class Gaps:
 
 
 def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, graded: Flags) -> None:
-    """Add one rank's gaps.
+    """Add the gaps of one rank, whose expected and recorded values are in `view`.
 
-    For each module, `has_rows` says whether any rank has a row of it, `called` whether it ran on any rank, and `graded`
-    whether it ran with gradients on any rank.
+    For each module, `has_rows` says whether any rank has a row of the module, `called` whether the module ran on any
+    rank, and `graded` whether it ran with gradients on any rank.
     """
     slots, first = view.slots, view.slots.first
     np.add.at(gaps.expected, slots.site, view.when.sum(axis=1)[view.code])
@@ -265,18 +265,18 @@ def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, grade
 
 
 class _SlotBlock:
-    """The slots of some modules, at some steps with rows."""
+    """The slots (sites) of some modules at some steps: which are expected, recorded and missing."""
 
     def __init__(self, view: RankView, low: int, high: int, columns: Integers) -> None:
         slots = view.slots
         self.view, self.low, self.high = view, low, high
         self.columns = columns
-        """The steps, as indices into the axis."""
+        """The steps of the block, as indices into the axis of all steps."""
         self.recorded = view.cells(view.recorded, low, high, columns)
         self.expected = view.when[view.code[low:high]][:, columns]
         missing = self.expected & ~self.recorded
         self.rows = np.flatnonzero(missing.any(axis=1))
-        """The indices from `low` of the block's slots that lack a value. All further arrays are about these slots."""
+        """The indices, from `low`, of the slots (sites of modules) that lack a value: the rows of the arrays below."""
         self.missing = missing[self.rows]
         self.slots = low + self.rows
         self.site, self.module = slots.site[self.slots], slots.module[self.slots]
@@ -286,10 +286,10 @@ class _SlotBlock:
 def _with_losses(
     block: _SlotBlock, reason: npt.NDArray[np.uint8], usual_of: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
-    """Return the reasons; if rows were lost, the cause of the loss replaces a reason.
+    """Return the reason of each missing value; where rows were lost, the cause of the loss may replace the reason.
 
-    `reason` says why a value would be missing even if nothing had been lost. `usual_of` is set to the reason of each
-    slot that never has a value.
+    `reason` says why a value would be missing if nothing had been lost. For each slot (a site of a module) that never
+    has a value, `usual_of` is set to the reason that holds without losses.
     """
     view, missing, columns = block.view, block.missing, block.columns
     without_losses = reason.copy()
@@ -298,7 +298,7 @@ def _with_losses(
     lost = np.zeros(len(columns), np.uint8)
     for cause in reversed(CAUSES):
         lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
-    # A slot that has no values where nothing was lost would have none elsewhere, either.
+    # A slot without values at all steps without losses would have no values at the other steps, either.
     never = (expected & is_free).any(axis=1) & ~(expected & there & is_free).any(axis=1)
     usual = reason[np.arange(len(reason)), np.argmax(missing & is_free, axis=1)]
     usual_of[block.slots[never]] = usual[never]
@@ -335,7 +335,7 @@ def _add_block(gaps: Gaps, block: _SlotBlock, reason: npt.NDArray[np.uint8], det
 
 
 def _reasons(block: _SlotBlock, module_reason: Integers) -> npt.NDArray[np.uint8]:
-    """Return why slots would have no value at each step even if nothing had been lost. The first reason is used."""
+    """Return the first reason why each slot (a site of a module) would lack a value even if nothing had been lost."""
     codes = np.zeros(block.missing.shape, np.uint8)
 
     def put(key: str, flags: Flags) -> None:
@@ -387,7 +387,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
         return np.isin(site, [SLOT_SITES.index(name) for name in names])[:, None]
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
-        """Return which parameters have a value at another site, and for which parameters that site was selected."""
+        """Return masks of the parameters at site `name`: has a value at the site `other`, and is selected there."""
         is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
         there, chosen = np.zeros_like(is_updated), np.zeros((len(site), 1), bool)
         there[is_site] = block.recorded[block.rows[is_site] - distance]
@@ -413,7 +413,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
 
 
 def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
-    """Return for each module why it left no call at a step at which its root was called.
+    """Return, for each module, why no call of it was recorded at a step at which its root was called.
 
     A module with parameters that left no row at all is suspicious. A module without parameters, such as a dropout whose
     owner calls a fused function, is merely not called.
@@ -437,7 +437,7 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
     reasons = np.full(len(slots.modules), _CODE["never_called"])
     for key, flags in reversed(order):
         reasons[flags] = _CODE[key]
-    # If a module is hidden, or only its children ran, its values are explained, with or without other rows of it.
+    # A module that is hidden, or of which only children ran, is explained even if it left no row at all.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
     reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
     return reasons
@@ -454,7 +454,10 @@ def _above(slots: Slots, flags: Flags) -> Flags:
 
 
 def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], usual: npt.NDArray[np.uint8]) -> None:
-    """Add the steps at which no module has a value: one reason for each step, unless a slot never has a value."""
+    """Add gaps for the steps at which no module has a value.
+
+    There is one reason per step; but where rows were lost, a slot (a site of a module) without any value has its own.
+    """
     axis = gaps.axis
     codes = np.full(len(axis), _CODE["not_merged" if view.is_merged else "no_step"], np.uint8)
     if not view.is_merged:
@@ -470,7 +473,7 @@ def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], us
 
 
 def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.NDArray[np.uint8]) -> Flags:
-    """Flag slots that have no values and perhaps never existed: rows were dropped, but too few for all such slots."""
+    """Flag slots (sites of modules) without any value if rows were dropped, but too few to explain all of them."""
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
     was_seen = np.zeros(len(usual), bool)
@@ -482,7 +485,7 @@ def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.ND
 
 
 def absent(gaps: Gaps, view: RankView, ranks: Sequence[int]) -> None:
-    """Add the expected values of ranks that have left nothing; all these ranks have the same rules."""
+    """Add gaps for all values that `ranks`, which have the same rules and left no record, were expected to have."""
     per_slot = view.when.sum(axis=1)[view.code] * len(ranks)
     np.add.at(gaps.expected, gaps.slots.site, per_slot)
     codes = np.full(len(gaps.axis), _CODE["absent"], np.uint8)

@@ -1,7 +1,7 @@
-"""The rows of each writer as numbers, one rank's expected and recorded values, and the writers' accounts of rows.
+"""Reads the rows of each writer as numbers, and finds out why rows are missing, from sequence numbers and counts.
 
-The counts of rows and their sequence numbers say why rows are missing. Each row gets its number before it can be
-dropped. So if no number is missing, no value is missing. This module reads no payload.
+Each row gets its sequence number before it can be dropped. So if no number is missing, no row is missing. Writers count
+the rows that they dropped or removed in their manifests. This module reads no payload.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .slots import SLOT_SITES, Flags, Slots, WriterSlots, distinct
 Integers = npt.NDArray[np.int64]
 
 ACCOUNTED = ("dropped", "retired")
-"""The reasons for missing rows that writers count in their manifests."""
+"""The reasons for missing rows of which writers keep counts in their manifests."""
 DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
 CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
-"""The causes of missing sequence numbers. If several causes fit a gap, the first one counts."""
+"""The causes of missing sequence numbers, as bits. If several causes fit a gap, the first of them counts."""
 _PASSED = 0
 """The cause of missing sequence numbers whose rows were kept in memory only: no trigger asked for their steps."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
-"""The phases of a step in which a row gets its sequence number. A tap or a scalar may come at any time."""
+"""The phases of a step in which a row gets its sequence number. The row of a tap or a scalar may get it at any time."""
 _WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
 WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
 """For each of `SLOT_SITES`, the phase of a step in which its rows are made."""
 TOTAL = 3
-"""The index in `LostRows.room` of the limit for all three phases together."""
+"""The index, in `LostRows.room`, of the most dropped rows in all phases (forward, backward, update) together."""
 _MANY = 1 << 40
 """The largest number of missing rows that is counted, whatever an untrusted file says."""
 
 
 class DroppedTail(NamedTuple):
-    """The values that a rank counted and dropped after the last row that it recorded."""
+    """A count of the rows that a rank numbered and dropped after the last row that it recorded."""
 
     rank: int | None
     step: int
@@ -56,10 +56,10 @@ class DroppedTail(NamedTuple):
 def accounted(
     lost: Mapping[int | None, Mapping[str, Integers]], writers: Mapping[int | None, Sequence[RecordedWriter]]
 ) -> dict[str, Integers]:
-    """Return the missing values that the writers' counts explain, by reason and site.
+    """Return, by reason and site, the number of missing values that the losses counted by the writers explain.
 
-    A rank's values are included if it lacks no more of them than its own counts say. `lost` has the missing values by
-    rank, reason and site.
+    A rank's missing values for a reason are included if the rank lacks no more of them than its writers count as lost.
+    `lost` has the number of missing values by rank, reason and site.
     """
     missing: dict[str, Integers] = {}
     for rank, by_reason in lost.items():
@@ -77,9 +77,9 @@ def accounted(
 def dropped_tail(
     rank: int | None, writers: Sequence[RecordedWriter], last_seq: int, last_step: int
 ) -> DroppedTail | None:
-    """Return the values that the newest writer of a rank dropped after its last row; None if there are none.
+    """Return a count of the rows that a rank's newest writer dropped after its last row; None if it dropped none.
 
-    `last_seq` is the number of the newest writer's last row, -1 without rows; `last_step` is the last step of the rank.
+    `last_seq` is the sequence number of this writer's last row, -1 without rows. `last_step` is the rank's last step.
     """
     newest = writers[-1]
     if newest.balance.passed:
@@ -89,7 +89,7 @@ def dropped_tail(
 
 
 def retention(writers: Sequence[RecordedWriter]) -> str:
-    """Return the name of the setting by which rows of these writers were removed."""
+    """Return the name of the setting because of which rows of these writers were removed."""
     kept = [writer.manifest.whole_setting("keep_newest") for writer in writers]
     return " or ".join(dict.fromkeys("keep_newest" if number > 0 else "max_bytes" for number in kept))
 
@@ -100,19 +100,19 @@ class NumberedRows(NamedTuple):
     seq: Integers
     step: Integers
     shard: npt.NDArray[np.int32]
-    """The index of the shard that each row is in."""
+    """For each row, the index of its shard among the writer's shards."""
     micro_step: npt.NDArray[np.int32]
     when: npt.NDArray[np.int8]
-    """The phase of each row: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
+    """For each row, the phase in which it was made: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
 
 
 class LostRows(NamedTuple):
-    """The causes of missing rows of one rank, and how many may have been dropped, step by step."""
+    """For each step of one rank, the causes of missing rows, and the most rows that may have been dropped."""
 
     bits: npt.NDArray[np.uint8]
-    """The bits of all causes that apply at each step."""
+    """For each step, the bits of all causes of missing rows."""
     room: Integers
-    """The most rows that can have been dropped: in the forward, in the backward, around the update, and in total."""
+    """The most rows that may have been dropped, by phase (forward, backward, update, all together) and step."""
 
 
 class _Gaps(NamedTuple):
@@ -120,11 +120,11 @@ class _Gaps(NamedTuple):
 
     cause: int
     first: Integers
-    """The step of the row before each range; `last` has the step of the row after it."""
+    """For each range, the step of the row before it; `last` has the step of the row after it."""
     last: Integers
     size: Integers
     earliest: Integers
-    """For each range, the earliest phase of a step in which its rows can have been numbered."""
+    """For each range, the earliest phase of a step in which its missing rows can have been numbered."""
     latest: Integers
 
     @classmethod
@@ -133,7 +133,7 @@ class _Gaps(NamedTuple):
 
 
 def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers) -> LostRows:
-    """Return why rows of one rank are missing at each of some ascending steps, and how many were dropped.
+    """Return, for ascending `steps`, why rows of one rank are missing, and how many may have been dropped.
 
     The writers are in the order of their start, and `rows` has the rows of each writer.
     """
@@ -158,7 +158,7 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
 
 
 def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
-    """Yield the missing sequence numbers of a writer; `following` is the first step of the rank's next writer."""
+    """Yield the ranges of missing sequence numbers of a writer; `following` is the first step of the next writer."""
     balance = writer.balance
     is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
     usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
@@ -210,7 +210,7 @@ def _gaps_between(
 
 
 def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
-    """Return the earliest and latest phase in which the missing rows after each of these rows were numbered."""
+    """Return the earliest and latest phase in which the rows missing after the rows at `indices` got their numbers."""
     before, after = rows.when[indices], rows.when[indices + 1]
     is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
     is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
@@ -221,7 +221,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
-    """Return ranges of sequence numbers, without both ends, whose shards are damaged or removed by retention."""
+    """Return ranges (low, high, cause) of sequence numbers, excluding low and high, of damaged or removed shards."""
     removed = []
     limits = _limits(rows, len(writer.all_shards))
     for kind in ("tensors", "stats", PROBE):
@@ -258,7 +258,7 @@ class SlotRows(NamedTuple):
 
     numbered: NumberedRows
     slot: npt.NDArray[np.int32]
-    """The slot of each row; -1 for a row of a tap, of a scalar, or of a module outside the module tree."""
+    """For each row, its index in `Slots`; -1 for rows of taps, of scalars, or of modules outside the module tree."""
     step: Integers
     root: npt.NDArray[np.int32]
     module: npt.NDArray[np.int32]
@@ -269,13 +269,13 @@ class SlotRows(NamedTuple):
     is_forward: Flags
     num_incomplete: int
     unknown: Counter[tuple[str, str]]
-    """By kind (``site``, ``encoding`` or ``column``) and unknown word, the number of rows that have the word."""
+    """The number of rows with a name unknown to this version, by kind (``site``, ``encoding``, ``column``) and name."""
     partial: list[tuple[str, str, str, Integers]]
-    """The groups of rows that lack ranks: their present and expected ranks, their mode, and their steps."""
+    """The groups of rows that lack ranks: present ranks and expected ranks as JSON, mode, and steps."""
 
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
-    """Return all rows of a writer, in the order of the file."""
+    """Return all rows of a writer as integers, in the order of the file."""
     batches = [(number, batch) for number, shard in enumerate(writer.all_shards) for batch in shard.columns(_COLUMNS)]
     shard_of = np.concatenate([np.zeros(0), *(np.full(batch.num_rows, number) for number, batch in batches)])
     columns = {
@@ -324,10 +324,10 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
 _TYPES = {"seq": pa.int64(), "step": pa.int64(), "micro_step": pa.int32(), "part": pa.int32(), "numel": pa.int64(),
           "payload_bytes": pa.int64()}  # fmt: skip
 _WHEN = np.array([*WHEN_OF_SITES, ANYTIME])
-"""The phase in which rows come: an entry for each of `SLOT_SITES`, and a last entry for all other sites."""
+"""The phase in which rows of a site are made: an entry for each of `SLOT_SITES`, and a last one for other sites."""
 MODES = {"train": 0, "eval": 1, "no_grad": 2}
 _Codes = tuple[Integers, list[str]]
-"""The index of each row's text, -1 for null; and the texts."""
+"""A column of texts: the index of each row's text (-1 for null), and the list of distinct texts."""
 
 
 def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
@@ -391,16 +391,16 @@ def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, st
 
 @dataclass(eq=False)
 class RankView:
-    """The values that one rank should have recorded, and those that it recorded, by slot and step."""
+    """The values that one rank should have recorded, and did record, by slot (a site of a module) and step."""
 
     slots: Slots
     axis: Integers
     promised: WriterSlots
-    """The slots as the manifests of the rank describe them."""
+    """What the manifests of the rank say of each slot (a site of a module)."""
     code: Integers
-    """For each slot, the index of its row in `when`."""
+    """For each slot (a site of a module), the index of its row in `when`."""
     when: Flags
-    """For each kind of slot, the steps of the axis at which a value is expected; row 0 expects none."""
+    """For each group of slots with the same expected steps, a mask of these steps; group 0 expects no values."""
     rank: int | None
     writers: Sequence[RecordedWriter] = ()
     is_merged: bool = False
@@ -410,19 +410,19 @@ class RankView:
     def __post_init__(self) -> None:
         num_roots, num_steps, num_modules = len(self.slots.roots), len(self.axis), len(self.slots.modules)
         self.bits = np.zeros(num_steps, np.uint8)
-        """The causes of missing rows at each step, from `lost_steps`."""
+        """For each step, the bits of the causes of missing rows, from `lost_steps`."""
         self.room = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """The most missing values of a step that drops can explain, as in `LostRows`."""
+        """By phase and step, the most missing values that dropped rows can explain, as in `LostRows`."""
         self.room_taken = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """The number of missing values of a step that drops do explain."""
+        """By phase and step, the number of missing values that dropped rows do explain so far."""
         self.alive = np.zeros(num_steps, bool)
-        """True for steps with a row of a module."""
+        """For each step, whether it has a row of a module."""
         self.called = np.zeros((num_roots, num_steps), bool)
         self.called_with_grad = np.zeros((num_roots, num_steps), bool)
         self.updated = np.zeros((num_roots, num_steps), bool)
-        """True for steps at which an optimizer stepped."""
+        """By root and step, whether an optimizer stepped."""
         self.recorded = np.zeros(0, np.int64)
-        """The key of each recorded value, slot x number of steps + index of the step, ascending."""
+        """For each recorded value, its index in `Slots` x number of steps + index of the step, ascending."""
         self.recorded_with_grad = np.zeros(0, np.int64)
         self.called_ever = np.zeros(num_modules, bool)
         self.graded_ever = np.zeros(num_modules, bool)
@@ -458,7 +458,7 @@ class RankView:
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Return, for a block of slots and some steps, which of their values are in the sorted `keys`."""
+        """Return a mask of the values that `keys` contains: slots from `low` to `high`, by the steps `columns`."""
         num_steps = self.when.shape[1]
         has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
@@ -472,7 +472,7 @@ class RankView:
     def take_room(self, columns: Integers, wanted: Flags, site: Integers, num_found: Integers) -> Flags:
         """Return which missing values are explained by drops: at most as many as were dropped in each phase of a step.
 
-        Slots with the most recorded values come first.
+        The slots (sites of modules) with the most recorded values come first.
         """
         chosen = np.zeros_like(wanted)
         order = np.argsort(-num_found, kind="stable")

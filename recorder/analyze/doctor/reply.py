@@ -1,4 +1,4 @@
-"""Makes the reply of `recorder doctor`: which values a run lacks and why, the most important lines last.
+"""Makes the output of `recorder doctor`: which values a run lacks and why, the most important lines last.
 
 Without a run the lines are about the environment: the flag, the hook in torch, the settings, the disk. Nothing here
 imports torch or the training side of the package, because doctor must work when torch or the training side is broken.
@@ -39,14 +39,14 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MAX_LISTED = 10
 _FEW, _MAX_TEXT = 3, 100
 _MAX_GAPS = 40
-"""The most lines about gaps of one state; ``--json`` has all."""
+"""The most lines about gaps that are printed for one state of lines; ``--json`` has all lines."""
 _STEP_SOURCES = {
     "counted": "counted from 0",
     "optimizer": "counted on from the number in the optimizer's state",
     "user": "those that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
-"""For each kind of event that explains gaps, the reason of these gaps. Any other kind is a failure."""
+"""For each kind of event that explains gaps, the reason of these gaps. Most other kinds of events are failures."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed", "exception", "trouble", "objective"}
 """Kinds of events that cause no missing values."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
@@ -56,13 +56,13 @@ _UNKNOWN = {
     "encoding": "their values cannot be read here; a later version of recorder reads them",
     "column": "it is passed over",
 }
-"""The end of a line about a word that only a later version of the format has."""
+"""For each kind of name, the end of a line about a name that only a later version of the format has."""
 _STATES = ("ok", "note", "missing")
-"""The states of lines. Lines of the most important state come last, next to the prompt."""
+"""The states of lines, the least important first. The most important lines come last, next to the prompt."""
 
 
 class Check(NamedTuple):
-    """One line of the reply."""
+    """One line of the output of `recorder doctor`."""
 
     state: str
     """``ok``, ``note``, or ``missing`` if a value is not, or will not be, recorded."""
@@ -72,11 +72,11 @@ class Check(NamedTuple):
     members: Mapping[str, Any] = MappingProxyType({})
     """Further members of the line in JSON."""
     is_listed: bool = True
-    """Whether the line is printed; JSON has all lines."""
+    """Whether the line is printed; ``--json`` has all lines."""
 
 
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
-    """Return the reply. The exit code is 1 if values are missing, or a line counts under ``--strict``."""
+    """Return the output of `recorder doctor`. Exit code 1: values are missing, or ``--strict`` counts a line."""
     known = list(checks)
     has_missing = any(check.state == "missing" for check in known)
     strict = [] if has_missing or not is_strict else [check.text for check in known if check.is_strict]
@@ -101,7 +101,7 @@ def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Re
 
 
 def checks_of(run: Run) -> Iterator[Check]:
-    """Yield the lines about a run."""
+    """Yield the lines of `recorder doctor` about a run."""
     run.load_balances()
     expected = compare(run)
     has_values = run.num_rows or any(writer.all_shards or writer.balance.passed for writer in run.writers)
@@ -187,7 +187,7 @@ def _told(run: Run) -> Iterator[Check]:
 
 
 def _dumps(run: Run) -> Iterator[Check]:
-    """Yield the dumps that triggers caused, and the ranks that learned of a trigger too late, or never.
+    """Yield lines on the dumps that triggers caused, with the ranks that learned of a trigger too late, or never.
 
     A rank whose own trigger asked for the same steps has written them, and need not learn of another trigger.
     """
@@ -244,7 +244,7 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
 
 
 def _totals(expected: Expectation) -> Iterator[Check]:
-    """Yield the table. A value counts once for each module (or parameter), rank and step, however often it occurs."""
+    """Yield the lines of the table by site. A value counts once per module (or parameter), rank and step."""
     if not expected.totals:
         return
     for total in expected.totals:
@@ -435,7 +435,7 @@ def environment_checks() -> Iterator[Check]:
 
 
 def _shadows() -> Iterator[Check]:
-    """Find a user's module with this package's name, which hides the package in a script's folder."""
+    """Yield a line if the current folder has a module of this package's name, which hides the package there."""
     own = Path(__file__).resolve().parents[2]
     for name in (f"{own.name}.py", f"{own.name}/__init__.py"):
         shadow = Path.cwd() / name

@@ -1,4 +1,4 @@
-"""The values that manifests promise: a slot for each module's value at a site, and the rules that select it.
+"""Lists the values that manifests promise as slots (sites of modules, parameters, buffers), and what rules select.
 
 This module must never read rows, and never raise an error because of untrusted JSON or rules.
 """
@@ -26,15 +26,14 @@ Integers = npt.NDArray[np.int64]
 SLOT_SITES = (*OF_CALLS, *OF_PARAMETERS, *OF_BUFFERS)
 """The sites whose values follow from the module tree. Taps and scalars depend on the program."""
 _OF_OPTIMIZERS = [number for number, site in enumerate(SLOT_SITES) if SITE_OF[site].is_of_optimizer]
-"""Sites of optimizer state, whose names begin with the parameter's name: ``weight.exp_avg``."""
+"""The indices in `SLOT_SITES` of optimizer states, whose names begin with the parameter's: ``weight.exp_avg``."""
 NEVER = 1 << 62
 """A step number that is larger than all others."""
 _MAX_DEPTH = 200
 """The most levels of a module tree: the path is untrusted and may be very long."""
 HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
 """The reasons for which hooks cannot observe calls of a module, as manifests name them; keys of `gaps.REASONS`. The
-last three reasons also apply to all modules below the module.
-"""
+last three reasons also apply to all modules below the module."""
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _MAX_RULES = 1000
 """The most rules of one writer, as each rule of an untrusted file is judged for every module and step."""
@@ -52,24 +51,24 @@ class DescribedModule(NamedTuple):
 
 
 class WriterSlots(NamedTuple):
-    """The slots as the manifest of one writer, or the manifests of all writers of a rank, describe them."""
+    """What the manifest of one writer, or the manifests of a rank's writers, say of each slot (a site of a module)."""
 
     selected: Flags
-    """For each slot, whether a rule selects its site on the writer's rank."""
+    """For each slot (a site of a module), whether a rule selects the site on the writer's rank."""
     hidden: Integers
     """For each module, why hooks cannot observe its calls: 1 + the index in `HIDDEN`, or 0 if they can."""
     disarmed: Integers
-    """For each slot, the first step at which failing hooks were disarmed; `NEVER` if they were not."""
+    """For each slot (a site of a module), the first step at which its failing hooks were disarmed; else `NEVER`."""
     untapped: Flags
-    """For each slot, whether its module is recorded only by taps in graphs, and by these only at other sites."""
+    """For each slot (a site of a module), whether only taps in graphs record the module, and at other sites only."""
     tied: dict[int, str]
-    """For each slot of a tied parameter, the other name under which that parameter is recorded."""
+    """For each slot of a tied parameter, the other name under which the parameter is recorded."""
     untrained: frozenset[int]
-    """The slots of parameters that have a gradient and that no optimizer has."""
+    """The slots of parameters that have a gradient, but belong to no optimizer."""
 
     @classmethod
     def joined(cls, slots: Slots, some: Iterable[WriterSlots]) -> WriterSlots:
-        """Join the slots of several writers. If there is no writer, no slot is selected."""
+        """Join what the manifests of several writers say. Without a writer, no slot (site of a module) is selected."""
         of_slots, of_modules = np.zeros(slots.num_slots, bool), np.zeros(len(slots.modules), np.int64)
         joined = cls(of_slots, of_modules, np.full(slots.num_slots, NEVER, np.int64), of_slots, {}, frozenset())
         for one in some:
@@ -85,7 +84,7 @@ class WriterSlots(NamedTuple):
 
 
 class Slots:
-    """Every value that may exist at a step: modules in the order of the tree, each with its slots in one range."""
+    """Every value that may exist at a step, as a slot (a site of a module). The slots of a module form one range."""
 
     def __init__(self, manifests: Iterable[WriterManifest]) -> None:
         trees: list[tuple[RecordedRoot, ...]] = []
@@ -99,12 +98,12 @@ class Slots:
         described = [[(root, module) for root in tree for module in root.modules] for tree in trees]
         self.modules = _join(described)
         self.number_of = {(module.root, module.path): number for number, module in enumerate(self.modules)}
-        """The number of a module, by root and path."""
+        """By root and path, the index of each module in `modules`."""
         self.roots = list(dict.fromkeys(module.root for module in self.modules))
         root_number = {root: number for number, root in enumerate(self.roots)}
         self.root_of = np.array([root_number[module.root] for module in self.modules], np.int64)
         self.parent_of = self._parents()
-        """The number of each module's parent; -1 for a root."""
+        """For each module, the index of its parent module; -1 for a root."""
         self._lay_out()
         writer_slots = [self._writer_slots(modules) for modules in described]
         self.writer_slots = [writer_slots[number] for number in numbers]
@@ -139,11 +138,11 @@ class Slots:
         module, site, names_of = np.array(rows, np.int64).reshape(-1, 3).T
         self.module: Integers = np.ascontiguousarray(module)
         self.site: Integers = np.ascontiguousarray(site)
-        """For each slot, the index of its site in `SLOT_SITES`."""
+        """For each slot (a site of a module), the index of the site in `SLOT_SITES`."""
         self.name: Integers = np.ascontiguousarray(names_of)
         self.names = list(names)
         self.first = np.array([*first, len(rows)], np.int64)
-        """For each module the first of its slots, followed by the number of all slots."""
+        """For each module, the index of its first slot (a site of the module); then the number of all slots."""
         self._name_codes = names
         self._named = np.flatnonzero(self.site >= len(OF_CALLS))
         keys = self._key(self.module[self._named], self.site[self._named], self.name[self._named])
@@ -154,7 +153,7 @@ class Slots:
         return (module * len(SLOT_SITES) + site) * len(self.names) + name
 
     def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
-        """Return the slot of each row; -1 for a row without a slot.
+        """Return, for each row, the index of its slot (a site of a module); -1 for a row without a slot.
 
         `module` is the module's index, `site` the index in `SLOT_SITES`, and `name` the code from `name_code`. Each is
         -1 if unknown.
@@ -171,7 +170,7 @@ class Slots:
         return slots
 
     def name_code(self, name: str) -> int:
-        """Return the code of a parameter or buffer, or of the parameter of a state such as ``weight.exp_avg``."""
+        """Return the code of a parameter's or buffer's name; a state such as ``weight.exp_avg`` has its parameter's."""
         code = self._name_codes.get(name)
         return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
 
@@ -234,12 +233,12 @@ def _join(described: Sequence[Sequence[tuple[RecordedRoot, RecordedModule]]]) ->
 
 
 class RuleMatch(NamedTuple):
-    """One rule, and the slots that the rule can select on some rank."""
+    """One rule, and the slots (sites of modules) that the rule can select on some rank."""
 
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """For each slot, True if the rule wants only some of its names or calls, as then only rows show if it exists."""
+    """For each slot, whether the rule limits its names or calls. If so, only rows show whether the slot has values."""
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
@@ -267,7 +266,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
 
 
 def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
-    """Return the slots of one rule; None if one of its regular expressions cannot be judged in bounded time."""
+    """Return the slots that a rule selects; None if one of its regular expressions cannot be judged in bounded time."""
     expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
     is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
     try:
@@ -296,14 +295,14 @@ def _leaves(slots: Slots) -> Flags:
 
 
 class _BoundedExpressions:
-    """Matches untrusted regular expressions with known texts, using RE2, whose time is linear in the text."""
+    """Matches untrusted regular expressions against known texts, using RE2, whose time is linear in the text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = list(dict.fromkeys(texts))
         self._matching: dict[str, set[str]] = {}
 
     def __call__(self, expression: str, text: str) -> bool:
-        """Return whether the expression matches one of the texts completely.
+        """Return whether the expression matches the whole of `text`, which is one of the known texts.
 
         Raises: pa.ArrowInvalid: RE2 does not support a part of the expression, such as a backward reference.
         """
