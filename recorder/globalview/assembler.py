@@ -27,7 +27,7 @@ from ..read.payload import Payloads, decode_payload
 from ..records import PART_BYTES
 
 _CACHE_BYTES = 512 << 20
-"""The bound on the bytes of decoded parts in the cache: a tensor cut along an inner dim needs a part of each rank."""
+"""The bound on the cache of decoded parts, in bytes. A tensor cut along an inner dim needs a part of every rank."""
 
 _BLOCK_ITEMS = 1 << 15
 """The number of elements that are reduced at a time: a float64 block fits the processor's cache."""
@@ -78,7 +78,7 @@ class Assembler:
         return self._tensors[position]
 
     def has_payload(self, plan: Plan, positions: Sequence[int]) -> bool:
-        """Return True if every chunk that the plan needs, or a replica of it, has its payload."""
+        """Return True if every chunk that the plan needs has a payload, in its own row or in the row of a replica."""
         return plan.is_complete and all(
             self.tensor(self._held(plan, positions, term.chunk)) is not None
             for fill in plan.fills

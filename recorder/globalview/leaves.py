@@ -279,7 +279,7 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
     """By moment and content of equal values, two flags: whether the values are void, and whether they are doubtful."""
     num_void: dict[int, int] = {}
-    """By moment, the number of void or doubtful float values so far; integers are masks, which no layer computes."""
+    """By moment: how many float values so far are void or doubtful. Integers are masks, which no layer computes."""
     for number in sample.order.tolist():
         moment, call = sample.calls[number].tolist()
         has_fingerprint = fingerprints[number] != NONE

@@ -91,7 +91,7 @@ class Planner:
         self._loss = loss
         self._findings = findings
         self._decided: dict[Any, tuple[Plan | NoPlan, Batch, Plan | NoPlan | None]] = {}
-        """Decisions by all facts that they depend on. Each keeps the forward plan alive, whose `id` is in its key."""
+        """Decisions, keyed by all facts that they depend on. Each holds the forward plan whose `id` is in its key."""
 
     def plan(
         self, grouped: GroupedRows, number: int, forward: GlobalValue | None, *, is_gradient: bool, is_micro_batch: bool
@@ -265,7 +265,7 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Do not join parameters that each rank has for itself, unless they are equal, nor values computed with them."""
+    """Refuse to join ranks' own parameters, unless they are equal, and to join values computed with such parameters."""
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
         return plan, differing

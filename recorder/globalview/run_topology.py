@@ -98,7 +98,7 @@ class Topology:
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """Return the ranks that share a root, by a writer's manifest: its data-parallel group, or else its mesh."""
+        """Return the ranks that share a root with a writer, by its manifest: a data-parallel group, or else a mesh."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -227,14 +227,14 @@ class Topology:
         return self._apart[key]
 
     def is_between(self, stage: Stage, module_path: str, site: str) -> bool:
-        """Return True for a module's input after the first stage that it spans, and its output before the last one."""
+        """Return True for a module's input after the first stage that it spans, or its output before the last stage."""
         numbers = self._stages_spanned.get(module_path, {stage.number}) if module_path else {0, stage.num_stages - 1}
         wanted = {"input": min(numbers), "output": max(numbers)}
         return stage.number != wanted.get(values_of(site), stage.number)
 
     @cached_property
     def _stages_spanned(self) -> dict[str, set[int]]:
-        """By path: the stages that one module spans, each with other children; with equal children they are several."""
+        """By path: the stages that one module spans, each with other children; equal children mean separate modules."""
         children: dict[str, dict[int, set[str]]] = {}
         for number, writer in enumerate(self._writers):
             for root in writer.manifest.roots:
@@ -349,7 +349,7 @@ def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, .
 
 
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
-    """Return all model-parallel groups in data-parallel order, even without manifests, and why there is no order."""
+    """Return the model-parallel groups in data-parallel order, also groups without manifests, and a conflict if any."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
     if known is None:  # every instance has a rank without a manifest
         first = next(iter(data.values()))
@@ -435,7 +435,7 @@ class OwnParameters:
         roots = [root for manifest in shared for root in manifest.roots]
         reasons = {(root.name, full, reason) for root in roots for full, reason in root.unshared.items()}
         self._experts: _Names = {(root, full) for root, full, reason in reasons if reason == _EXPERT}
-        """Parameters of experts with a name for each expert, so that ranks with an equal name share the expert."""
+        """Parameters of experts whose names differ by expert, so that ranks with the same name have the same expert."""
         self._claimed: _Names = {(root, full) for root, full, _ in reasons} - self._experts
         """Parameters that a manifest calls a rank's own."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
@@ -451,7 +451,7 @@ class OwnParameters:
 
     @cached_property
     def _alike(self) -> _Names:
-        """Parameters that a wrapper ignores and that began equal on all ranks, as did all others of the same expert."""
+        """Parameters that a wrapper ignores, if all parameters of their expert (or module) began equal on all ranks."""
         is_open = self._claimed - self._stated
         if not is_open:
             return set()
@@ -476,7 +476,7 @@ class OwnParameters:
         return {(root, path) for root, full in names for path in _with_above(_owner(full))} - shared
 
     def has(self, root: str, module_path: str, name: str) -> bool:
-        """Return True if a parameter belongs to one rank alone; `name` may be a state's, such as ``weight.exp_avg``."""
+        """Return True if a parameter belongs to one rank alone; `name` may be its state, such as ``weight.exp_avg``."""
         return bool(self._claimed) and _is_of(self._names, root, module_path, name)
 
     def began_alike(self, root: str, module_path: str, name: str) -> bool:

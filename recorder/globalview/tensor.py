@@ -330,7 +330,7 @@ def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
 def describe(
     what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
 ) -> TensorLayout:
-    """Describe the layout of one value. `chunks` are in the order of the plan; `differing` ranks have no copies."""
+    """Describe one value's layout. `chunks` are in the order of the plan; chunks of `differing` ranks are no copies."""
     made, refused = (plan, None) if isinstance(plan, Plan) else (None, plan)
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()

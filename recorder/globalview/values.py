@@ -152,7 +152,7 @@ class GlobalValues:
         return self._rows.text("layout_source", value.positions[0]) or ""
 
     def sample(self, positions: Positions | None = None) -> Sample | None:
-        """Sample the values of these rows, but not states and scalars, which need no sample; None without values."""
+        """Sample the values of these rows, but not states and scalars, which need no sample; None if none are left."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
         apart = cache(partial(self._find_apart, positions))
         return None if values is None else Sampler(self._reader).sample(values, apart)
@@ -230,7 +230,7 @@ def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Position
 def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Return the two steps with the most useful payloads, and the first and last step with many useful values."""
+    """Return the two steps with most payloads of useful values (not constant, no NaN), and first and last with many."""
     known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []

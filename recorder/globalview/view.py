@@ -362,7 +362,7 @@ class GlobalRows:
         return pc.replace_with_mask(notes, pa.array(is_changed), pa.array([*changed.values()], pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
-        """Flag the rows of single ranks whose later parts are missing, because such a row cannot give its values."""
+        """Flag the rows of single ranks whose later parts are missing, so that the values of the row are incomplete."""
         payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
         is_cut = np.zeros(len(self._sources), bool)
         for i in np.flatnonzero(

@@ -105,7 +105,7 @@ class Payloads:
         return type(error)(f"{self._rows.shard_of(position)[0].path}, row seq={source['seq']}: {error}")
 
     def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
-        """Return the payloads of some rows, one Arrow array per batch; the last item is the order to sort rows by."""
+        """Return payloads, one Arrow array per batch, and as last item the indexes that sort them like `positions`."""
         batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
         shards = self._rows.shard_numbers(positions)
         in_file_order = np.lexsort([batches, shards])

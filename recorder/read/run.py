@@ -331,7 +331,7 @@ def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Se
 
 
 def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the chosen statistics without repetition, by default all; raise LookupFailedError for an unknown one."""
+    """Return the chosen statistics without repetition, by default all. LookupFailedError: an unknown statistic."""
     chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
     for name in chosen:
         if name not in _MEASURES:
@@ -397,9 +397,9 @@ class RunDump:
     """The rank that requested the dump first, or the user and the host, as a text."""
     time_ns: int
     ranks: tuple[int, ...]
-    """The ranks that received the request."""
+    """The ranks that received the request for the dump."""
     missed: tuple[int, ...]
-    """The ranks that had already dropped rows of these steps from the ring."""
+    """The ranks that had already dropped rows of the dump's steps from the ring."""
     num_rows: int
     num_bytes: int
 

@@ -136,7 +136,7 @@ class Layout:
 
 
 class Shard:
-    """The batches of one file by number, without the seal (the last one, which is empty). Salvage may lose some."""
+    """The batches of one file by number, without the seal (an empty last batch). A salvaged file may lack batches."""
 
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]

@@ -61,7 +61,7 @@ class ShardRows:
         self._spans: dict[int, Steps | None] = {}
         """The range of steps of each batch, by its number; None for a batch whose steps cannot be read."""
         self.kept: dict[int, Any] | None = None
-        """The cache of batches by number; None turns it off, which wide rows or damage in a batch also do."""
+        """The cache of batches by number. None turns the cache off, as does a batch with wide rows or with damage."""
         self._salvaged: Salvaged | None = None
         self._open_growing: Callable[[], ByteSource] | None = None
 
@@ -318,7 +318,7 @@ def load_sealed(path: Location) -> ShardRows:
 
 
 def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
-    """Return the rows of an open shard, whose name will be `path`; raise FileNotFoundError if it is sealed or gone.
+    """Return the rows of the open shard that will be sealed as `path`; raise FileNotFoundError if it is sealed or gone.
 
     With `max_batches`, only the first batches are read; `ShardRows.grow` finds the next ones.
     """

@@ -107,7 +107,7 @@ class RecordedWriter:
 
     @property
     def opened_bytes(self) -> int:
-        """The size of the shards when they were opened, with their indexes; `size_bytes` if the writer has ended."""
+        """The size of the shards when they were opened, with their indexes; equals `size_bytes` for an ended writer."""
         sealed = [shard.path for shard in self.all_shards if shard.is_sealed]
         indexes = sum(_look(path.with_name(rundir.index_name(path.name)))[1] for path in sealed)
         return indexes + sum(shard.size_bytes for shard in self.all_shards)
@@ -261,7 +261,7 @@ class RecordedWriter:
 
     @property
     def manifest_lost(self) -> str:
-        """A sentence that the writer's manifest is lost; empty if it has one, even a damaged one, or no rows."""
+        """A sentence that a writer's manifest is lost; empty if the writer has a manifest (even damaged) or no rows."""
         if self.manifest_problem or self.manifest.members or not self.num_rows:
             return ""
         return f"{self.directory}: has rows and no manifest; it is lost, or the disk never took it"
@@ -329,9 +329,9 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
 
 
 def list_writers(folder: Location) -> list[str]:
-    """Return the names of the writers' directories in a rank's directory; empty if the rank's was removed meanwhile.
+    """Return the names of the writers' directories in a rank's directory; empty if `folder` was removed meanwhile.
 
-    A writer's directory is known by the files in it, so it may have any name. NotARunError: one is a link.
+    A writer's directory is known by the files in it, so it may have any name. NotARunError: a directory is a link.
     """
     store = store_of(folder)
 
@@ -385,7 +385,7 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Read the ledgers of several writers ahead, at once if the run is in an object store."""
+    """Read the ledgers of several writers in advance, in parallel if the run is in an object store."""
     shards = [shard for writer in writers for shard in writer.newest_shards()]
     for _ in each_of(shards, ShardRows.last_ledger):
         pass  # the shard keeps its own result

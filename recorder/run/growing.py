@@ -86,7 +86,7 @@ class GrowingRun:
         self._shared = Shared()
         self.num_rows = 0
         self.has_again = False
-        """True if a restarted rank recorded steps before `done_before` again, so that their drawing must begin anew."""
+        """True if a restarted rank recorded steps before `done_before` again: their drawing must begin anew."""
         self.done_before = 0
         """The first step whose rows are still needed. Rows of earlier steps were forgotten."""
 

@@ -107,9 +107,9 @@ class SentCommand(NamedTuple):
 
 
 def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[SentCommand]:
-    """Yield the commands that a run was sent, by number. `with_dumps` adds dumps, which their rows show anyway.
+    """Yield the commands that a run was sent, by number; `with_dumps` adds dumps, which are known by their rows.
 
-    `shown` are the present states of the ranks. While a run is recorded, their answers are newer than the manifests'.
+    `shown` are the present states of the ranks, whose answers are newer than the manifests while a run is recorded.
     """
     newest = {writer.rank: writer.manifest for writer in run.writers if writer.manifest.members}
     for command in run.commands.sound:
@@ -181,7 +181,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Return the table with nulls for statistics of rows that lack ranks: these statistics are of other ranks alone."""
+    """Return the table without statistics in rows that lack ranks: they would be statistics of the other ranks only."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -351,7 +351,7 @@ def _unknown(*_: object) -> None:
 
 
 class Unsealed(NamedTuple):
-    """How many rows are in open shards of writers that have stopped, and in how many of these shards."""
+    """The number of rows in open shards of writers that have stopped, and the number of open shards with rows."""
 
     num_rows: int
     num_files: int

@@ -119,7 +119,7 @@ def _blocks(shard: ShardRows, site: str) -> Iterator[tuple[list[dict[str, Any]],
 
 
 class TokenBlock(NamedTuple):
-    """A row of ``keep=tokens``: the numbers that some calls have of one value, one call after the other."""
+    """A row of ``keep=tokens``: the numbers of one value from several calls, one call after the other."""
 
     attempt: int
     rank: int

@@ -176,8 +176,8 @@ class Run(RecordedRun):
         """Return a tensor's histogram by sign and power of two, if a rule has kept histograms.
 
         The arguments are those of `array`; values need not be recorded. Without `rank` the histogram is that of the
-        global tensor: counts of several ranks are added. Print it, ask it for a `quantile`, or add those of other
-        steps.
+        global tensor: counts of several ranks are added. Print it, ask it for a `quantile`, or add histograms of
+        several steps.
 
         Raises:
             LookupFailedError: no such tensor with a histogram, or several, or the tensor is a partial sum, whose

@@ -220,7 +220,7 @@ class RunWatch:
         )  # fmt: skip
 
     def _refresh(self, seen: _StatusFile) -> None:
-        """Read a writer's status, or else its manifest, if it has changed; ignore a torn or invalid file."""
+        """Read a writer's status, or else its manifest, if the file has changed; ignore a torn or invalid file."""
         if seen.status.state != "closed" and not self._read_status(seen) and not seen.is_shown:
             self._read_manifest(seen)
 

@@ -43,7 +43,7 @@ Steps = tuple[int, int]
 
 
 class Mapper(Protocol):
-    """Calls a function with each range, in this process or in others."""
+    """Calls a function with each range, in this process or in other processes."""
 
     def __call__(
         self, make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
