@@ -38,7 +38,7 @@ _COMPLETION = ("--install-completion", "--show-completion")
 _SHELL_IS_NAMED = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 """The environment variable that, while it is set, makes typer's completion options take the name of a shell."""
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""The base class of usage errors: in typer's own copy of click, or in click itself if typer has no copy."""
+"""The base class of errors in the usage of commands: from typer's own copy of click, or from click without a copy."""
 _SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
 
 
@@ -64,7 +64,7 @@ def load_command(name: str) -> Any:
     module = import_module(f".commands.{file}", __package__)
     single = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     settings = _SETTINGS | getattr(module, "SETTINGS", {}).get(name, {})
-    # The line of `\b` keeps typer from joining the lines below it.
+    # The line with `\b` keeps typer from joining the lines below it.
     epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in module.EXAMPLES[name])])
     single.command(name, epilog=epilog, **settings)(_printing(getattr(module, f"{name}_command")))
     return typer.main.get_command(single)

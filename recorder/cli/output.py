@@ -233,7 +233,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; yield a function that takes the bytes, or `unit`s, newly done."""
+    """Show a progress bar on a terminal; yield a function that takes the number of bytes, or `unit`s, just done."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return

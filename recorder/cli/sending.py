@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LEAD_S = 2.0
 """A command takes effect no sooner than this many seconds, plus those that ranks need to find it, after it is sent."""
 _LOOKS_PER_S = 250
-"""How often per second all nodes together look for commands at most, by the limit of `lifecycle.commands`."""
+"""The most scans for commands per second by all nodes together, as `lifecycle.commands` limits them."""
 _RANKS_OF_A_NODE = 8
 _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0

@@ -32,7 +32,7 @@ PART_BYTES = 5 << 20
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
-"""How many times the client tries a request. If all fail, the daemon repeats the whole job as long as it runs."""
+"""How many times the client tries a request. If every try fails, the daemon repeats the job as long as it runs."""
 _CRC_KEY = "recordercrc32c"
 """The metadata key under which an object keeps the CRC32C of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"

@@ -115,7 +115,7 @@ def count(run: RunShipper) -> None:
 
 
 def check(run: RunShipper) -> list[dict[str, Any]]:
-    """Run `recorder check`; return findings of severity error that neither it nor a rule in training had before."""
+    """Run `recorder check`; return findings of severity error that are new to it and to the rules in training."""
     code, out, said = _run(["check", run.path, "--json"], run.shared.is_stopping)
     if run.shared.is_stopping():
         return []
@@ -355,7 +355,7 @@ def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[st
 
 
 def message(findings: list[dict[str, Any]], *, is_slack: bool) -> dict[str, Any]:
-    """Return the JSON body of a post. Slack gets a text alone, in which ``&``, ``<`` and ``>`` are escaped markup."""
+    """Return the JSON body of a post: for Slack only a text, whose ``&``, ``<`` and ``>`` are escaped."""
     told = findings[:_MAX_TOLD_FINDINGS]
     text = "\n".join("\n".join([_line(one), f"`{one['command']}`", *filter(None, [one.get("page")])]) for one in told)
     if is_slack:

@@ -41,7 +41,7 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-[0-9a-f]{12}")
 
 
 def node_name(watched: Sequence[str]) -> str:
-    """Return the name of this node in keys: the host's name and a random part that is stored in a watched folder.
+    """Return this node's name in the keys of a store: its host's name and a random part, stored in a watched folder.
 
     If no folder can keep the file, the name is derived from the host's name, the machine's id and the folders.
     """

@@ -126,9 +126,9 @@ class RunShipper:
             self.there.put_document(self._node_name, self._node_document(), is_ours=is_ours, is_noted=is_noted)
 
     def _node_document(self) -> bytes:
-        """Return a document with the statuses of this node's writers; of earlier writers of a rank attempt and state.
+        """Return a document with the statuses of this node's writers; its ``host`` is the node's name.
 
-        The member ``host`` is the node's name, because several nodes may have one host name.
+        Nodes may share a host's name. Earlier writers of a rank have only ``attempt`` and ``state`` in the document.
         """
         newest, shown = self.newest_writers, {}
         for writer in self.all_writers:

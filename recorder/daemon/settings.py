@@ -122,7 +122,7 @@ def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, 
 
 
 def duration_s(name: str, text: str) -> float:
-    """Return the seconds of a text such as ``15m`` or ``30d``; raise ConfigError for another text, or without unit."""
+    """Return the seconds of a text such as ``15m`` or ``30d``; raise ConfigError for any other text, such as ``15``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else math.inf
     if math.isinf(seconds):

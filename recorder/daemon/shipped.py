@@ -222,7 +222,7 @@ class ShippedRun:
         self.was_pruned = self.has_shipped = False
         """`was_pruned`: a prune removed the run there. `has_shipped`: this daemon has confirmed a file of the run."""
         self.stamps: dict[str, Stamp] = {}
-        """The stamps of the run's own documents, which are those of no writer, on this node at the last scan."""
+        """The stamps of the documents of the run itself, not of its writers, on this node at the last scan."""
         self.held: dict[str, StoredObject] = {}
         """The objects in the last listing of the destination, by their names below the run."""
         self.listed_s = 0.0

@@ -109,7 +109,7 @@ _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object: ``time``, ``level``, ``message``, and the extra members of the record."""
+    """Formats a log record as a JSON object: ``time``, ``level``, ``message``, and the extra members of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         members: dict[str, Any] = {
@@ -124,7 +124,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as one line, with unprintable characters escaped, because names may come from anywhere."""
+    """Formats a log record as one line, with unprintable characters escaped, because names may come from anywhere."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.created))

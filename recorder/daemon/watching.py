@@ -56,7 +56,7 @@ class Stamp(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A file does not match its name: it is a link, a device or has other content. It is ignored and counted."""
+    """A file does not match its name: it is a link, a device or has other content. The file is ignored and counted."""
 
 
 class LocalFile:

@@ -83,7 +83,7 @@ class Quantised(NamedTuple):
     """An array by series, lane and column as codes of one or two bytes, and the scale of each series."""
 
     codes: npt.NDArray[Any]
-    """Delta-coded codes as uint8 or uint16; to decode, sum them up along columns, then along lanes, with wraparound."""
+    """Codes as uint8 or uint16, stored as differences; to decode, sum along columns, then lanes, with wraparound."""
     low: npt.NDArray[np.float32]
     high: npt.NDArray[np.float32]
     unit: npt.NDArray[np.float32]
@@ -240,7 +240,7 @@ class GrowingCube(Cube):
         return columns
 
     def save_from(self, step: int) -> None:
-        """Save the columns from this step on, before values that are not final are added; `restore` removes those."""
+        """Save the columns from this step on, before tentative values are added; `restore` removes these values."""
         first = int(self.columns_of(np.array([step]))[0])
         values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
         self._saved = first, values, self.has_row[:, :, first:].copy()

@@ -112,7 +112,7 @@ class StepsCollector(ABC, Generic[T]):
 
 
 _LOWEST, _HIGHEST = -60, 40
-"""The powers of two that have a bin of their own. Smaller and larger values are counted in the outermost bins."""
+"""The exponents of the lowest and of the highest power of two with its own bin; these bins take all values beyond."""
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 _NUM_LINE = 2 * _NUM_BINS + 2
 _MAX_BIN_CELLS = 1_500_000
@@ -121,7 +121,7 @@ _SHARE_LEVELS = 31
 
 
 class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
-    """Collects bins in this order: negative values from the largest magnitude on, zeros, positive values, nonfinite."""
+    """Collects bins in order: negative values, the largest magnitude first, zeros, positive and nonfinite values."""
 
     column = "histogram"
     max_collected = _MAX_BIN_CELLS // _NUM_LINE
@@ -181,8 +181,8 @@ class _UnitsOfStep(NamedTuple):
     squares: list[npt.NDArray[np.float64]]
     """The mean squares of the units at the drawn positions, one array for each rank and call."""
     about: tuple[int, int, int, int]
-    """Four integers from the first rank and call: the number of units, of dead units, the index of the largest unit,
-    and the number of units without a finite nonzero value."""
+    """Four integers from the first rank and call: the number of units, the number of dead units, the index of the
+    largest unit, and the number of units without a finite nonzero value."""
 
 
 class UnitsCollector(StepsCollector[_UnitsOfStep]):

@@ -372,7 +372,7 @@ PANELS: Mapping[str, Callable[[StatisticsBlocks, _Floats, _First], _Drawn | None
     "ranks": _ranks,
     "experts": partial(_map, sites=("output",), modules=r"(^|\.)experts\.\d+$", statistic="numel"),
 }
-"""The functions that draw a panel, by the name that `recorder report --png` takes; None: there is nothing to draw."""
+"""The function of each panel, by its name for `recorder report --png`; it returns None if there is nothing to draw."""
 _RULES = "the next time record it with RECORDER=1 RECORDER_PRESET=default RECORDER_RULES="
 _TO_RECORD: Mapping[str, str] = {
     "map": f"{_RULES}'site=output keep=stats'",

@@ -54,11 +54,10 @@ _MAX_RANK_BINS = 64
 _MAX_RANK_CELLS = 300_000
 """The most cells of the map of series and ranks, in which each rank has a column of its own if there is room."""
 _MAX_GLOBAL_ROWS = 120_000
-"""In a run with more rows, values of all ranks together are drawn only at some steps."""
+"""In a run with more rows than this, values of all ranks together are drawn only at some steps."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
-"""A run with more rows in a step is drawn by single ranks only: assembling a step of thousands of ranks takes minutes
-and gigabytes.
-"""
+"""A run with more rows than this in a step is drawn by single ranks only: assembling a step of thousands of ranks takes
+minutes and gigabytes."""
 _MAX_REASONS = 2000
 _ALIKE = 1e-3
 """Two norms may be of one tensor if their relative difference is at most this: their sums differ in order."""

@@ -29,7 +29,7 @@ _MAX_GAPS = 500
 _JUMP = 30.0
 """A jump is reported if a value is this many times the value predicted from the records before it."""
 _FLOOR = 1e-3
-"""A value below this fraction of the median, over its site, of the largest values is near zero: jumps mean nothing."""
+"""Below this fraction of the median of the largest values at its site, a value is near zero: its jumps mean nothing."""
 _NUM_BEFORE = 4
 """The number of earlier records from which the usual size and growth of a series are computed."""
 _MIN_STEPS = 8
@@ -142,7 +142,7 @@ def _are_near(one: Highlight, other: Highlight, steps: Sequence[int]) -> bool:
 
 
 def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> PageBlock:
-    """Return the block that says why values are missing, for the gaps of the map."""
+    """Return the block of reasons why values are missing, which the map of the page shows as gaps."""
     gaps: list[dict[str, Any]] = []
     for check in checks:
         details = check.facts

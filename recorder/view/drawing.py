@@ -43,13 +43,13 @@ from ..system.text import counted, size
 _READ_ROWS = 120_000
 """The number of rows that are found and drawn at a time while a long run is read for the first time."""
 _WINDOW_ROWS = 20000
-"""The approximate number of rows that are in memory together."""
+"""The approximate number of rows that are in memory together while they are drawn."""
 _CUT_ROWS = 40_000
-"""The rows in memory while batches of many steps are cut, which needs less memory per row than drawing."""
+"""The rows in memory while batches of many steps are cut into ranges, which needs less memory per row than drawing."""
 _WHOLE_AFTER_S = 1.5
-"""A step is complete this many seconds after a later step was seen: both kinds of shard are flushed every second."""
+"""A step counts as complete this many seconds after a later one: both kinds of shard are flushed every second."""
 _LOOKS_APART = 10
-"""While a run is read at first, the pause between listings, as a multiple of a listing's seconds (for 4,096 ranks)."""
+"""The pause between listings while much is to be read, in durations of a listing (seconds for 4,096 ranks)."""
 _MAX_OPEN_ROWS = 60_000
 """The most rows of steps that may be incomplete. With more, a rank is far behind: its rows are drawn as they come."""
 _MAX_TOGETHER_ROWS = 40_000
@@ -57,7 +57,7 @@ _MAX_TOGETHER_ROWS = 40_000
 run are below the limit, the full batches of a long history are not.
 """
 _MAX_GLOBAL_STEP_ROWS = 5_000
-"""A run with more rows in a step gets no global values here: assembling them would take longer than a training step."""
+"""With more rows in a step, a run gets no global values: assembling them would take longer than a training step."""
 _SLOW_S = 4.0
 """The seconds between updates of blocks that are computed anew from everything: ranks, histograms, images."""
 _PROBE_APART = 20
@@ -305,7 +305,7 @@ class Drawing:
         self._make_room(run, steps)
 
     def _make_room(self, run: Run, steps: Sequence[int]) -> None:
-        """Make room for new series and for `steps`. A probe has values of every step, so with one all get columns."""
+        """Make room for new series and new steps. With a probe, every step gets a column, because the probe has it."""
         axes = self.axes
         if self.collected is None or len(axes.index) != self._num_series:
             self._num_series = len(axes.index)

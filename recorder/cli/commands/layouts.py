@@ -43,7 +43,7 @@ class Layouts(NamedTuple):
     ways: list[SameLayout]
     """The layouts that values have, the layout of the most values first."""
     num_values: int
-    """The number of values. One whose layout changes between steps counts once here, and in each of its layouts."""
+    """The number of values. A value of changing layout counts once here, and once in each of its layouts."""
     contradiction: RowFinding | None
     num_contradictions: int
 
