@@ -51,7 +51,7 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most reads a second, of the store by all carriers and of the run's directory by all nodes; 512 read every 2 s."""
+"""The most reads a second: of the store by all carriers, of the run's directory by all nodes (512 nodes every 2 s)."""
 _PATIENCE_S = 5.0
 """If the store has a command's number but no text for so many seconds, the rank that took the number counts as gone."""
 _LAST_S = 1.0
@@ -59,7 +59,7 @@ _LAST_S = 1.0
 
 
 class Carrier:
-    """Carries commands between this rank's run directory and the job's store, if no other rank does so for it."""
+    """Carries commands between a run directory and the job's store, unless another rank does so for the directory."""
 
     def __init__(self, topology: JobRank, events: Events, *, dir_setting: str) -> None:
         """Carry nothing yet. Each command that cannot be carried becomes an event.

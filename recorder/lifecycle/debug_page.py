@@ -33,7 +33,7 @@ class RecorderHandler(DebugHandler):  # type: ignore[misc, unused-ignore] # torc
     """The recorder's page. Make a handler on every rank, so that each rank answers; rank 0 gathers the answers."""
 
     def __init__(self) -> None:
-        # Torch drops a reference to `_answer` after the end of Python; if it were the last, the process would abort.
+        # Torch drops a reference to `_answer` after the end of Python; dropping the last one would abort the process.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_answer))
         _register_handler(_NAME, _answer)
 

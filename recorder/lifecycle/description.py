@@ -221,7 +221,7 @@ class Estimate:
     """Estimates the bytes that a rank will write. The writer thread calls all methods."""
 
     def __init__(self, rules: Sequence[Rule], *, rank: int, world_size: int, max_bytes: int) -> None:
-        from ..write.quota import probe_bytes  # it loads pyarrow, and `import torch` need not wait
+        from ..write.quota import probe_bytes  # this loads pyarrow, which `import torch` need not wait for
 
         self._rules = [rule for rule in rules if rank in rule.rank]
         self._whose = f"rank {rank} (of {world_size}) writes " if world_size > 1 else ""

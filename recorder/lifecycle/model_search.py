@@ -97,7 +97,7 @@ class Discovery:
             if is_traced():
                 return None
             if not recorder.wants(module):
-                # No rejection is kept if `functional_call` lends the module other tensors as parameters for one call.
+                # A module is not rejected for good if `functional_call` lends it tensors as parameters for one call.
                 if all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
                     rejected.add(module)
                 return None

@@ -45,7 +45,7 @@ class ProgramRecorder(RecorderForDiscovery, Protocol):
 
 
 class ProgramCalls:
-    """Passes the calls that a program makes to the capture, once it exists; before, the calls are only counted."""
+    """Passes a program's calls of the recorder to the capture once it exists; before, the calls are only counted."""
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder

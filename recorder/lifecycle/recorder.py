@@ -97,7 +97,7 @@ class Recorder:
         return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
-        """Return True if a call of an outermost module should be a root's call: an optimizer trains it or may soon."""
+        """Return True if an outermost module's call should be a root's: an optimizer trains the module or may soon."""
         if self.is_over or is_data_worker():
             return False
         if self.capture is not None and (root := self.capture.root_of(module)) is not None:
@@ -281,7 +281,7 @@ class Recorder:
             self.discovery.start()
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Stop looking for roots once every trained parameter is in one; a new optimizer starts the search again."""
+        """Stop looking for roots once all trained parameters are in roots; a new optimizer starts the search again."""
         assert self.recording is not None
         capture, optimizers, discovery = self.recording.capture, self.recording.optimizers, self.discovery
         capture.every_call_is_a_step = False

@@ -188,7 +188,7 @@ class RingWatch:
             log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, self.worst.text)
 
     def _look_whether_off(self, capture: Capture) -> None:
-        """Tell the triggers if capture has turned the ring off, which may happen after the first step."""
+        """Turn the triggers off if capture has turned the ring off, which may happen after the first step."""
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
@@ -201,7 +201,7 @@ _MAX_FINDINGS = 8
 _MAX_ASKED = 64
 """The most triggers that wait for the writer thread, which looks five times a second; more are only counted."""
 _DUE = ("exception", "signal", "user")
-"""The kinds of trigger that are obeyed even soon after another trigger: the process ends, or a person asks."""
+"""The kinds of trigger that are obeyed even soon after another trigger, as the process ends or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
 """Ranks that find the same reason at once notify the other ranks at different times, spaced like multiples of the
 golden ratio, so that most ranks are notified before their own turn. Of 4,096 ranks about 20 send, within 4 s."""

@@ -26,7 +26,7 @@ STEPS = "_RECORDER_PROBE_STEPS"
 RESUME = "_RECORDER_PROBE_RESUME"
 """The environment variable of ``prove --resume``: ``killed`` for the launch that is killed, else ``resumed``."""
 _WAIT_S = 60.0
-"""The most seconds that a rank waits for other ranks at the end, because a rank that leaves early would end them."""
+"""The most seconds that a rank waits at the end for the other ranks, which would be ended if it left early."""
 _TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"))
 
@@ -61,7 +61,7 @@ class ProgramProbe:
         """The `id` of the optimizer whose steps are counted."""
         self._num_done = 0
         self._others_awaited: set[int] = set()
-        """The `id` of each other optimizer that stepped between the last two steps of the counted one."""
+        """The `id` of each other optimizer that stepped between the last two counted steps."""
         self._others_stepped: set[int] = set()
         self._models: list[weakref.ref[Any]] = []
         """Weak references to models: a DDP module that outlives its process group can block the end of the process."""
@@ -243,10 +243,10 @@ def _see(seen: dict[str, str], name: str, value: Any) -> None:
 
 
 def _described(value: Any) -> str:
-    """Describe a value: ``= 0.5`` for a single number, else dtype, ``zero``, ``bfloat16`` or ``-``, and a digest.
+    """Describe a value: ``= 0.5`` for a single number, else by dtype, kind of content and digest.
 
-    ``zero``: all elements are 0. ``bfloat16``: float32 elements that are bfloat16 numbers. For a chunk of a DTensor,
-    the whole tensor's shape and the chunk's offsets and sizes follow.
+    The kind is ``zero`` (all elements are 0), ``bfloat16`` (float32 elements that are bfloat16 numbers) or ``-``. For a
+    chunk of a DTensor, the whole tensor's shape and the chunk's offsets and sizes follow.
     """
     if not isinstance(value, torch.Tensor):
         return f"= {value!r}"

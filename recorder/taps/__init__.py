@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Return a hook that a model pickled by recorder 0.1 refers to: there the hooks were in this module."""
+    """Return a hook of a model that was pickled by recorder 0.1, in which hooks were in this module."""
     if name in ("InputTap", "OutputTap") or name.startswith("recorder_tap_"):
         return getattr(import_module(".module_taps", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

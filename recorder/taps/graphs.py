@@ -1,8 +1,8 @@
-"""Taps in code that becomes a graph: decides which tensors go through the op.
+"""Taps in code that becomes a graph: decides which tensors go through the op ``recorder::tap``.
 
 The op returns a copy. If a tensor shares memory with another tensor that the program can reach, a copy would separate
-the two: an in-place change of one would no longer show in the other. The op records such a tensor without a copy, and
-its gradient is not recorded. Nothing here may change what a model computes.
+the two: an in-place change of one would no longer show in the other. Such a tensor is recorded without a copy, and its
+gradient is the total over all its uses. Nothing here may change what a model computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Taps on modules: forward hooks that call the op, so that values are seen in every transform of the model.
+"""Taps on modules: forward hooks that call the recorder's ops, so that all transforms of the model show values.
 
 The hook is a plain function whose name encodes everything that it does. So it is pickled, packaged and copied by name,
 is made again from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In eager code it does

@@ -40,7 +40,7 @@ class Key(NamedTuple):
     call: int = 0
     """The index of the module's call in the trace, from 0."""
     repeat: int = 0
-    """The index of the tensor among tensors with an otherwise equal key, from 0: 1 for a second backward."""
+    """The index of the tensor among tensors with an otherwise equal key, from 0; for example 1 at a second backward."""
 
     @property
     def short(self) -> str:
@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TracedModule:
-    """The sites of one module whose values a trace should keep, and the numbers of its calls."""
+    """The sites of one module whose values a trace should keep, and counts of the module's calls."""
 
     path: str
     class_name: str
@@ -64,7 +64,7 @@ class TracedModule:
     """The reason why the module's hooks may not run at all."""
     num_calls: int = 0
     num_calls_elsewhere: int = 0
-    """The number of calls in other threads."""
+    """The number of calls in other threads than the trace's."""
     num_recomputed: int = 0
     """The number of calls that were recomputed within a backward."""
 
@@ -73,8 +73,8 @@ class Values(Mapping[Any, torch.Tensor]):
     """The tensors of a trace by `Key`, in the order in which they were computed; a key may be shortened.
 
     ``values["layers.0"]`` is the first call's result, ``values["layers.0", "input"]`` its only argument, and
-    ``values["layers.0", "output", "hidden", 1]`` a part of the second call's result. Each is a detached copy, made when
-    the hook received the tensor. Iteration gives complete keys.
+    ``values["layers.0", "output", "hidden", 1]`` a part of the second call's result. Each value is a detached copy,
+    made when the hook received the tensor. Iteration gives complete keys.
     """
 
     def __init__(self, *, seen: list[TracedModule], aliases: dict[str, str], keeps_graph: bool) -> None:
@@ -121,7 +121,7 @@ class Values(Mapping[Any, torch.Tensor]):
 
     @property
     def silent(self) -> dict[str, str]:
-        """The selected modules for which no call was recorded, with the reasons."""
+        """The selected modules for which no call was recorded, by path, with the reasons."""
         return {
             seen.path: self._why_silent(seen)
             for seen in self._seen.values()

@@ -29,7 +29,7 @@ from ..system.processes import Descriptor, private_memory, require_ours
 GRAIN_BYTES = 4096
 """The alignment in bytes of the addresses, lengths and offsets of direct writes; no common disk needs more."""
 HEAD_BYTES = 2 * GRAIN_BYTES
-"""The bytes of memory before a part that is appended. Arrow writes a schema there, which never goes to the file."""
+"""The bytes of memory that are free before a part. Arrow writes a schema there, which never goes to the file."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
 """The mode of a new file for each value of the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
@@ -197,7 +197,7 @@ class AppendFile:
     """A file that grows part by part, past the page cache if possible; each part is laid out in a `PageMemory` first.
 
     A direct write, past the page cache, covers complete blocks: the last block is padded with zeros, and written again
-    with the next part. Only values are written from their own memory, and that memory is never written to.
+    with the next part. Only payload values are written from their own memory, which is never written to.
     """
 
     def __init__(self, disk: Disk, path: Path, memory: PageMemory, *, is_direct: bool) -> None:

@@ -62,7 +62,7 @@ class Ledger:
         self._retired_bytes = 0
         self._suspect = self._synced = 0
         self._lock = threading.RLock()
-        """The lock on counts that the writer thread changes and others read, even signal handlers. Not for `drop`."""
+        """The lock on counts that the writer changes while other code, even a signal handler, reads; not for `drop`."""
         self._final: dict[str, Any] | None = None
 
     def drop(self, reason: str, num_rows: int = 1) -> None:
@@ -104,7 +104,7 @@ class Ledger:
             return self._final or self._accounts(about_to_write)
 
     def close(self, leftover_reason: str) -> dict[str, Any]:
-        """Count unaccounted rows as dropped for `leftover_reason`, and freeze the ledger; then calls change nothing."""
+        """Count unaccounted rows under `leftover_reason`, and freeze the ledger; later calls change nothing."""
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)

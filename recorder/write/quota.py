@@ -25,9 +25,9 @@ from .ledger import DISK_FLOOR, Notices
 from .shard import StoredShard
 
 _SHARDS_PER_QUOTA, _PROBE_SHARDS_PER_QUOTA = 8, 32
-"""At least this many shards fill a kind's quota, so that some can be deleted. The probe's shards are thinned out."""
+"""The least number of shards in a kind's quota, so that some can be deleted; larger for the probe, which is thinned."""
 _PROBE_SHARE, _TOKENS_SHARE = 72, 32
-"""The probe gets one 72nd of a rank's bytes, so that 8 ranks of 16 GiB keep less than 2 GB; one 32nd with tokens."""
+"""The probe gets one 72nd of a rank's bytes: 8 ranks of 16 GiB keep less than 2 GB. With tokens it gets a 32nd."""
 _SHARDS_PER_WINDOW = 8
 """The least number of shards that hold the `keep_newest` newest steps, so that few older steps stay with them."""
 
@@ -64,7 +64,7 @@ class Quota:
         self._newest_step = 0
 
     def max_shard_bytes(self, kind: str) -> int:
-        """Return the size at which a shard of this kind should end."""
+        """Return the size in bytes at which a shard of this kind should end."""
         return self._limits[kind] // (_PROBE_SHARDS_PER_QUOTA if kind == PROBE else _SHARDS_PER_QUOTA)
 
     @property
@@ -128,7 +128,7 @@ class Quota:
         held_of_kind[held_of_kind.index(held)] = held._replace(is_kept=True)
 
     def _removable(self, kind: str) -> list[HeldShard]:
-        """Return the shards that may be deleted: not this writer's newest, nor the first without `keep_newest`."""
+        """Return the deletable shards: never this writer's newest, nor the oldest unless `keep_newest` is set."""
         held = self._held[kind]
         num_own = sum(shard.earlier is None for shard in held)
         stop = len(held) - 1 if num_own else len(held)
@@ -199,7 +199,7 @@ class EarlierShard(NamedTuple):
 
 
 class Content(NamedTuple):
-    """The facts that are read from the rows of an earlier process's shard."""
+    """Facts about an earlier process's shard, read from its batches."""
 
     num_rows: int
     is_kept: bool

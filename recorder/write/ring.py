@@ -19,7 +19,7 @@ from .ledger import DUMP_BYTES, Ledger
 MAX_DUMPS = 256
 """The largest number of dumps of a writer, because the writer's manifest lists all of them."""
 _MAX_PASSED = 1 << 16
-"""The number of given-up steps that are remembered, so that a late trigger can list the steps that it missed."""
+"""The number of remembered steps whose values were given up, so that a late trigger can list the steps it missed."""
 _SET_BACK = 3
 """If a record's step is more than this number of steps before the window, the program has set its steps back."""
 _SPARE_SHARE = 0.25
@@ -184,7 +184,7 @@ class Ring:
         return has_begun
 
     def end(self) -> bool:
-        """Give up the values of all waiting steps, as no trigger can come any more; return True if records are due."""
+        """Give up the values of all waiting steps, as no trigger can come; return True if records are to be written."""
         for step in list(self._steps):
             self._pass(step)
         return bool(self.due)

@@ -120,7 +120,7 @@ class RotatingShards:
         self._step = step
 
     def ran_out_of_memory(self, error: MemoryError) -> str:
-        """Take no rows for a while, as after an error of the disk; return the ledger's reason for it."""
+        """Take no rows for a while, as after an error of the disk; return the drop reason."""
         self.notices.failed("the writer has no memory; rows are dropped", error)
         self._backoff.failed(NO_MEMORY)
         return NO_MEMORY

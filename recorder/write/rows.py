@@ -214,7 +214,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """Return a column of one repeated value, as most columns are. It is cached, because making it takes longer."""
+    """Return a column of one repeated value, as most columns are. The column is cached, as making it is slower."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 
@@ -241,7 +241,7 @@ def _columns_of_cells(names: Sequence[str], cells: list[Any]) -> dict[str, Seque
 def _columns_of_repeated(
     names: Sequence[str], values: Sequence[Any], columns_of: Callable[[Any], Sequence[Any]] = tuple
 ) -> dict[str, Sequence[Any]]:
-    """Return columns by name; `columns_of` makes a row's cells, once per distinct value, as most values are equal."""
+    """Return columns by name for mostly equal values; `columns_of` makes the cells, once for each distinct value."""
     first = values[0]
     if values.count(first) == len(values):
         return {name: (cell,) * len(values) for name, cell in zip(names, columns_of(first), strict=True)}

@@ -130,7 +130,7 @@ class IpcFormat:
         return lead, trail, FooterBlock(0, metadata_bytes, body_bytes + more)
 
     def ending(self, blocks: Sequence[FooterBlock], crc: int) -> bytes:
-        """Return the bytes after the last batch, with the file's checksum; `crc` is the checksum of bytes before."""
+        """Return the file's end after the last batch, with its checksum; `crc` is the checksum of all earlier bytes."""
         footer = bytearray(self._footer)
         (table,) = struct.unpack_from("<I", footer, 0)
         field = _field(footer, int(table), _FOOTER_BATCHES)

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 """The shortest and the longest pause of an idle writer in seconds. If the writer blocked on the queue, each `put` would
-cost 8 us, not 0.1. After small records the pause is long, as a thread switch costs as much as several of them."""
+cost 8 us, not 0.1. After small records it pauses longer, as a thread switch costs as much as several small records."""
 _GATHER_S = 0.2
 """The longest wait for more small records, which cost less together; another item or the end of training ends it."""
 _LOOK_S = 0.1
@@ -247,7 +247,7 @@ class Writer:
         self._status = status
 
     def stats(self) -> WriterStats:
-        """Take a snapshot. Any thread."""
+        """Return a snapshot of the writer. Any thread."""
         return WriterStats(
             is_alive=self._thread.is_alive(),
             written_bytes=self._writer_directory.written_bytes,

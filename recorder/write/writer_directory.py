@@ -50,7 +50,7 @@ _RESTS = "tensors are stored without compression while training uses every core 
 _LOOK_S = 0.2
 """The seconds between checks whether training uses every core."""
 _CROWDED, _FREE = 0.75, 0.9
-"""Payloads are stored unencoded if `CoreShare` falls below the first value, and encoded again above the second."""
+"""Below the first `CoreShare` of the writer, payloads are stored unencoded; above the second, encoded again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class RunTarget:
 
 
 class WriterDirectory:
-    """One writer directory and the kinds of shard in it: each row is written, or dropped with a reason."""
+    """Writes the rows of one writer directory, by kind of shard; each row is written, or dropped with a reason."""
 
     def __init__(
         self, settings: Settings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
@@ -253,7 +253,7 @@ class WriterDirectory:
             try:
                 self._disk.make_directory(directory)
             except FileExistsError:
-                # NFS raises FileExistsError also if it repeats a request that succeeded; another name costs nothing.
+                # NFS also raises FileExistsError if it repeats a request that succeeded; a new name costs nothing.
                 if self._num_names_left == 0:
                     raise
                 self._num_names_left -= 1

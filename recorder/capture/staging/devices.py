@@ -1,4 +1,4 @@
-"""Defines what a device with streams must do, does it for CUDA, and computes the norms of values on a device.
+"""Defines the operations of a device with streams, implements them for CUDA, and computes norms on a device.
 
 Only this module calls CUDA. Every call is made in a hook of training or on the writer thread. No call waits for the
 device except `Device.fetch`, which the writer alone may call. Norms are computed in the hook and copied to the host
@@ -114,8 +114,8 @@ class CudaDevice(Device):
             return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        # If `torch.cuda.cudart()` were used and refused, its error would stay set, and torch would report it for the
-        # next kernel of training. The driver keeps no error.
+        # If `torch.cuda.cudart()` were to page-lock the memory and failed, its error would stay set, and torch would
+        # report it for the next kernel of training. The driver keeps no error.
         with self._beside_captures():
             return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
 
@@ -176,7 +176,7 @@ class DeviceNorms:
         self._slots: list[torch.Tensor] = []
         """Views of elements of `_room` as 0-dim tensors, made once an element is needed."""
         self._stream: Any = None
-        """The stream that last computed or returned norms; None before the first norm."""
+        """The stream on which norms were last computed or returned; None before the first norm."""
         self._num = 0
 
     def is_capturing(self) -> bool:

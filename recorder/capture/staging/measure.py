@@ -148,7 +148,7 @@ def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, k
 def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) -> list[Measured]:
     """Measure small records as `measure` does, most of them with one call of the compiled loops.
 
-    Each record keeps its statistics, and some records their fingerprints.
+    The `keep` of each record asks for statistics, and perhaps for a fingerprint.
     """
     may_join = [
         kernels is not None and s.chunk is None and s.dtype in TOGETHER_KINDS and s.block.num_bytes > 0 for s in records
@@ -265,7 +265,7 @@ def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
 
 @lru_cache(maxsize=8)
 def _decoded(dtype: str) -> npt.NDArray[np.float32]:
-    """Return the value of each bit pattern of an 8 or 16 bit float; for float16 twice as fast as numpy's conversion."""
+    """Return the value of each bit pattern of an 8 or 16 bit float. For float16 a look-up is twice as fast as numpy."""
     num_bytes = item_bytes(dtype)
     codes = np.arange(1 << 8 * num_bytes, dtype=np.dtype(f"<u{num_bytes}"))
     with np.errstate(all="ignore"):

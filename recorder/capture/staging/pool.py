@@ -38,7 +38,7 @@ class UnfinishedCopy(Protocol):
     """A copy that a device may still be writing into a block of the pool."""
 
     def released(self) -> None:
-        """Note that the record is done with the block; give it back once the device is, too. Any thread, once."""
+        """Note that the record needs the block no more; give it back once the device is done, too. Any thread, once."""
 
 
 class PoolBlock:

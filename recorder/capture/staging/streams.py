@@ -93,7 +93,7 @@ class StreamStager:
         if not block.num_bytes:
             return None
         if tensor.dtype == torch.float4_e2m1fn_x2:
-            tensor = tensor.view(torch.uint8)  # torch 2.9 cannot copy complex dtypes
+            tensor = tensor.view(torch.uint8)  # torch 2.9 cannot copy this dtype
         return self._copies_of(tensor).stage(tensor, block, None)
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure) -> Ready:
@@ -238,7 +238,7 @@ class _DeviceCopies:
                 copied = self._make(side, lambda: measured.launch(clone[0], self._weights))
             return self._bring(side, copied, block, room, event)
         except BaseException:
-            # Otherwise `room` could be used again while a copy into it is under way. It is better to lose the memory.
+            # `room` is not given back while a copy into it may be under way: it is better to lose the memory.
             if block.unfinished_copy is None:
                 self._keep_until_done(room, stream, event)
             raise
@@ -273,7 +273,7 @@ class _DeviceCopies:
         self._launching.discard(arrival)
 
     def _keep_until_done(self, room: PoolBlock, stream: Any, event: Any) -> None:
-        """Keep the device memory of a failed copy until the work on the device that may still use it is done."""
+        """Keep the device memory of a failed copy until no work on the device can still use the memory."""
         arrival = _Arrival(self, event, None, room)
         with contextlib.suppress(RuntimeError):
             self.device.record(event, stream)
