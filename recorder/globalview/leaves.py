@@ -260,56 +260,85 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     batch. A function between modules leaves no record of its inputs, so its result may be computed from any earlier
     void value. Such a result is doubtful, and so is a module's output computed from it.
     """
-    grouped = sample.grouped
-    sites, paths = grouped.labels["site"], grouped.labels["module_path"]
-    is_input, is_output, is_tap = (sites.codes == sites.code(site) for site in ("input", "output", "tap"))
-    is_of_root = paths.codes == paths.code("")
-    is_void: Flags = grouped.is_blank & (grouped.equal != 0)
-    for number in np.flatnonzero(is_input & is_of_root & (grouped.equal != 0) & ~is_void).tolist():
-        moment = sample.moment(number)
-        is_void[number] = moment is not None and moment.are_single and bool(moment.dims)
-    is_doubtful: Flags = np.zeros(len(is_void), bool)
-    is_seed = is_void | grouped.is_zero  # zeros of different signs are unequal, but give a module equal outputs
-    is_open = (grouped.equal != 0) & ~is_void & ~grouped.has_nan
-    if not is_open.any() or not is_seed.any():
-        return is_void, is_doubtful
-    dtypes = [grouped.chunks[code].dtype for code in grouped.codes[grouped.starts].tolist()]
-    fingerprints, statistics = grouped.fingerprints[grouped.starts], grouped.statistics[grouped.starts]
-    of_call: dict[int, _Inputs] = {}
-    origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
-    """By moment and content of equal values, two flags: whether the values are void, and whether they are doubtful."""
-    num_void: dict[int, int] = {}
-    """By moment: how many float values so far are void or doubtful. Integers are masks, which no layer computes."""
-    for number in sample.order.tolist():
-        moment, call = sample.calls[number].tolist()
-        has_fingerprint = fingerprints[number] != NONE
-        content = moment, bool(has_fingerprint), int((fingerprints if has_fingerprint else statistics)[number])
-        num_before = num_void.get(moment, 0)
-        inputs = of_call.setdefault(call, _Inputs(num_before)) if is_input[number] else of_call.get(call)
-        is_forward = bool(is_input[number] or is_output[number] or is_tap[number])
-        if is_open[number] and content[2] != NONE:
-            origin = origins.get(content)
-            if is_output[number] and inputs is not None:
-                is_void[number] = inputs.are_void
-                is_made_of_void = (inputs.are_equal and inputs.has_void) or num_before > inputs.num_so_far
-            else:  # a root's inputs are not computed inside the root
-                is_given = inputs is not None and is_input[number] and is_of_root[number]
-                is_made_of_void = num_before > (inputs.num_before if is_given and inputs is not None else 0)
-            is_void[number] |= origin is not None and origin[0]
-            is_doubtful[number] = not is_void[number] and (origin[1] if origin else is_forward and is_made_of_void)
-        is_nothing = bool(is_void[number] or is_seed[number])
-        if grouped.equal[number] != 0 and content[2] != NONE and (is_forward or is_nothing):
-            origins[content] = is_nothing, bool(is_doubtful[number])
-        if is_forward and dtypes[number].startswith(("float", "bfloat", "complex")):
-            num_void[moment] = num_before + bool(is_nothing or is_doubtful[number])
-        if is_input[number] and inputs is not None:
-            inputs.add(
-                is_void=is_nothing or bool(grouped.has_nan[number]),
-                is_doubtful=bool(is_doubtful[number]),
-                is_equal=bool(grouped.equal[number] != 0),
-            )
-            inputs.num_so_far = num_void.get(moment, 0)
-    return is_void, is_doubtful
+    search = _VoidSearch(sample)
+    if search.is_open.any() and search.is_seed.any():
+        for number in sample.order.tolist():
+            search.judge(number)
+    return search.is_void, search.is_doubtful
+
+
+class _VoidSearch:
+    """The flags of void and of doubtful values, for which the values of a sample are judged in their order."""
+
+    def __init__(self, sample: Sample) -> None:
+        """Flag the values that are void on their own, without the values before them."""
+        self._sample = sample
+        self._grouped = grouped = sample.grouped
+        sites, paths = grouped.labels["site"], grouped.labels["module_path"]
+        self._is_input, self._is_output, is_tap = (
+            sites.codes == sites.code(site) for site in ("input", "output", "tap")
+        )
+        self._is_forward = self._is_input | self._is_output | is_tap
+        self._is_of_root = paths.codes == paths.code("")
+        self._is_equal = grouped.equal != 0
+        self.is_void: Flags = grouped.is_blank & self._is_equal
+        for number in np.flatnonzero(self._is_input & self._is_of_root & self._is_equal & ~self.is_void).tolist():
+            moment = sample.moment(number)
+            self.is_void[number] = moment is not None and moment.are_single and bool(moment.dims)
+        self.is_doubtful: Flags = np.zeros(len(self.is_void), bool)
+        self.is_seed = self.is_void | grouped.is_zero
+        """Void values, and zeros: those of different signs are unequal, but give a module equal outputs."""
+        self.is_open = self._is_equal & ~self.is_void & ~grouped.has_nan
+        """The values that the values before them decide about."""
+        dtypes = [grouped.chunks[code].dtype for code in grouped.codes[grouped.starts].tolist()]
+        self._is_float = [dtype.startswith(("float", "bfloat", "complex")) for dtype in dtypes]
+        self._fingerprints, self._statistics = grouped.fingerprints[grouped.starts], grouped.statistics[grouped.starts]
+        self._inputs_of_call: dict[int, _Inputs] = {}
+        self._origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
+        """By moment and content of equal values, two flags: whether the values are void, and whether they are
+        doubtful."""
+        self._num_void: dict[int, int] = {}
+        """By moment: how many float values so far are void or doubtful. Integers are masks, which no layer computes."""
+
+    def judge(self, number: int) -> None:
+        """Flag a value by the values before it, and remember the value for the values after it."""
+        moment, call = self._sample.calls[number].tolist()
+        is_input, is_forward = bool(self._is_input[number]), bool(self._is_forward[number])
+        num_before = self._num_void.get(moment, 0)
+        of_call = self._inputs_of_call
+        inputs = of_call.setdefault(call, _Inputs(num_before)) if is_input else of_call.get(call)
+        content = self._content(moment, number)
+        if self.is_open[number] and content is not None:
+            self._flag(number, self._origins.get(content), inputs, num_before)
+        is_nothing, is_doubtful = bool(self.is_void[number] or self.is_seed[number]), bool(self.is_doubtful[number])
+        if self._is_equal[number] and content is not None and (is_forward or is_nothing):
+            self._origins[content] = is_nothing, is_doubtful
+        if is_forward and self._is_float[number]:
+            self._num_void[moment] = num_before + (is_nothing or is_doubtful)
+        if is_input and inputs is not None:
+            is_void = is_nothing or bool(self._grouped.has_nan[number])
+            inputs.add(is_void=is_void, is_doubtful=is_doubtful, is_equal=bool(self._is_equal[number]))
+            inputs.num_so_far = self._num_void.get(moment, 0)
+
+    def _content(self, moment: int, number: int) -> tuple[int, bool, int] | None:
+        has_fingerprint = bool(self._fingerprints[number] != NONE)
+        code = int((self._fingerprints if has_fingerprint else self._statistics)[number])
+        return None if code == NONE else (moment, has_fingerprint, code)
+
+    def _flag(self, number: int, origin: tuple[bool, bool] | None, inputs: _Inputs | None, num_before: int) -> None:
+        """Flag an open value. `origin` are the flags of earlier values of the same content, if there are some."""
+        is_void = False
+        if self._is_output[number] and inputs is not None:
+            is_void = inputs.are_void
+            is_made_of_void = (inputs.are_equal and inputs.has_void) or num_before > inputs.num_so_far
+        elif self._is_input[number] and self._is_of_root[number] and inputs is not None:
+            is_made_of_void = num_before > inputs.num_before  # a root's inputs are not computed inside the root
+        else:
+            is_made_of_void = num_before > 0
+        is_void = is_void or (origin is not None and origin[0])
+        self.is_void[number] = is_void
+        is_doubtful = origin[1] if origin is not None else self._is_forward[number] and is_made_of_void
+        self.is_doubtful[number] = not is_void and is_doubtful
 
 
 def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
