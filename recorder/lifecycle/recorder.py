@@ -56,7 +56,7 @@ class Recorder:
     def __init__(
         self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
     ) -> None:
-        """Start nothing before the first root call. Raises ConfigError if the settings name a wrong file of rules.
+        """Start nothing before the first root call. Raises ConfigError if a file of rules in the settings is wrong.
 
         `by_flag` is True if ``RECORDER=1`` asks for the recording, False if the program does. `on_change` is called
         when this recorder begins to record (True) and when it is over (False).

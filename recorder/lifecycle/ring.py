@@ -54,7 +54,7 @@ class RingWatch:
         """True if this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
         self.worst: Finding | None = None
-        """The worst finding of the rules, the first of equal ones; NaN and infinities are reported elsewhere."""
+        """The worst finding of the rules, the first if several are equal; NaN and infinities are reported elsewhere."""
         self._findings: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
         self._has_said = False

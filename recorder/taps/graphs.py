@@ -124,7 +124,7 @@ def tap_argument(value: Any, name: str, where: str) -> Any:
 
 
 def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
-    """Record a tensor without a copy, as its module may change it in place. The gradient covers all its uses."""
+    """Record a tensor without a copy, as its module may change it in place; the gradient sums up all its uses."""
     if _is_tappable(tensor):
         torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
     return tensor

@@ -206,7 +206,7 @@ def _becomes_graph(x: torch.Tensor) -> bool:
 
 
 def _differentiable(function: Any, op: Any) -> Any:
-    # The formula is written by hand, as `torch.func` refuses those that `torch.library.register_autograd` makes.
+    # The formula is written by hand, as `torch.func` refuses one made by `torch.library.register_autograd`.
     functorch = torch._C._functorch
 
     def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:

@@ -214,7 +214,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """Return a column of one repeated value, as most columns are. The column is cached, as making it is slower."""
+    """Return a column of one repeated value, as most columns are. It is cached, as making a new column is slower."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 

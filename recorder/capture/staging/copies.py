@@ -45,7 +45,7 @@ _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.
 
 
 class MeasurePlan(Protocol):
-    """A plan to compute a tensor's statistics in its own memory, as no payload is kept, and to read the results."""
+    """A plan to compute statistics in the tensor's own memory, as no payload is kept, and to read the results."""
 
     nbytes: int
     """The number of bytes that the results take in the pool block."""
@@ -77,7 +77,7 @@ class Stager(Protocol):
         raise LostError(COPY_FAILED)
 
     def norms(self, tensor: torch.Tensor) -> DeviceNorms | None:
-        """Return the object that computes this step's norms on the tensor's device; None if none can be computed there.
+        """Return the object that computes this step's norms on the tensor's device; None if the device cannot.
 
         `copy` copies these norms to the host. Raises `LostError` if a graph is being captured.
         """

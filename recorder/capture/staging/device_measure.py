@@ -192,7 +192,7 @@ def _merged(results: list[_BoxResult], numel: int) -> Measured:
 
 
 def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights) -> torch.Tensor:
-    """Return a box's fingerprint (see FORMAT.md) as if its offsets were 0; int64 wraps, so it is modulo 2^64."""
+    """Return a box's fingerprint (FORMAT.md) as if its offsets were 0. int64 wraps: the result is modulo 2^64."""
     if values.itemsize == 8:
         shape = (*shape, 2)
     words = values.view(_WORDS[values.itemsize])

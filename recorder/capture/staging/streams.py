@@ -107,7 +107,7 @@ class StreamStager:
             raise
 
     def norms(self, tensor: torch.Tensor) -> DeviceNorms:
-        """Return the object that computes this step's norms on the tensor's device; `copy` copies them to the host.
+        """Return the object that computes this step's norms on the device; `copy` copies the norms to the host.
 
         Raises:
             LostError: a graph is being captured.
@@ -345,7 +345,7 @@ class _Arrival:
         return True
 
     def poll(self, *, is_reader: bool = False) -> bool:
-        """Return whether the copy is over. The first call that sees it finished frees what it used. Any thread."""
+        """Return whether the copy is over. The first call to see this frees what the copy used. Any thread."""
         if self.is_over or not self.is_launched:
             return self.is_over
         error: Exception | None = None
