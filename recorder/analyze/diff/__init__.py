@@ -1,1 +1,1 @@
-"""Where two runs differ: values are paired whatever the layouts, judged against noise, and traced to a module."""
+"""Finds where two runs differ: pairs values across layouts, compares differences with noise, traces them to modules."""

@@ -1,4 +1,4 @@
-"""Measures how far two arrays are apart. This module knows of no runs, and compares a few elements at a time."""
+"""Measures how far two arrays are apart, in blocks of elements. This module knows nothing of runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy.typing as npt
 from ...errors import LookupFailedError
 
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements compared at a time. Their intermediate results stay in the processor's cache, which is three
-times as fast as a million elements at a time.
-"""
+"""The number of elements that are compared at a time. Their intermediate results stay in the processor's cache; with a
+million elements at a time, a comparison takes three times as long."""
 _CHUNK_BYTES = 1 << 18
 _ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 _EXACT_WHOLE = 2.0**52
@@ -25,13 +24,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The limits within which two elements count as equal: being within one of the three is enough.
+    """Limits for the difference of two elements. Elements within at least one of the three limits count as equal.
 
     Raises LookupFailedError if a tolerance is negative or not a number.
     """
 
     rtol: float = 0.0
-    """The allowed distance relative to the larger of the two magnitudes, as in `math.isclose`."""
+    """The allowed difference relative to the larger of the two magnitudes, as in `math.isclose`."""
     atol: float = 0.0
     ulp: int = 0
     """The allowed number of representable numbers between the two elements, if both have the same float type."""
@@ -54,9 +53,8 @@ class Distance(NamedTuple):
     """The number of elements that differ by more than the tolerance. NaN equals NaN, and an infinity equals itself."""
     max_abs: float = 0.0
     of_max: float = 0.0
-    """`max_abs` relative to the largest magnitude in either array. It hardly depends on elements near zero, in which
-    rounding may change `max_rel` and `max_ulp` by any factor.
-    """
+    """`max_abs` relative to the largest magnitude in either array. Rounding of elements near zero hardly changes it,
+    but may change `max_rel` and `max_ulp` by any factor."""
     l2_apart: float = 0.0
     max_rel: float = 0.0
     """The largest |b - a| / max(|a|, |b|) of all elements, from 0 to 2."""
@@ -69,11 +67,11 @@ class Distance(NamedTuple):
 
 
 IDENTICAL = Distance()
-"""The distance of arrays with the same bits, which need not be measured."""
+"""The distance between two arrays with the same bits, for which nothing has to be measured."""
 
 
 def are_identical(a: Array, b: Array) -> bool:
-    """Return whether two arrays of one shape have the same bits. `compare` takes ten times as long."""
+    """Return whether two arrays of one shape have the same dtype and bits. `compare` takes ten times as long."""
     if a.dtype != b.dtype:
         return False
     one, two = (np.ascontiguousarray(values).reshape(-1).view(np.uint8) for values in (a, b))
@@ -84,7 +82,7 @@ def are_identical(a: Array, b: Array) -> bool:
 
 
 def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
-    """Compare two arrays of one shape element by element, in the wider of the two types of numpy or ml_dtypes."""
+    """Compare arrays of one shape, of numpy's or ml_dtypes' dtypes, in float64 or complex128, but int64 exactly."""
     assert a.shape == b.shape
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     bits = _ULP_BITS.get(str(a.dtype)) if a.dtype == b.dtype else None
@@ -111,11 +109,11 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
 
 _ADDED = ("num_outside", "nonfinite_a", "nonfinite_b")
 _Chunk = tuple[Distance, float, tuple[float, ...]]
-"""The distance of two chunks, the largest |a| or |b|, and the scalar products a.b, a.a and b.b."""
+"""For one block of two arrays: the distance, the largest |a| or |b|, and the scalar products a.b, a.a and b.b."""
 
 
 def _dot(one: Array, two: Array) -> float:
-    """Return the real part of a scalar product, without BLAS, whose last bits depend on the number of threads."""
+    """Return the real part of a scalar product. BLAS is not used: its last bits depend on the number of threads."""
     products = one * two if one.dtype.kind != "c" else one.real * two.real + one.imag * two.imag
     return float(np.add.reduce(products))
 
@@ -171,7 +169,7 @@ def _wide(values: Array) -> Array:
 
 
 def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return which elements are exactly equal. float64 represents every type exactly except 64-bit integers."""
+    """Return a mask of the exactly equal elements. 64-bit integers, which float64 rounds, are compared as they are."""
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         return np.asarray(a == b)
     both_nan = np.isnan(wide_a) & np.isnan(wide_b)
@@ -183,7 +181,7 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
 
 
 def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return which finite pairs of elements may seem closer in float64 than they are, such as 64-bit integers."""
+    """Return a mask of the pairs that float64 may round: finite, of 64-bit integers, and at least `_EXACT_WHOLE`."""
     if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
         return np.zeros(a.shape, np.bool_)
     sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))
@@ -191,7 +189,7 @@ def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray
 
 
 def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[Any]:
-    """Return the elements at some indices as Python numbers. Whole numbers become integers, which are never rounded."""
+    """Return the elements at the indices `at` as Python numbers, whole numbers as integers, which are never rounded."""
     if values.dtype.kind in "iu":
         return list(values[at].tolist())
     reals = (one.real if isinstance(one, complex) and not one.imag else one for one in wide[at].tolist())
@@ -199,7 +197,7 @@ def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[An
 
 
 def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
-    """Count the representable numbers between finite floats of one type, with -0 and 0 as one number."""
+    """Return how many representable numbers finite floats of one type are apart, with -0 and 0 as one number."""
     if bits == 64:  # a distance of float64 needs all 64 bits
         up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))  # no sign bit
         one, two = (np.where(np.signbit(v), _MIDDLE - m, _MIDDLE + m) for v, m in ((a, up), (b, down)))

@@ -1,7 +1,7 @@
-"""Turns the pairs of a step into events in the order of execution, with the ranks on which a value differs.
+"""Turns the paired rows of two runs into events, in the order of execution, with the ranks on which a value differs.
 
-All rows of one value are one event, even if each rank has its own row because the ranks' values form no single tensor.
-This module must never read a payload.
+An event is one value of a step. All rows of the value are one event, even if each rank has its own row because the
+ranks' values form no single tensor. This module must never read a payload.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepEvent(NamedTuple):
     """One value of a step, in both runs or in only one of them."""
 
     order: float
-    """The position in the first run's order of execution."""
+    """The position of the value in the first run's order of execution."""
     step: int
     root: str
     path: str
@@ -42,28 +42,29 @@ class StepEvent(NamedTuple):
     call: int
     scope: str | None
     signature: Any
-    """A mark that equal values of a step share, as far as rows can prove equality; None if the rows cannot."""
+    """The value's fingerprint, or else shape, dtype and statistics: equal values share it. None without either."""
     differs: bool
     ranks: tuple[int, ...]
     """The ranks of the second run whose own values differ; empty if all ranks share the value."""
     pair: int
-    """The index of the pair that differs; -1 if no pair differs."""
+    """The index of the pair of rows that differs; -1 if no pair of this value's rows differs."""
     alone: str = ""
-    """``a`` or ``b`` if only that run has the value."""
+    """``a`` or ``b`` if only this run has the value; else empty."""
     stage: int | None = None
     """The pipeline stage in the second run, or else in the first run; None if neither run is a pipeline."""
     is_handed_on: bool = False
     """True for a value of one micro-batch that one pipeline stage passes to another."""
     is_open: bool = False
-    """True if the value differs from a value that only some ranks have, so that the difference need not be an error."""
+    """True if the ranks' values form a single tensor in one run only, so that a difference need not be an error."""
     is_constant: bool = False
-    """True for a buffer that no forward writes: it has the same value at all these steps of the first run."""
+    """True for a buffer that no forward writes: on each rank, it has one value at all compared steps of the first
+    run."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:
-    """Return the events of each step of which both runs have rows.
+    """Return, by step, the events of the steps of which both runs have rows.
 
-    `differs` says which pairs differ. `is_open` says for which other pairs it is unknown whether they should be equal.
+    `differs` flags pairs that differ. `is_open` flags other pairs that, for all that is known, need not be equal.
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
@@ -101,7 +102,7 @@ def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[in
 
 
 def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
-    """Return the part of an alignment that belongs to some steps, and the indexes of its pairs."""
+    """Return the part of an alignment that is at `steps`, and the indices of its pairs in the whole alignment."""
     is_a, is_b = (np.isin(integers(table.column("step")), steps) for table in (a, b))
     kept = np.flatnonzero(is_a[pairs.a])
     only_a, only_b = pairs.only_a[is_a[pairs.only_a]], pairs.only_b[is_b[pairs.only_b]]
@@ -141,9 +142,9 @@ def _join(events_by_key: dict[tuple[Any, ...], StepEvent], row: dict[str, Any], 
 
 
 def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[str, Any]]]:
-    """Yield gradients that only one run has, at steps and sites that both runs recorded.
+    """Yield events and rows for gradients that only one run has, at steps and sites that both runs recorded.
 
-    A value that is one tensor in the first run, and differs between ranks of the second run, counts too.
+    A value also counts if it is one tensor in the first run, and its replicas differ between ranks of the second run.
     """
     common = set(zip(*(a.column(name).take(pa.array(pairs.a)).to_pylist() for name in ("step", "site")), strict=True))
     order = np.argsort(pairs.b, kind="stable")

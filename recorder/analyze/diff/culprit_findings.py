@@ -1,7 +1,7 @@
-"""Describes culprits for people: the first differing value, its ranks and its distance.
+"""Describes culprits for people: the first value that differs between two runs, its ranks and its distance.
 
-This module reads only the payloads of culprits, to find the ranks whose part of a tensor differs. It guesses the
-mistake behind a wrong gradient only if the guess explains the numbers up to rounding.
+This module reads only the payloads of culprits, to find the ranks whose chunk of a tensor differs. It guesses the
+mistake behind a wrong gradient. A guess is given only if it explains the numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """The kinds of differences that are errors of the training. Other kinds result from how a run was recorded."""
 ROUNDING_ALONE = "its gradient is rounding alone"
 _OWN_SHARE = 1e-3
-"""A rank's part of a tensor counts as different from this share of the largest distance on."""
+"""A rank's chunk of a tensor counts as different if its distance exceeds this share of the largest chunk's distance."""
 _FIGURES = (
     "kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b",
     "nonfinite_a", "nonfinite_b",
@@ -38,31 +38,30 @@ _FIGURES = (
 
 
 class Culprit(NamedTuple):
-    """A stage of the second run that differs although all values that it was computed from agree with the first run."""
+    """A computation of the second run, such as a module's forward, that differs although its inputs agree."""
 
     step: int
     phase: str
-    """The stage: ``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (from the gradients
-    of the backward to the gradients that the update uses), ``update``, or ``start`` (state that differs in its first
-    record).
-    """
+    """The kind of computation: ``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (from
+    the gradients of the backward to the gradients that the update uses), ``update``, or ``start`` (state that differs
+    in its first record)."""
     root: str
     module_path: str | None
     """The path of the module at fault; None if all parameters differ in the same way."""
     site: str
-    """Site and name of the first value that differs. If it is a module's input, its caller is at fault."""
+    """Site and name of the first differing value. If that is a module's input, the module's caller is at fault."""
     name: str
     seen_at: str
     """The module of the first value that differs."""
     micro_step: int | None
     call: int
     rank: int | None
-    """The rank at fault; None if several ranks are at fault, or it is not known which."""
+    """The rank at fault; None if several ranks are at fault, or if the rank is not known."""
     ranks: list[int]
     """The ranks of the second run whose value, or part of the value, differs; empty if they are not known."""
     why: str
     alone_in: str | None
-    """``a`` or ``b`` if only that run has the value; else None."""
+    """``a`` or ``b`` if only this run has the value; else None."""
     num_params: int
     """The number of parameters that differ in the same way, if `module_path` is None; 0 if unknown."""
     stages: list[int]
@@ -70,16 +69,16 @@ class Culprit(NamedTuple):
     micro_batches: list[int]
     """The pipeline micro-batches in which the value differs; empty if it differs in all."""
     hint: str
-    """The likely mistake, if it explains the numbers up to rounding; else empty."""
+    """A text on the likely mistake, if the mistake explains the numbers up to rounding; else empty."""
     factor: float | None
-    """The factor from the first run's value to the second's, if one is a multiple of the other."""
+    """The second run's value divided by the first run's value, if one tensor is a multiple of the other; else None."""
     kind: str | None
     max_abs: float | None
     of_max: float | None
     max_ulp: int | None
     cosine: float | None
     noise: float | None
-    """The distance that noise alone causes; None without noise runs."""
+    """The distance that noise alone causes; None if the comparison has no noise runs."""
     statistic: str | None
     statistic_a: float | None
     statistic_b: float | None
@@ -89,7 +88,7 @@ class Culprit(NamedTuple):
 
 
 class CulpritFinder:
-    """Finds culprits. It takes one range of steps after another."""
+    """Finds the culprits for the differences between two runs. It takes one range of steps after another."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -97,7 +96,7 @@ class CulpritFinder:
         self._search = CulpritSearch()
 
     def add(self, steps: RangeSteps, judged: Verdicts, compared: Callable[[], PairedSteps]) -> None:
-        """Add the judged pairs of a range of steps; `compared` gives the rows, and is called only if needed."""
+        """Add the judged pairs of a range of steps. `compared` returns the rows, and is called only if needed."""
         if self._search.is_over:
             return
         differs = np.isin(judged.kinds, _NAMED_KINDS)
@@ -124,11 +123,11 @@ class CulpritFinder:
             self.culprits[index] = rest._replace(module_path=known.path, num_params=known.num_params, why=known.why)
 
     def in_order(self) -> list[Culprit]:
-        """Return the culprits, those behind the others of which rounding alone decides the update."""
+        """Return the culprits. An update that is decided by rounding alone comes after all other culprits."""
         return sorted(self.culprits, key=lambda culprit: culprit.why == ROUNDING_ALONE)
 
     def _is_rounding(self, suspect: Suspect) -> bool:
-        """Whether an update was made of a gradient that is rounding alone, beside its module's others, in both runs."""
+        """Return whether both runs' updates used a gradient no larger than rounding of the module's other gradients."""
         event, step = suspect.event, suspect.step
         if suspect.phase != UPDATE or suspect.path is None or event.site not in ("param", "optim") or event.alone:
             return False
@@ -146,7 +145,7 @@ class CulpritFinder:
         return True
 
     def _guess(self, told: Culprit, suspect: Suspect, a: RunSteps, b: RunSteps, judged: Verdicts) -> str:
-        """Return the likely mistake behind a wrong gradient; empty if it would leave more than rounding unexplained."""
+        """Return a text on the likely mistake behind a wrong gradient; empty unless it explains all but rounding."""
         event = suspect.event
         is_scaled = told.factor is not None and event.site == "grad"
         if is_scaled and (guess := _guess_scaled(told.factor or 0.0, b, event.step, told.root)):
@@ -170,16 +169,16 @@ class CulpritFinder:
 
 
 class RangeSteps(NamedTuple):
-    """The facts about a range of steps that are known without the rows."""
+    """Facts about the steps of a range, which are kept when the rows of the range are dropped."""
 
     paired: list[int]
-    """The steps with a value of both runs. Learning rates do not count: they do not show the state of their step."""
+    """The steps with a value of both runs. A learning rate does not count: it does not show the state of its step."""
     roots: list[str]
     """The roots of the first run."""
     stateless: set[int]
-    """The steps of `paired` with nothing but what the program gives: inputs of the root, and numbers such as a loss."""
+    """The steps of `paired` at which both runs only have inputs of the root, and numbers such as a loss."""
     has_alone: bool
-    """Whether one of the runs has a value that the other lacks and that may be a culprit."""
+    """Whether one of the runs has a value that the other run lacks and that may be a culprit."""
 
     @classmethod
     def of(cls, compared: PairedSteps) -> RangeSteps:
@@ -194,9 +193,9 @@ class RangeSteps(NamedTuple):
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which pairs are one tensor in one run, and in the other run tensors of ranks that form no single tensor.
+    """Flag pairs that are one tensor in one run, and in the other run tensors of ranks that form no single tensor.
 
-    If one rank has exactly the one tensor, all ranks should have it, and the pair is compared.
+    If a tensor of one rank equals the one tensor, all ranks should have it: then the pair is not flagged, but compared.
     """
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
@@ -254,7 +253,7 @@ def _factor(row: dict[str, Any]) -> float | None:
 
 
 def _factor_of_statistics(a: Any, b: Any, row_a: int, row_b: int) -> float | None:
-    """Return the factor between two tensors without values, if their norms and extremes agree on it; else None."""
+    """Return the factor between two tensors by statistics alone; None unless their norms and extremes agree on it."""
     names = ("l2", "absmax", "min", "max")
     ones, twos = ([table.column(name)[row].as_py() for name in names] for table, row in ((a, row_a), (b, row_b)))
     if None in (*ones, *twos) or not ones[0] or not twos[0]:
@@ -267,7 +266,7 @@ def _factor_of_statistics(a: Any, b: Any, row_a: int, row_b: int) -> float | Non
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
-    """Return the factor between two tensors without values, if their norms and largest magnitudes agree on it."""
+    """Return the factor between two gradients by values, or by norms and largest magnitudes; None if there is none."""
     if row["cosine"] is not None:
         return _factor(row)
     (one, two), (top, other_top) = ((row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax"))
@@ -277,7 +276,7 @@ def _factor_of_norms(row: dict[str, Any]) -> float | None:
 
 
 def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
-    """Return the ranks and the micro-batches of the second run whose part of a tensor differs; empty if unknown."""
+    """Return the ranks and the micro-batches of the second run whose chunk of a tensor differs; empty if unknown."""
     if a.table.column("shape")[row_a].as_py() != b.table.column("shape")[row_b].as_py():
         return [], []
     try:
@@ -292,9 +291,9 @@ def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int]
 
 
 def _ranks_of_output(event: StepEvent, a: RunSteps, b: RunSteps, pairs: Alignment) -> list[int]:
-    """Return the ranks of the second run whose parts of the output of a parameter's module alone differ.
+    """Return the ranks of the second run whose chunks of a module's output differ; empty if all chunks differ.
 
-    Of a parameter without values, statistics do not tell which rank's part differs. Empty where all parts differ.
+    If a parameter has no values, its statistics do not tell on which rank it differs, but its module's output may.
     """
     table = a.table.select(["step", "root", "module_path", "site"]).take(pa.array(pairs.a))
     is_its = pc.and_(pc.equal(table.column("step"), event.step), pc.equal(table.column("site"), "output"))
@@ -313,9 +312,9 @@ def _ranks_of_output(event: StepEvent, a: RunSteps, b: RunSteps, pairs: Alignmen
 
 
 def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Return the distances of parts by their statistics, if both runs have the same parts.
+    """Return, by rank and micro-step, how far a tensor's chunks are apart by their statistics; empty if unknown.
 
-    The distance is infinite for a part with a NaN or an infinity that the first run does not have.
+    The distance is infinite for a chunk with a NaN or an infinity that the first run does not have.
     """
     parts_a, parts_b = (
         {(part["rank"], part["micro_step"]): part for part in side.rows.statistics_of_chunks(at)}
@@ -333,7 +332,7 @@ def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -
 
 
 def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
-    """Return how far the statistics of a part are apart; infinite where the NaN or infinity counts differ."""
+    """Return how far the statistics of a chunk are apart; infinite if the counts of NaN or infinities differ."""
     if any(one[name] != two[name] for name in NONFINITE):
         return math.inf
     pairs = [(one[name], two[name]) for name in ("mean", "std", "min", "max", "absmax")]
@@ -341,7 +340,7 @@ def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
 
 
 def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Return the distance of each part of a tensor, by rank and micro-batch of the second run; empty for one part."""
+    """Return the distance of each chunk of a tensor, by rank and micro-batch; empty if the tensor is in one chunk."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     both = sorted(own_a.keys() & own_b.keys())
     if len(both) > 1:
@@ -363,7 +362,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
 
 
 def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
-    """Return the distance of a number on the differing ranks; empty if these ranks disagree within one run."""
+    """Return how far a scalar is apart on the differing ranks; empty if these ranks disagree within one run."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
         before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
@@ -402,7 +401,7 @@ def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
 
 
 def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
-    """Return the largest difference; infinite if only one value is finite or the shapes differ."""
+    """Return the largest difference of elements; infinite if it is not finite, or if the shapes differ."""
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
     one, two = np.atleast_1d(one), np.atleast_1d(two)
@@ -414,22 +413,22 @@ def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
 
 
 _MAX_STEPS = 3
-"""The most earlier steps whose gradients may have been accumulated."""
+"""The most earlier steps whose gradients a guess adds up to explain a wrong gradient."""
 _MAX_PARAMS = 8
-"""The number of parameters whose values are read. For other parameters, means are compared."""
+"""The most parameters of which a guess reads the gradients. For further parameters it compares the means."""
 _MIN_ITEMS = 16
 _REST = {"float16": 2e-2, "bfloat16": 2e-2}
-"""By dtype: the share of a difference that a guessed cause may leave unexplained and still be accepted."""
+"""By dtype, the share of a difference that a guessed mistake may leave unexplained."""
 _USUAL_REST = 1e-3
 _ROUND = 2e-5
-"""The relative distance of a norm from the round number to which it was clipped: float32 and torch's own epsilon."""
+"""A clipped norm may be off its round number by this share, because of float32 and of torch's own epsilon."""
 _SAME = 1e-4
-"""The relative distance up to which factors of several parameters count as equal."""
+"""The relative distance up to which two factors between the runs' tensors count as equal."""
 _MIN_APART = 1e-2
-"""The least distance from 1 of a factor that statistics alone tell."""
+"""A factor between two tensors that only statistics show must differ from 1 by more than this."""
 
 Read = Callable[[int, int], PairedSteps]
-"""A function that returns the rows of the steps from the first up to, but not including, the last."""
+"""A function (first, last) that returns both runs' rows of the steps from `first` up to, but not including, `last`."""
 
 
 class _ScaledPair(NamedTuple):
@@ -440,7 +439,7 @@ class _ScaledPair(NamedTuple):
 
 
 def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
-    """Explain a factor between two values of a step, if it is the number of ranks or of micro-steps."""
+    """Return a text on a factor that is the number of ranks or of micro-steps, or 1 over it; else an empty text."""
     table = side.rows.table
     table = table.filter(pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root)))
     num_ranks = max(
@@ -459,9 +458,10 @@ def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
 
 
 def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
-    """Explain gradients that all differ by one factor, if clipping can be the reason; else return an empty text.
+    """Return a text if clipping can be the reason why all gradients differ by one factor; else an empty text.
 
-    `norm_a` is the norm of all gradients of the first run together; `pairs` are all pairs, which must differ.
+    `norm_a` is the norm of all gradients of the first run together. `pairs` are the pairs of gradients that differ. If
+    these are not all gradients, the text is empty.
     """
     factors = [pair.factor for pair in pairs]
     factor = factors[0] if factors else None
@@ -484,7 +484,7 @@ def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
 
 
 def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], rank: int | None) -> str:
-    """Explain gradients that are sums of several steps of the first run, or the gradients of an earlier step.
+    """Return a text if gradients equal the first run's gradients at an earlier step, or their sum over steps.
 
     `params` are the root, module path and name of each gradient that differs at the step. `rank` is the rank of the
     second run, None for all ranks. The text is empty if there is no explanation.
@@ -508,10 +508,10 @@ def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], 
 
 
 def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -> bool:
-    """Return whether rows of the second run are sums of rows of the first: by values for few rows, else by means.
+    """Return whether gradients of the second run are sums of gradients of the first run, by values or by means.
 
     Each element of `sums` belongs to one parameter: the rows of `a` that are added up, the row of `a` at the step, and
-    the row of `b`.
+    the row of `b`. Values are read for few parameters, the largest; the others are compared by means.
     """
     sums = sorted(sums, key=lambda rows: -int(b.table.column("numel")[rows[2]].as_py()))
     is_read = False
@@ -539,7 +539,7 @@ def _by_mean(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]
 
 
 def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
-    """Return the rows of the gradients that an update used: the rows of all ranks, or else of one rank."""
+    """Return the row of each gradient that an update used: the row of `rank`, or else the row for all ranks."""
     table = side.table
     is_wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
     at = np.flatnonzero(pc.fill_null(pc.and_(is_wanted, pc.equal(table.column("step"), step)), False).to_numpy())
@@ -563,5 +563,5 @@ def _wide(side: RunSteps, row: int) -> npt.NDArray[Any]:
 
 
 def _round(norm: float) -> bool:
-    """Return whether a norm is a number with two digits, which a person may have chosen."""
+    """Return whether a norm is close to a number with two digits, which a person may have chosen."""
     return math.isclose(norm, float(f"{norm:.2g}"), rel_tol=_ROUND)

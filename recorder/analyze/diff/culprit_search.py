@@ -1,8 +1,8 @@
-"""Finds the culprits of a training: the stages that differ although all values that they were computed from agree.
+"""Finds the culprits of a training: computations that differ between two runs although all their inputs agree.
 
-All other differences are inherited. A stage is a module's forward, its recomputation, its backward, the way of
-gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. This module
-must never read a payload.
+A computation is a module's forward, its recomputation, its backward, the way of gradients from a backward to the update
+(reduction, accumulation, clipping), or the update of a parameter. All other differences are inherited from inputs. This
+module must never read a payload.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
-"""The least number of parameters (and `_ALIKE_SHARE` of all) that differ at once so that no single one is blamed."""
+"""No single parameter is blamed if at least this many, and `_ALIKE_SHARE` of all parameters, differ at once."""
 MAX_STEPS = 32
-"""The number of steps with differences that are searched: after the first steps every difference is inherited."""
+"""At most this many differing steps are searched for culprits: at later steps, every difference is inherited."""
 _MAX_FOLLOWING = 256
-"""The number of outputs among which the next module is searched for, if no recorded input identifies it."""
+"""If no recorded input shows the module that takes an output, it is searched among this many following outputs."""
 
 Value = tuple[str, str, str, str]
 
 
 class Suspect(NamedTuple):
-    """A stage that differs although all values that it was computed from agree."""
+    """A computation that differs between the runs although all values that it was computed from agree."""
 
     step: int
     phase: str
     root: str
     path: str | None
-    """The module at fault; None if all parameters differ in the same way."""
+    """The path of the module at fault; None if all parameters differ in the same way."""
     event: StepEvent
     """The first value that differs because of the fault."""
     num_params: int = 1
@@ -49,13 +49,13 @@ class Suspect(NamedTuple):
 
 
 class _Paths:
-    """Events by module. Adding an event, and a query, take time proportional to the depth of a path."""
+    """Counts events by module. Adding an event, or a query, takes time proportional to the depth of a module path."""
 
     def __init__(self, events: Iterable[StepEvent] = ()) -> None:
         self.at: dict[str, int] = {}
-        """The number of events at each module itself."""
+        """By module path, the number of events of the module itself."""
         self.below: dict[str, int] = {}
-        """The number of events below each module."""
+        """By module path, the number of events of the modules below the module."""
         self.last_below: dict[str, float] = {}
         for event in events:
             self.add(event)
@@ -89,13 +89,13 @@ class _Step:
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
         self.has_params = any(event.site == "param" for event in events)
         self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
-        """Parameters, gradients and optimizer states for which it is unknown whether the two runs should agree."""
+        """Events of parameters, gradients and optimizer states of which it is unknown whether the runs should agree."""
         self.open_calls = _Paths(e for e in events if e.is_open and e.site in OF_CALLS)
-        """Inputs, outputs and their gradients for which that is unknown."""
+        """Events of inputs, outputs and their gradients of which it is unknown whether the two runs should agree."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
-        """Buffers that differ and that no forward changes."""
+        """Events of buffers that differ and that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
-        """The order of the first recomputed value that differs; infinite if none differs."""
+        """The `order` of the first recomputed value that differs; infinite if no recomputed value differs."""
 
     def differs(self, sites: Sequence[str], path: str, *, below: bool = True) -> bool:
         return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
@@ -126,7 +126,7 @@ class _Forward:
                 self._takers.setdefault(event.signature, []).append(event)
 
     def caller(self, path: str) -> str | None:
-        """Return the nearest parent that was called itself, whose code calls the module; None for the root."""
+        """Return the nearest parent that was itself called, so that its code calls the module; None for the root."""
         while path:
             path = path.rpartition(".")[0]
             if path in self.called or not path:
@@ -155,23 +155,24 @@ class _Forward:
 
 
 class CulpritSearch:
-    """Searches steps in their order, and keeps what the search of the next step needs."""
+    """Searches one step after another for culprits, and keeps what it needs of a step to judge the next step."""
 
     def __init__(self) -> None:
         self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
-        """Pairs of suspects for the learning rates of some groups: without and with the parameters of these groups."""
+        """For each suspected learning rate: the suspect, and the suspect with its groups' parameters that replaces
+        it."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
-        """By root, the last step, and its events; None instead of the events if nothing differed."""
+        """By root, the last step and its values; None instead of the values if nothing differed at the step."""
         self._num_steps = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the search ends here, because later steps would only show inherited differences."""
+        """True once enough steps are searched, because later steps would only show inherited differences."""
         return self._num_steps >= MAX_STEPS
 
     def equal_step(self, step: int, roots: Iterable[str], *, shows_state: bool = True) -> None:
-        """Add a step at which nothing differs; it `shows_state` if it has more than the program gives."""
+        """Add a step without differences. `shows_state`: it has values besides the program's inputs and numbers."""
         for root in roots:
             before = self._previous.get(root)
             if shows_state or before is None or before[1] is None:
@@ -193,7 +194,7 @@ class CulpritSearch:
         return fresh
 
     def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
-        """Remove suspected updates that are explained by changed learning rates of their parameter groups."""
+        """Remove suspected updates that a differing learning rate of their parameter group explains."""
         for rate in self.suspects:
             is_of_some = rate.event.site == "scalar" and not rate.num_params
             if rate.step != step - 1 or not is_of_some or rate.root not in {one.root for one in suspects}:
@@ -245,7 +246,7 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
 
 
 def _inherits_state(now: _Step, old: _Step | None, owner: str, *, is_first: bool, below: bool) -> bool:
-    """Return whether a parameter or a buffer that a forward reads differs, or may differ."""
+    """Return whether a parameter or buffer that the forward of the module `owner` reads differs, or may differ."""
     if now.differs(("param",), owner, below=below) or now.open_state.has(owner, below=below):
         return True
     if is_first and now.wrong_constants.has(owner, below=below):
@@ -257,7 +258,7 @@ def _inherits_state(now: _Step, old: _Step | None, owner: str, *, is_first: bool
 
 
 def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
-    """Yield values that a checkpointed block recomputed for the backward, and that differ from those of its forward."""
+    """Yield suspects: values that differ between the runs only when a checkpointed block recomputes its forward."""
     wrong_before = {_call(event) for event in now.events if event.phase == FORWARD and event.differs}
     for events in now.slices(RECOMPUTE):
         again = _Forward(events)
@@ -281,10 +282,10 @@ def _call(event: StepEvent) -> tuple[str, str, str, int | None, int]:
 
 
 def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
-    """Return whether an input of the call, or an earlier value inside the call, differs.
+    """Return whether an input of a module call, or an earlier value inside the call, differs between the runs.
 
-    `begins` is the order of the owner's first input; None where its inputs were not recorded, so that every earlier
-    value may be an input. `is_input` is True for the input of a module that the owner calls.
+    `begins` is the order of the first input of the module `owner`; None if its inputs were not recorded, so that every
+    earlier value may be an input. `is_input` is True for the input of a module that `owner` calls.
     """
     if begins is None and not (owner == "" and is_input):
         return bool(bad.at)
@@ -337,7 +338,7 @@ def _handed(event: StepEvent) -> str:
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
-    """Yield final gradients that differ although the backward agreed, or may have agreed."""
+    """Yield a suspect for each gradient of the update that differs although its backward agreed, or may have."""
     of_local = [event for event in now.events if event.site == "grad" and event.scope == "local"]
     local = {(event.path, event.name) for event in of_local}
     wrong_local = {(event.path, event.name) for event in of_local if event.differs}
@@ -365,7 +366,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
 
 
 def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
-    """Yield parameters, buffers and optimizer states that differ although they, and their sources, agreed before."""
+    """Yield suspects for parameters, buffers, states and numbers that differ although their sources agreed before."""
     old = before[1] if before else None
     is_next = before is not None and before[0] == step - 1
     for event in now.events:
@@ -410,7 +411,7 @@ def _inherits_update(event: StepEvent, old: _Step) -> bool:
 
 
 def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
-    """Keep one suspect per module and phase, and one for all parameters (of the run or a stage) that differ at once."""
+    """Keep one suspect per module and phase, but one for all parameters of a run or pipeline stage if all differ."""
     stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
     params = {(path, name) for _, path, site, name in now.known if site == "grad"}
     params = params or {(path, name) for _, path, site, name in now.known if site == "param"}

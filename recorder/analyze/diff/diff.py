@@ -79,7 +79,7 @@ def diff(
     the wider type.
 
     Args:
-        a: the first run, from `open_run`; results are in its order of execution.
+        a: the first run, from `open_run`; results are in the order of execution of this run.
         b: the second run, from `open_run`.
         module: a module's path, or a glob over paths.
         site: one site, or several with commas.
@@ -88,19 +88,19 @@ def diff(
         rtol: the allowed difference relative to the larger magnitude, as in `math.isclose`.
         atol: the allowed absolute difference.
         ulp: the allowed number of representable numbers between two floats of one type.
-        noise: runs that differ from `a` by noise alone: repeats of `a`, or twins with the setting `jitter`. A value
+        noise: runs that differ from `a` by noise alone: repeats, or twin runs with the setting `jitter`. A value
             counts as different only if it differs by more than `drift.MARGIN` times as much as in these runs.
             `drift` describes the exception for parameters whose update rounding decides.
-        renames: the names of the modules of `b` in `a`, from `read_renames`; all answers use the names of `a`.
-        common: True if values, or parts of values, that only one run has make no difference.
+        renames: the names that modules of `b` have in `a`, from `read_renames`; all results use the names of `a`.
+        common: True to ignore values, and data of values, that only one run has.
         loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
-        layouts: how the ranks' values of some leaves lie, in both runs; see `Run.view`.
-        report: called with the payload bytes that are done.
+        layouts: how the ranks' chunks of some values lie in the global tensor, in both runs; see `Run.view`.
+        report: called with the number of payload bytes that are done since its last call.
         mapper: runs the ranges of steps, in this process or in others.
 
     Raises:
-        LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or `loss`,
-            `layouts` or a tolerance is invalid, a rename fits no module, or a noise run is of another model or does
+        LookupFailedError: nothing is selected; the runs have no value in common (the message says why); `loss`,
+            `layouts` or a tolerance is invalid; a rename fits no module; or a noise run is of another model, or does
             not differ from the first run.
     """
     options = DiffOptions(
@@ -118,7 +118,7 @@ def compare_runs(
     a: Run, b: Run, options: DiffOptions, *, report: Callable[[int], None] = lambda num_bytes: None,
     mapper: Mapper = map_serially,
 ) -> Diff:  # fmt: skip
-    """Compare two runs as `diff` does, with its arguments as one object, and raise the same errors."""
+    """Compare two runs as `diff` does, with the arguments of `diff` as one object. Raises the same errors."""
     selection, renames, noise = options.selection, options.renames, options.noise
     selection.check(a, b)
     options.global_view.check(a, b)
@@ -129,8 +129,8 @@ def compare_runs(
     _check_twins(a, b, noise)
     how = options.global_view
     views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *noise)]
-    # The noise of a small tensor is its largest in a range of steps, so with noise runs the ranges are as long as
-    # possible.
+    # The noise of a small tensor is its largest noise at any step of a range, so with noise runs the ranges are as long
+    # as possible.
     windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
     arguments = (a, b, options, own_names, PayloadReport(report))
     comparison = _Comparison(RangeComparer(*arguments), report, sides)
@@ -159,7 +159,7 @@ def compare_runs(
 
 
 def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModule]) -> Culprit:
-    """Say of a gradient that one run alone has why the other run has none, if that run's modules (`lacking`) know."""
+    """Add the reason why one run lacks a gradient that the other run has, if the modules in `lacking` know it."""
     module = lacking.get((culprit.root, culprit.seen_at))
     if module is None or culprit.module_path is None or culprit.site != "grad":
         return culprit
@@ -174,9 +174,9 @@ def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModul
 def _with_nonfinite(
     total: Diff, runs: Mapping[str, Run], sides: tuple[SideTotals, SideTotals], options: DiffOptions
 ) -> list[Culprit]:
-    """Put the first value of one run alone that is not finite before the culprits, if it comes before these.
+    """Put a run's first NaN or infinity before the culprits, if only this run has a record of it and it comes first.
 
-    The probe records a value because it is not finite, and the other run, which is finite, has no record to compare.
+    The probe records a value because it is not finite. The other run, where it is finite, has no record to compare.
     """
     culprits, steps = total.culprits, {name: side.steps for name, side in zip("ab", sides, strict=True)}
     later = culprits[0] if culprits else None
@@ -211,7 +211,7 @@ def _with_nonfinite(
 
 
 def payload_bytes(run: Run) -> int:
-    """Return the size of all payloads of a run. `report` will receive this sum once for each run."""
+    """Return the payload bytes of a run. The numbers that `report` receives add up to this sum for each run."""
     column = run.table(["payload_bytes"]).column("payload_bytes")
     return int(pc.sum(column).as_py() or 0)
 
@@ -227,7 +227,7 @@ def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
 
 
 def _module_paths(run: Run) -> list[str]:
-    """Return the modules with rows, shard by shard, as all names at once would need more memory than the comparison."""
+    """Return the paths of the modules with rows, shard by shard: the paths of all rows would need too much memory."""
     paths: dict[str, None] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -237,21 +237,21 @@ def _module_paths(run: Run) -> list[str]:
 
 
 def _unpaired_names(paths: Sequence[str], names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return each run's unpaired modules, by common name; `names` maps the second run's modules to common names."""
+    """Return, for each run, the modules that only it has, by common name; `names` maps b's names to common names."""
     there, theirs = set(paths), set(names.values())
     alone_a = {path: path for path in paths if path not in theirs}
     return alone_a, {name: own for own, name in names.items() if name not in there}
 
 
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
-    """Yield ranges of steps that cover both runs. No range is larger than a window of either run."""
+    """Yield ranges of steps that cover all runs. No range is larger than a window (range of steps) of any run."""
     starts = sorted({first for some in windows for first, _ in some})
     bounds = [None, *starts[1:], None]
     yield from pairwise(bounds)
 
 
 class _Comparison:
-    """Collects the results of the ranges of steps, in the order of steps."""
+    """Joins the results of ranges of steps, which come in the order of steps, to the result of the comparison."""
 
     def __init__(
         self, comparer: RangeComparer, report: Callable[[int], None], sides: tuple[SideTotals, SideTotals]
@@ -268,7 +268,7 @@ class _Comparison:
         self._moved: list[set[str]] = []
 
     def add(self, result: RangeResult) -> None:
-        """Add the next range. If another process has read its rows, they are read again for a culprit or a drift."""
+        """Add the next range's result. Rows that another process read are read again for a culprit or a drift."""
         if result.rows is None:
             self._report(result.num_bytes)
         for side, later in zip(self._sides, result.sides, strict=True):
@@ -312,7 +312,7 @@ class _Comparison:
         raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {reason}{renamed}")
 
     def refuse_still(self, a: Run, noise: Sequence[Run]) -> None:
-        """Raise LookupFailedError if a noise run equals the first run, as every rounding would count as an error."""
+        """Raise LookupFailedError if a noise run equals the first run: every rounding would count as an error."""
         for run, roots in zip(noise, self._moved, strict=True):
             if not roots:
                 jitter = " although it was recorded with RECORDER_JITTER" if run.jitter else ""

@@ -1,9 +1,9 @@
-"""Recognises parameters that rounding alone drives apart, as it decides the sign of gradients near zero.
+"""Recognises parameters that rounding alone drives apart, because it decides the sign of gradients near zero.
 
-Adam turns a rounding error in such an element into a full step (its first update is the gradient's sign), and a
-perturbed twin need not have the error in the same element. So an update is judged element by element, by the values
-from which it was computed. At a step that begins with different parameters, their distance is judged relative to the
-twin's.
+Adam turns a rounding error in the gradient of an element into a full step (its first update is the gradient's sign),
+and a perturbed twin run need not have the error in the same element. So an update is judged element by element, by the
+values from which it was computed. If parameters differ as a step begins, their distance is judged relative to the
+distance in the twin run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...sites import values_of
 from .pairs import Flags, PairedSteps
 
 MARGIN = 10.0
-"""The factor by which a difference may exceed the noise, because a twin is a single sample of the noise."""
+"""A difference may exceed the noise by this factor, because a twin run is a single sample of the noise."""
 _CHUNK_ITEMS = 1 << 18
 _COLUMNS = ("root", "module_path", "site", "name", "phase")
 
@@ -32,7 +32,7 @@ Parameter = tuple[str, str, str, int | None]
 
 
 class Pairs:
-    """The pairs of a range of steps. `differs` says which pairs, as judged so far, differ by more than noise."""
+    """The pairs of two runs' rows in a range of steps. `differs` flags pairs that, so far, differ beyond noise."""
 
     def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
         self._compared = compared
@@ -59,11 +59,11 @@ class Pairs:
 
 
 class Drift:
-    """Follows, step by step, the parameters whose differences are noise although a twin has no such difference."""
+    """Follows, step by step, the parameters that rounding alone drives farther apart than in a twin run."""
 
     def __init__(self) -> None:
         self._apart: dict[Parameter, tuple[float, float]] = {}
-        """By parameter, the norm of the difference, and that norm as a share of the parameter's norm."""
+        """For each drifted parameter, the norm of the runs' difference, also as a share of the parameter's norm."""
         self._before: tuple[int, Pairs] | None = None
         self._numbers: Integers | None = None
         """The indices of the pairs at the step that `_before` has; None until the indices are needed."""
@@ -71,7 +71,7 @@ class Drift:
         """By root, the parameters that differed by more than noise at the root's last step."""
 
     def share(self, root: str | None = None) -> float:
-        """Return the largest distance of a parameter of a root, or of all roots, as a share of the parameter's norm."""
+        """Return the largest distance of a parameter of a root (None: any root), as a share of the parameter's norm."""
         return max((share for (of, *_), (_, share) in self._apart.items() if root in (None, of)), default=0.0)
 
     @property
@@ -79,11 +79,10 @@ class Drift:
         return len(self._apart)
 
     def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
-        """Return, for each parameter, whether its difference is noise although it exceeds the twin's.
+        """Return, for each line, whether the parameter's difference is noise although it exceeds the twin run's.
 
-        `lines` are the parameters of a root that differ at the next step by more than the twin does. A line has the
-        columns of `Verdicts.differing`, the index `number` of the pair, and `allowed`, the distance that noise may move
-        an element.
+        `lines` are the parameters of `root` that differ at `step` by more than in the twin run. A line has the columns
+        of `Verdicts.differing`, the index `number` of the pair, and `allowed`: how far noise may move an element.
         """
         of = [(root, line["module_path"], line["name"], line["rank_b"]) for line in lines]
         wrong = self._wrong.get(root, set())
@@ -115,9 +114,9 @@ class Drift:
     def _is_made_from_noise(
         self, step: int, pairs: Pairs, parameter: Parameter, number: int, allowed: float
     ) -> bool | None:
-        """Return whether gradient and state explain an update's difference; None where they were not recorded.
+        """Return whether a parameter's gradient and state explain its difference; None if they were not recorded.
 
-        In each element, the two updates may differ by the same share as the two gradients and states do there.
+        In each element, updates may differ by the share by which gradients and states differ, times `MARGIN`.
         """
         if self._before is None or self._before[0] != step - 1:
             return None
@@ -133,7 +132,7 @@ class Drift:
             return None
         made_from = [both for both in kept.values() if both[0].size == both[1].size == now[0].size]
         parts = [slice(at, at + _CHUNK_ITEMS) for at in range(0, now[0].size, _CHUNK_ITEMS)]
-        # If weight decay nearly cancels a step, the remaining step is too small a unit for differences.
+        # Weight decay may nearly cancel an element's update, so differences are measured by at least the mean update.
         least = sum(float(np.nansum(_update(now, old, part))) for part in parts) / max(1, now[0].size)
         return all(_is_open(now, old, made_from, part, least, allowed) for part in parts)
 
@@ -142,15 +141,16 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
-    """Return the distance by which an update moves the elements of a part, in the run where it is larger."""
+    """Return how far an update moves each element of the slice `part`: the larger distance of the two runs."""
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
 
 
 def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, least: float, allowed: float) -> bool:
-    """Return whether a part's difference is at most its earlier difference plus the most that its update may add.
+    """Return whether each element differs by no more than before the update plus the most that the update may add.
 
-    An element's update counts as at least `least`. `allowed` is the difference that noise and rounding may add.
+    Only the elements of the slice `part` are judged. The update of an element counts as at least `least`. `allowed` is
+    the difference that noise and rounding may add.
     """
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     share = np.zeros(now_a.shape)

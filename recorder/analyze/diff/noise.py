@@ -1,7 +1,7 @@
-"""Recognises differences that noise alone would make: a repeat or a perturbed twin of the first run differs as much.
+"""Recognises differences that noise alone explains: a repeat or a perturbed twin of the first run differs as much.
 
 Noise is measured for each tensor and step. Where it is too small, by chance or because a perturbation did not reach the
-tensor, the median of the same site and step is used.
+tensor, the median noise of the same site and step is used.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
     "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
 }  # fmt: skip
-"""For each type, log2 of the distance from 1 to the next larger number."""
+"""For each dtype, log2 of the distance from 1 to the next larger number."""
 _MIN_FACTOR = 1e-3
-"""The least distance from 1 of a factor by which one tensor counts as a multiple of another."""
+"""A tensor counts as a multiple of another tensor only if the factor differs from 1 by more than this."""
 _MAX_REST = 0.02
-"""The share of a factor's effect that may stay unexplained, so that a shifted tensor does not count as a multiple."""
+"""A factor may leave this share of a difference unexplained; a shifted tensor leaves more, and is no multiple."""
 _MIN_ITEMS = 16
-"""The least number of elements. A smaller tensor may nearly be a multiple of any tensor, and its noise is random."""
+"""Tensors with fewer elements may nearly be multiples of any tensor, and their noise at a single step is random."""
 _ROUNDINGS = 8
-"""Up to this number of roundings of the largest magnitude, a difference always counts as noise."""
+"""A difference of up to this many roundings of the tensor's largest magnitude always counts as noise."""
 ROUNDING_OF = {dtype: _ROUNDINGS * 2.0**bits for dtype, bits in _BITS.items()}
-"""For each type, the share of the largest magnitude up to which a difference always counts as noise."""
+"""For each dtype, the share of a tensor's largest magnitude up to which a difference always counts as noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
-"""The least number of gradients (if they are `_ALIKE_SHARE` of all) that a common factor from clipping must explain."""
+"""A common factor of gradients is due to clipping only if at least this many, and `_ALIKE_SHARE` of all, have it."""
 
 
 _FAR = ("max_abs", "l2_apart", "statistic_rel")
-"""The columns of `Verdicts.differing` with the distance of a pair."""
+"""The columns of `Verdicts.differing` that say how far the two tensors of a pair are apart."""
 
 
 def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
-    """Return how far noise moves rows, in the columns of `_FAR`, and whether it changes their fingerprints.
+    """Return how far noise moves each row's tensor, by column of `_FAR`, and whether it changes the fingerprint.
 
     An unknown distance is NaN.
     """
@@ -66,15 +66,15 @@ def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[d
 
 
 class Drifted(NamedTuple):
-    """Parameters that rounding alone drove farther apart than the twins' parameters."""
+    """A summary of the parameters that rounding alone drove farther apart than in the twin runs."""
 
     step: int
-    """The first step at which rounding had driven parameters farther apart than in the twins."""
+    """The first step at which rounding had driven parameters farther apart than in the twin runs."""
     num_params: int
     of_norm: float
-    """The largest distance between the two runs' values of a drifted parameter at the end, as a share of its norm."""
+    """The largest distance of a drifted parameter between the runs at the end, as a share of the parameter's norm."""
     times_noise: float
-    """The factor by which values computed from drifted parameters may exceed the twin's distance and still be noise."""
+    """The factor by which the noise limit rises for values that are computed from drifted parameters."""
 
 
 class LoudNoise(NamedTuple):
@@ -83,11 +83,11 @@ class LoudNoise(NamedTuple):
     step: int
     """The first step at which a noise run differs from the first run."""
     of_norm: float
-    """The median distance of the forward's values between the noise runs and the first run, relative to their norms."""
+    """The median over the forward's values of the noise runs' distance from the first run, relative to the norm."""
 
 
 def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) -> NoiseMeasure | None:
-    """Measure the noise of the pairs that differ; None without noise runs, or if no pair differs.
+    """Measure the noise of the pairs that differ; return None without noise runs, or if no pair differs.
 
     `sides` are the rows of the noise runs at the same steps.
     """
@@ -107,29 +107,30 @@ class BeyondNoise:
         self._eps = eps
         self._drift = Drift()
         self._factors: dict[str, float] = {}
-        """By root, the largest factor by which a step began farther apart than the twin."""
+        """By root, the largest factor by which, as a step began, parameters were farther apart than in the twin run."""
         self._shown: dict[str, tuple[float, float]] = {}
-        """By root, at its last step: the share by which parameters had drifted, and the factor by which the values of
-        the forward exceeded the noise."""
+        """By root, at its last step: how far parameters had drifted, as a share of their norm, and the factor by which
+        the values of the forward exceeded the noise."""
         self._first_drift: int | None = None
         self._off: dict[str, float] = {}
-        """By root, how far from 1 a common factor of all gradients was at most, where rounding made the factor."""
+        """By root, the largest distance from 1 of a common factor of all gradients that rounding explains."""
         self._is_begun = False
         self.loud: LoudNoise | None = None
-        """Set if the noise runs probably differ by more than noise, and hide more than noise."""
+        """Set if the noise runs probably differ from the first run by more than noise, and so hide errors; else
+        None."""
 
     @property
     def drifted(self) -> Drifted | None:
-        """The drift of parameters, which hides smaller errors; None if the twins have all of the noise."""
+        """The parameters that drifted, because of which smaller errors are hidden; None if no parameter drifted."""
         if self._first_drift is None:
             return None
         factor = max(self._factors.values(), default=1.0)
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
     def of(self, judged: Verdicts, measured: NoiseMeasure | None, compared: Callable[[], PairedSteps]) -> Verdicts:
-        """Return the verdicts without the pairs that differ by no more than noise; others get a column `noise`.
+        """Return the verdicts without pairs that differ by no more than noise; the other pairs get a column `noise`.
 
-        `compared` gives the rows, and is called only if rows are needed.
+        `compared` returns the rows, and is called only if rows are needed.
         """
         table = judged.differing
         if measured is None:
@@ -189,10 +190,10 @@ class BeyondNoise:
     def _unscale(
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
-        """Accept gradients that differ by a common factor due to rounding, and state computed from these gradients.
+        """Accept gradients that rounding made differ by a common factor, and state computed from these gradients.
 
         Gradients are clipped by their common norm. Each layout adds up the squares for this norm in another order, and
-        no twin has this difference.
+        no twin run has this difference.
         """
         gradients = rows[measured.are_final_gradients(rows)]
         wrong = gradients[pairs.differs[indices[gradients]]]
@@ -210,12 +211,12 @@ class BeyondNoise:
                 (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # `Drift` judges parameters
             )
             made = made[is_made]
-            # To first order, a factor changes squares twice as much.
+            # To first order, a factor 1 + x of gradients changes their squares by the factor 1 + 2x.
             pairs.differs[indices[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
 
 
 def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
-    """Count the nonzero pairs of gradients that an update used, and the elements of all such gradients."""
+    """Count the nonzero pairs of gradients that the update of a step used, and the elements of all its gradients."""
     columns = ["root", "site", "phase", "l2", "numel"]
     table = pairs.rows.a.table.select(columns).take(pa.array(pairs.rows.pairs.a[pairs.of_step(step)]))
     is_final = (pc.field("site") == "grad") & (pc.field("phase") == "optimizer")
@@ -234,7 +235,8 @@ class NoiseMeasure:
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
         self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
-        # A gradient recorded after a tap is judged by values or statistics, as rounding may change its fingerprint.
+        # A gradient recorded after a tap is judged by values or statistics, because rounding may change its
+        # fingerprint.
         compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
@@ -254,7 +256,7 @@ class NoiseMeasure:
             self._allowed = np.where(self._eps > 0, MARGIN * self.noise + self._eps * self._scales, self.noise)
 
     def are_noise(self) -> Flags:
-        """Return which pairs differ by no more than the twin, or only in their type."""
+        """Return which pairs differ by no more than the twin runs do, or only in their dtype."""
         with np.errstate(invalid="ignore"):
             by_values = self._max_abs <= self._allowed
             by_statistics = self._statistic <= MARGIN * self.noise_of_statistics + self._eps
@@ -264,7 +266,7 @@ class NoiseMeasure:
         return np.asarray(are_noise | (self.kinds == "dtype"))
 
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
-        """Return which rows differ by no more than a twin that began the step with distances larger by these factors.
+        """Return which rows differ by no more than in a twin run that began the step `factors` times as far apart.
 
         Norms are compared, because an element that is far apart at first moves a few elements of every later tensor. A
         further difference by the share `off` of the norm is allowed.
@@ -278,7 +280,7 @@ class NoiseMeasure:
         return np.asarray((are_noise & self.is_finite[rows]) | (kinds == "fingerprint"))
 
     def are_multiples(self, rows: Integers) -> Flags:
-        """Return in which pairs one tensor is a multiple of the other, which rounding cannot cause."""
+        """Return in which pairs one tensor is a multiple of the other tensor, which rounding cannot cause."""
         is_large = numbers(self._table.column("numel"))[rows] >= _MIN_ITEMS
         factors = multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows])
         return np.asarray(is_large & ~np.isnan(factors))
@@ -288,7 +290,7 @@ class NoiseMeasure:
         return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
 
     def typical_factor(self, rows: Integers) -> float:
-        """Return the median factor that brings the first tensors closest to the second; NaN without norms."""
+        """Return the median of the factors that bring first tensors closest to second tensors; NaN without norms."""
         with np.errstate(invalid="ignore", divide="ignore"):
             factors = np.where(np.isnan(self._cosine[rows]), 1.0, self._cosine[rows]) * self._l2_b[rows]
             factors /= self._l2_a[rows]
@@ -296,7 +298,7 @@ class NoiseMeasure:
         return float(np.median(known)) if len(known) else np.nan
 
     def are_scaled(self, rows: Integers, factor: float) -> Flags:
-        """Return whether second tensors are multiples of the first by a factor, up to noise as in `are_noise`."""
+        """Return in which pairs the second tensor is `factor` times the first, up to noise as in `are_noise`."""
         kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
         one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -320,7 +322,7 @@ class NoiseMeasure:
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
-        """Return the median factor by which differences of a forward's values exceed the twin's."""
+        """Return the median factor by which a forward's differences between the runs exceed those in the twin run."""
         forward = rows[self._phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]
@@ -328,7 +330,7 @@ class NoiseMeasure:
         return max(1.0, float(np.median(known))) if len(known) else np.inf
 
     def typical_share(self, rows: Integers) -> float:
-        """Return the median share of the norm by which noise moves a forward's values, but at least a rounding."""
+        """Return the median noise of a forward's values, as a share of their norm, but at least one rounding."""
         forward = rows[self._phases[rows] == "forward"]
         chosen = forward if len(forward) else rows
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -340,21 +342,22 @@ class NoiseMeasure:
         return max(float(np.median(known)), least) if len(known) else least
 
     def loudness(self, rows: Integers, eps: float) -> float:
-        """Return the share beyond which a first step is not noise: far above rounding, below a new dropout mask.
+        """Return the distance, relative to the norm, above which noise runs differ by more than noise at a first step.
 
-        Under autocast the values have a longer type than the model computes with; `eps` is that of the shorter type.
+        It is far above rounding, and below the effect of a new dropout mask. Under autocast the values have a longer
+        dtype than the model computes with; `eps` is the rounding of the shorter dtype.
         """
         return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
     def lines(self, rows: Integers, indices: Integers) -> list[dict[str, Any]]:
-        """Return rows with all their columns, the index of each pair, and how far apart an element may be."""
+        """Return rows as dictionaries, with the `number` of the pair, and `allowed`: how far noise moves an element."""
         lines = self._table.take(pa.array(rows)).to_pylist()
         known = zip(lines, indices[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
 
 
 def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
-    """Return the factor of each pair of tensors, from cosines and norms; NaN if neither is a multiple of the other."""
+    """Return the factor of each pair of tensors, by cosine and norms; NaN if neither is a multiple of the other."""
     with np.errstate(invalid="ignore", divide="ignore"):
         factors = np.where(cosine > 0, 1.0, -1.0) * two / one
         off, rest = np.abs(factors - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
@@ -368,7 +371,7 @@ def _roundings(table: Any) -> Floats:
 
 
 def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
-    """Raise the noise of each tensor at least to the median of its step and site; NaN stays NaN."""
+    """Raise the noise of each tensor to at least the median noise of its step and site; NaN stays NaN."""
     groups = group_rows(table, ("step", "root", "site"))
     relative = np.divide(values, scales, out=np.full_like(values, np.nan), where=scales > 0)
     order = np.argsort(groups.ids, kind="stable")
@@ -382,7 +385,7 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
 
 
 def _steadied(values: Floats, table: Any) -> Floats:
-    """Return the noise of each value. A small tensor gets its largest noise in these steps, as one step is random."""
+    """Return the noise of each row; for a small tensor its largest at any step, as noise at one step is random."""
     groups = group_rows(table, ("root", "module_path", "site", "name"))
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)

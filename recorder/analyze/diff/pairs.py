@@ -1,7 +1,7 @@
 """Pairs the rows of two runs, and measures how far they are apart: by fingerprint, else by values, else by statistics.
 
-If one run lacks ranks of a value, a difference does not concern the training, and has its own kind. This module must
-never read the payloads of a pair whose fingerprints are equal.
+If one run lacks ranks of a value, a difference does not concern the training, and has a kind of its own. This module
+must never read the payloads of a pair whose fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNITS = {name: pa.float64() if "rms" in name else pa.int64() for name in UnitsA
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")
 _ROUNDING = 1e-12
-"""The most that sums of the same elements in another order differ, as a share of the largest magnitude."""
+"""The largest difference between sums of the same elements in different orders, as a share of the largest magnitude."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -48,7 +48,7 @@ class RunSteps(NamedTuple):
     """The rows of some steps of one run."""
 
     rows: Any
-    """The `GlobalRows` of these steps, with rows that are not selected, too."""
+    """The `GlobalRows` of these steps, including rows that are not selected."""
     table: Any
     """The selected rows, with a column `at` that has the index of each row in `rows`."""
 
@@ -56,20 +56,20 @@ class RunSteps(NamedTuple):
     def read(
         cls, view: Any, selection: Selection, first: int | None, last: int | None, renames: Renames = NO_RENAMES
     ) -> RunSteps:
-        """Return the rows of the steps from `first` up to, but not including, `last`."""
+        """Return the rows of a run's steps from `first` up to, but not including, `last`."""
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
-        # A loss that the recorder found itself is left out, because it may find different ones in equal trainings.
+        # A loss that the recorder found itself is left out, because it may find different losses in equal trainings.
         is_found = holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
         return cls(rows, selection.narrow(table.filter(pa.array(~is_found))))
 
     def without(self, rows: Flags) -> RunSteps:
-        """Return these steps without some rows of `table`."""
+        """Return these steps without the flagged rows of `table`."""
         return self._replace(table=self.table.filter(pa.array(~rows)))
 
     def payload_bytes(self, rows: Integers) -> int:
-        """Return the size of the payloads of some rows of `table`, each counted once."""
+        """Return the payload bytes of the rows `rows` of `table`, each row counted once."""
         return int(self.rows.payload_bytes[integers(self.table.column("at"))[np.unique(rows)]].sum())
 
     def array(self, row: int) -> npt.NDArray[Any]:
@@ -78,7 +78,7 @@ class RunSteps(NamedTuple):
 
 
 def _parts_of_batch(view: Any, table: Any) -> Any:
-    """Return, for each row, its rank's part of the batch as ``1/4``; null where it is not known."""
+    """Return, for each row, its rank's part of the batch, as a text such as ``1/4``; null if it is not known."""
 
     def part_of(root: str, rank: int | None, attempt: int) -> str | None:
         part = None if rank is None else view.part_of_batch(root=root, rank=rank, attempt=attempt)
@@ -89,7 +89,7 @@ def _parts_of_batch(view: Any, table: Any) -> Any:
 
 
 class PairedSteps(NamedTuple):
-    """The steps that two runs have in common, with their rows in pairs."""
+    """The rows of two runs at the same steps, and how the rows are paired."""
 
     a: RunSteps
     b: RunSteps
@@ -97,17 +97,17 @@ class PairedSteps(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """The results of comparing pairs."""
+    """The results of comparing pairs of rows."""
 
     differing: Any
     """`pa.Table` of the pairs that differ, in the order of the pairs."""
     counts: Counter[str]
-    """The number of pairs of each class; ``num_pairs`` of all.
+    """The number of pairs of each class, and of all pairs (``num_pairs``).
     ``by_fingerprint``: equal by fingerprint.
-    ``by_values``, ``by_statistics``: compared by these.
+    ``by_values``, ``by_statistics``: compared by values, or by statistics.
     ``by_nothing``: one side has values, statistics or a fingerprint, the other has nothing of the same kind.
-    ``bare``: neither side has any, or one side cannot have any (a partial sum over ranks without values).
-    ``summands``: the bare pairs with such a partial sum.
+    ``bare``: neither side has any of these, or one side cannot have them (a partial sum over ranks without values).
+    ``summands``: the bare pairs with a partial sum over ranks.
     ``by_print_alone``: only fingerprints were recorded, and they differ, perhaps by noise.
     """
     partial: Counter[tuple[str, str]]
@@ -115,13 +115,13 @@ class Verdicts(NamedTuple):
     unread: Counter[str]
     """The number of pairs whose values could not be read, by the reason."""
     bare_modules: dict[str, None]
-    """The modules of the pairs that `counts` counts as ``summands``."""
+    """The modules of the pairs that are counted as ``summands``."""
     kinds: npt.NDArray[np.object_]
     """The kind of each pair's difference (`Difference.kind`); empty if the pair does not differ."""
 
 
 def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Verdicts:
-    """Compare pairs of rows; `report` is called with the payload bytes that are done."""
+    """Compare pairs of rows; `report` is called with the number of payload bytes that are done since its last call."""
     left, right = a.table.take(pa.array(pairs.a)), b.table.take(pa.array(pairs.b))
     same_dtype, same_shape, same_print = (_same(left, right, name) for name in ("dtype", "shape", "fingerprint"))
     has_prints, has_values, has_numbers = (_both(left, right, n) for n in ("fingerprint", "encoding", "nan_count"))
@@ -129,7 +129,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     are_open = [holds(side.column("note"), lambda note: BATCH_OR_ONE in note_members(note)) for side in (left, right)]
     may_be_one = ~same_shape & np.any(are_open, axis=0)
     is_open = (same_shape | may_be_one) & ~is_equal
-    # The bits of a NaN mean nothing: the next operation may set others, and a fingerprint differs by them.
+    # The bits of a NaN mean nothing, and the next operation may set other bits, but they change the fingerprint.
     has_nans = _same(left, right, "nan_count") & (numbers(left.column("nan_count")) > 0)
     prints_differ = is_open & same_dtype & has_prints & tolerance.is_exact & ~may_be_one & ~has_nans
     by_values = is_open & has_values
@@ -188,9 +188,9 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
 def _for_one(
     one: npt.NDArray[Any], two: npt.NDArray[Any], *, is_gradient: bool
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return two tensors, of which one may be a batch of the other, in one shape; unchanged where neither is.
+    """Return two tensors in one shape, if one of them is a batch of the other; else return them unchanged.
 
-    A gradient of the tensor is the sum of those of the batch.
+    A gradient of the single tensor is the sum of the gradients of the batch.
     """
     dims = tuple(dim for dim, sizes in enumerate(zip(one.shape, two.shape, strict=False)) if len({*sizes}) > 1)
     if one.ndim != two.ndim or any(1 not in (one.shape[dim], two.shape[dim]) for dim in dims):
@@ -202,10 +202,10 @@ def _for_one(
 
 
 def _missing_ranks(table: Any, other: Any) -> npt.NDArray[np.object_]:
-    """Return, for each row of all ranks, its missing ranks as JSON, also if only the row of `other` shows them.
+    """Return, for each row for all ranks, the ranks that it lacks as JSON, also if only the row of `other` shows them.
 
-    Replicas are one value, whichever of them a run has. Where the other run has the value rank by rank, because its
-    replicas differ, a rank's row says nothing of a value that was made without this rank.
+    Replicas are one value, whichever of them a run has. But if the other run has a row for each rank, because its
+    replicas differ, the row of a rank cannot be compared with a value that was made without this rank.
     """
     pairs = table.select(["ranks_present", "ranks_expected"]).append_column("rank", other.column("rank"))
     texts, ids = by_distinct(pairs, ("ranks_present", "ranks_expected", "rank"), _lost)
@@ -220,7 +220,7 @@ def _lost(present: str | None, expected: str | None, rank: int | None) -> str:
 
 
 def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:
-    """Compare two sums over ranks by their summands, rank by rank; None if their ranks with statistics differ."""
+    """Compare two sums over ranks by the statistics of their summands; None unless both have the same ranks."""
     tables: list[Any] = []
     ranks: list[list[tuple[int, int]]] = []
     for side, row in ((a, row_a), (b, row_b)):
@@ -235,12 +235,12 @@ def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Toler
 class _Statistics(NamedTuple):
     is_outside: Flags
     name: npt.NDArray[np.object_]
-    """The statistic that is farthest apart, among those outside the tolerance."""
+    """For each pair, the statistic that is farthest apart, among the statistics outside the tolerance."""
     left: Floats
-    """The value of the farthest statistic in the first run."""
+    """For each pair, the first run's value of the statistic that is farthest apart."""
     right: Floats
     apart: Floats
-    """The distance relative to the largest magnitude, or for a norm relative to the larger norm; NaN for a count."""
+    """For each pair, the statistic's distance relative to the largest magnitude (or larger norm); NaN for a count."""
 
     @classmethod
     def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:
@@ -249,8 +249,8 @@ class _Statistics(NamedTuple):
         of_left, of_right = np.full(length, np.nan), np.full(length, np.nan)
         for name in (*_EXACT, *_ROUNDED):
             one, two = numbers(left.column(name)), numbers(right.column(name))
-            # If both are null, neither side has a finite element. If one is null, the sides are as far apart as
-            # possible.
+            # If the statistic is null on both sides, neither side has a finite element. If it is null on one side
+            # alone, the sides are as far apart as possible.
             is_same = (one == two) | (np.isnan(one) & np.isnan(two))
             with np.errstate(invalid="ignore"):  # of two infinities, as the squares of a mask's numbers add up to
                 far = np.where(is_same, 0.0, np.nan_to_num(np.abs(two - one), nan=np.inf))
@@ -305,7 +305,7 @@ def _table(
 
 
 def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
-    """Return the comparison of the units of some pairs as columns, because the sums themselves would be too many."""
+    """Return columns that compare the units (channels or neurons) of pairs; the units themselves would be too many."""
     comparisons: list[UnitsApart | None] = [None] * len(pairs)
     has_both = _both(left, right, "units")[pairs]
     for at in np.flatnonzero(has_both).tolist():
@@ -350,7 +350,7 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 
 
 def _is_after_tap(table: Any) -> Flags:
-    """Return which rows are gradients that cover only uses of the value outside its module."""
+    """Return which rows are gradients that cover only uses of the value outside the module that made it."""
     return holds(table.column("note"), lambda note: note_members(note).get("grad") == "after_tap")
 
 
@@ -370,7 +370,7 @@ def _both(left: Any, right: Any, name: str) -> Flags:
 
 
 _SLICED = ("step", "root", "mode")
-"""The columns that identify a sequence of micro-steps."""
+"""The columns that all rows of one sequence of micro-steps have in common."""
 _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 """The columns that identify a value over all micro-steps of its step."""
 
@@ -378,9 +378,9 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
     """Leave out the values that ranks pass to each other, unless both runs have the same stages and experts.
 
-    Such a row is identified by its rank, its stage, its micro-batch, and its size, which depends on whether ranks share
-    or split a batch. What an expert is given and gives is left out where one run has it in one piece, too. Returns the
-    two sides, and how many rows of each side were left out.
+    A row of these values is identified by its rank, its stage, its micro-batch, and its size, which depends on whether
+    ranks share or split a batch. Inputs and outputs of experts are left out even where one run has them in one piece.
+    Returns the rows of both runs that remain, and how many rows of each run were left out.
     """
     marked = [holds(side.table.column("note"), lambda note: stage_of(note)[1]) for side in (a, b)]
     handed_on = [_handed_on(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
@@ -397,7 +397,7 @@ def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int,
 
 
 def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out values that only one run recomputed for its backward; return the sides, and each side's lost rows."""
+    """Leave out recomputed rows if only one run has any; return both runs' rows, and how many rows each run lost."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
     if marked[0].any() == marked[1].any():
         return a, b, (0, 0)
@@ -408,8 +408,8 @@ def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSt
     """Leave out the micro-steps of a batch that the two runs divide into different numbers of micro-steps.
 
     Two runs divide one batch if a value has equally many elements over all micro-steps of a step in both runs. So a
-    micro-batch that one run has lost is still a difference. Returns the sides, and the number of values of the first
-    side that were left out.
+    micro-batch that one run has lost is still a difference. Returns the rows of both runs that remain, and the number
+    of values of the first run that were left out.
     """
     slices = common_ids(a.table, b.table, _SLICED)
     num_slices = 1 + max(int(ids.max(initial=-1)) for ids in slices)
@@ -448,29 +448,30 @@ def _handed_on(table: Any) -> set[tuple[Any, ...]]:
 
 
 PART = "part_of_batch"
-"""The column with the part of the batch that the rank of a row worked on."""
+"""The column with the part of the batch on which the rank of a row worked."""
 
 
 class Alignment(NamedTuple):
-    """The pairing of two tables of rows of global views, as row indices."""
+    """Which rows of the tables of two global views form pairs, and which rows stay alone, as row indices."""
 
     a: Integers
-    """For each pair the row of the first run, ascending."""
+    """For each pair, the row of the first run, ascending."""
     b: Integers
     only_a: Integers
-    """The rows of values that the other run lacks."""
+    """The first run's rows of values that the second run lacks."""
     only_b: Integers
     on_other_parts: Integers = np.zeros(0, np.int64)
-    """Rows of single ranks in the first run that the second run has, too, but that cannot be compared: the ranks worked
-    on different parts of the batch, and neither run has the value of all ranks."""
+    """The first run's rows of single ranks that the second run has, too, but that cannot be compared: the ranks worked
+    on different parts of the batch, and neither run has a row for all ranks."""
 
 
 def align(a: Any, b: Any) -> Alignment:
     """Pair the rows of two tables by all columns that identify a value.
 
-    A row of all ranks is paired with a row of all ranks. If the other run has the value only rank by rank (replicas
-    differ, or no layout fits), the row is paired with each rank's row of the same shape. If a run has both, the row of
-    a rank is redundant: it is paired only with the row of a rank that worked on the same part of the batch.
+    A row for all ranks is paired with a row for all ranks. If the other run has the value only rank by rank (replicas
+    differ, or no layout fits), the row is paired with each rank's row of the same shape. If a run has a row for all
+    ranks and rows of single ranks, these are redundant: a rank's row is paired only with a row of a rank that worked on
+    the same part of the batch.
     """
     id_a, id_b = common_ids(a, b, VALUE_KEY)
     rank_a, rank_b = (integers(table.column("rank")) for table in (a, b))
@@ -479,7 +480,7 @@ def align(a: Any, b: Any) -> Alignment:
     left, right = join(id_a * width + rank_a + 1, id_b * width + rank_b + 1)
     is_same = _have_one_part(a, b, left, right) | (rank_a[left] < 0)
     has_whole_a, has_whole_b = (_flags(ids[ranks < 0], num_ids) for ids, ranks in ((id_a, rank_a), (id_b, rank_b)))
-    # These are the rows of values that are one tensor in one run, and only each rank's own in the other.
+    # These are the rows of values that are one tensor in one run, and rows of single ranks only in the other run.
     whole_a = np.flatnonzero((rank_a < 0) & ~has_whole_b[id_a])
     whole_b = np.flatnonzero((rank_b < 0) & ~has_whole_a[id_b])
     pieces_a = np.flatnonzero((rank_a >= 0) & ~has_whole_a[id_a] & has_whole_b[id_a])
@@ -501,7 +502,7 @@ def align(a: Any, b: Any) -> Alignment:
 
 
 def _have_one_part(a: Any, b: Any, rows_a: Integers, rows_b: Integers) -> npt.NDArray[np.bool_]:
-    """Return for which pairs the ranks worked on the same part of the batch, or one of the parts is unknown."""
+    """Return which pairs are of ranks that worked on the same part of the batch, or on parts that are not known."""
     if PART not in a.column_names or PART not in b.column_names:
         return np.ones(len(rows_a), np.bool_)
     parts_a, parts_b = common_ids(a, b, (PART,))

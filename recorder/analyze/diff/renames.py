@@ -1,4 +1,4 @@
-"""Modules with different names in two runs: a file that pairs the names, and rows under common names."""
+"""Pairs modules that have different names in two runs: reads a file that pairs the names, and renames rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...system.text import listed
 
 
 class Rename(NamedTuple):
-    """One line of the file: a path or path prefix of the first run, and its name in the second run."""
+    """One line of the file of renamed modules: a path (or prefix) of the first run, and its name in the second run."""
 
     old: str
     new: str
@@ -31,7 +31,7 @@ class Rename(NamedTuple):
 
 
 class Renames:
-    """Maps module names of the second run to the first. The longest matching line is used; other names are kept."""
+    """Maps the second run's module names to the first run's, by the longest line that fits; other names are kept."""
 
     def __init__(self, renames: Iterable[Rename] = ()) -> None:
         self.lines = sorted(renames, key=lambda one: -len(one.new))
@@ -124,7 +124,7 @@ class RenameHint(NamedTuple):
     num_modules: int
     """The number of module pairs that the line creates, all with tensors of the same shapes."""
     num_same: int
-    """The number of module pairs whose first parameters and buffers are bit-equal."""
+    """Of the module pairs of the line, the number whose first parameters and buffers are bit-equal."""
 
     @property
     def line(self) -> str:
@@ -132,11 +132,11 @@ class RenameHint(NamedTuple):
 
 
 class UnpairedModules:
-    """The modules that only one of the two runs has, with the tensors that identify them."""
+    """The modules that one run has and the other run lacks, with the tensors that identify them."""
 
     def __init__(self, own_names: Mapping[str, str]) -> None:
         self.own_names = own_names
-        """The names that the run itself has for these modules, by common name."""
+        """By common name, the name that the run itself has for the module."""
         self._tensors: dict[str, set[tuple[str, str, str]]] = {}
         """By module, in the order of execution: the site, name and shape of each tensor."""
         self._prints: dict[str, dict[tuple[str, str], str]] = {}
@@ -154,7 +154,7 @@ class UnpairedModules:
                 self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
 
     def join(self, other: UnpairedModules) -> None:
-        """Append the tensors of these modules to `other`."""
+        """Add the tensors of `other`, which come after the tensors of this object; first fingerprints are kept."""
         for path, tensors in other._tensors.items():
             self._tensors.setdefault(path, set()).update(tensors)
         for path, prints in other._prints.items():
@@ -165,7 +165,7 @@ class UnpairedModules:
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
-        """Group the modules that have tensors at these sites by those tensors, in the order of execution."""
+        """Group the modules by the tensors that they have at the sites `sites`, in the order of execution."""
         paths_of_look: dict[frozenset[Any], list[str]] = {}
         for path, tensors in self._tensors.items():
             if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
@@ -173,17 +173,18 @@ class UnpairedModules:
         return paths_of_look
 
     def state(self, path: str) -> frozenset[Any]:
-        """Return the fingerprints of a module's own first parameters and buffers."""
+        """Return the fingerprints of the module's own parameters and buffers in their first record."""
         return frozenset(self._prints.get(path, {}).items())
 
 
 def rename_hints(
     a: UnpairedModules, b: UnpairedModules, renames: Renames, paths_b: Mapping[str, str]
 ) -> list[RenameHint]:
-    """Propose a few lines that pair modules with equal tensor shapes, if both runs have equally many such modules.
+    """Propose a few lines of a file of renamed modules, which pair modules of two runs with equal tensor shapes.
 
-    No module is in two lines. `a` are the modules that only the first run has. `b` are the modules that only the second
-    run has, under common names; `paths_b` maps the second run's own names to the common names.
+    Modules are paired only if both runs have equally many with these shapes. No module is in two lines. `a` are the
+    modules that only the first run has. `b` are the modules that only the second run has, under common names; `paths_b`
+    maps the second run's own names to the common names.
     """
     pairs = {b.own_names[new]: old for old, new in _pairs(a, b) if not set("=#") & set(old + new)}
     if not pairs or len(pairs) > _MAX_MODULES:
@@ -202,7 +203,7 @@ def rename_hints(
 
 
 def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
-    """Yield pairs of similar modules: first by equal parameters and buffers, then in the order of execution."""
+    """Yield pairs of modules with equally shaped tensors, by equal parameters and buffers, or order of execution."""
     sites = a.sites & b.sites
     of_b = b.by_look(sites)
     for look, olds in a.by_look(sites).items():
@@ -217,7 +218,7 @@ def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
 
 
 def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> list[Rename]:
-    """Cover the pairs by path prefixes, the prefixes with most pairs first, and the rest by complete paths."""
+    """Cover the pairs by lines of path prefixes, the most frequent prefixes first, and the rest by complete paths."""
     lines: list[Rename] = []
     told, left = dict(fixed), dict(pairs)
     while left:
@@ -237,7 +238,7 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 
 
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
-    """Yield the two paths without their common last components: without all of these, then fewer, at last none."""
+    """Yield the two paths without all of their common last components, then with one more component each time."""
     one, two = old.split("."), new.split(".")
     ends = zip(reversed(one), reversed(two), strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
@@ -249,7 +250,7 @@ def _are_sound(
     lines: Sequence[Rename], pairs: Mapping[str, str], fixed: Mapping[str, str], paths_b: Iterable[str],
     renames: Renames,
 ) -> bool:  # fmt: skip
-    """Return whether these lines pair all modules, change no fixed name, and never give two modules one name."""
+    """Return whether the lines pair all modules, change no fixed name, and never give two modules one name."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]
         if len(set(told)) < len(told):

@@ -1,6 +1,6 @@
-"""Compares one range of steps of two runs, here or in another process, and has the result of `diff` over all ranges.
+"""Compares two runs over one range of steps, in this process or another. Also defines the result over all ranges.
 
-The result of a range can be pickled; its rows stay in the process that read them.
+The result of a range can be pickled; the rows of the range stay in the process that read them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ONLY = [*VALUE, "rows", "first_step", "last_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffOptions:
-    """The options of a comparison."""
+    """The options of a comparison of two runs."""
 
     selection: Selection
     tolerance: Tolerance
@@ -49,7 +49,8 @@ class DiffOptions:
     global_view: GlobalOptions
     """The options for joining the ranks' values of each run into global tensors."""
     noise: Sequence[Run]
-    """Repeats or perturbed twins of the first run; only differences larger than theirs count."""
+    """Repeats or perturbed twins of the first run. Only differences that are larger than the noise in these runs
+    count."""
     renames: Renames
     """The names that the modules of the second run have in the first run."""
     common: bool
@@ -57,7 +58,7 @@ class DiffOptions:
 
 
 class SideTotals:
-    """The results for one of the two runs in a range of steps, or in all ranges joined so far."""
+    """What a comparison says of one of the two runs, for a range of steps or for all ranges joined so far."""
 
     def __init__(self, selection: Selection, own_names: Mapping[str, str]) -> None:
         self.problems = Problems(selection)
@@ -77,7 +78,7 @@ class SideTotals:
 
 
 class PayloadReport:
-    """Counts the payload bytes that are compared, and reports them unless it runs in another process."""
+    """Counts the payload bytes that have been compared, and reports them unless it runs in another process."""
 
     def __init__(self, report: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._report = report
@@ -92,7 +93,7 @@ class PayloadReport:
 
 
 def by_value(rows: Any) -> Any:
-    """Return the number of rows of each value, and its first and last step, in the order of the rows."""
+    """Return a table by value, in the order of the rows: the number of rows, the first step and the last step."""
     aggregates = [([], "count_all"), ("step", "min"), ("step", "max")]
     return rows.group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
 
@@ -105,26 +106,26 @@ def join_ranges(tables: Sequence[Any]) -> Any:
 
 @dataclass
 class RangeResult:
-    """The result of a range of steps, from `first` up to, but not including, `last`; None means no bound."""
+    """The result of comparing a range of steps, from `first` up to, but not including, `last`; None means no bound."""
 
     first: int | None
     last: int | None
     num_bytes: int
     sides: tuple[SideTotals, SideTotals]
     steps: RangeSteps | None
-    """The facts about the steps; this field, `judged` and `measured` are None if there are no pairs."""
+    """Facts about the steps; this field, `judged` and `measured` are None if there are no pairs."""
     judged: Verdicts | None
     measured: NoiseMeasure | None
     moved: list[set[str]]
     """For each noise run, the roots in which it differs from the first run."""
     compared: Any
-    """A table with the number of pairs of each module; None if there are no pairs."""
+    """A table with the number of paired rows of each module; None if there are no pairs."""
     num_on_other_parts: int
     """The number of values of single ranks that both runs have, but for different parts of the batch."""
     num_in_other_micro_steps: int
     """The number of values of the first run whose batch has another number of micro-steps in the second run."""
     rows: PairedSteps | None
-    """The rows, if they were read in this process; else None."""
+    """The paired rows of both runs, if they were read in this process; else None."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"rows": None}
@@ -140,7 +141,7 @@ class RangeComparer:
         how = options.global_view
         self._views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
         self.jitter_eps = max((run.jitter_eps for run in options.noise), default=0.0)
-        """The largest share by which the inputs of a noise run were moved."""
+        """The largest share by which the inputs of any noise run were perturbed; 0 without noise runs."""
         self._options, self._own_names, self._report = options, own_names, report
 
     def rows(self, first: int | None, last: int | None) -> PairedSteps:
@@ -184,7 +185,7 @@ class RangeComparer:
         )
 
     def _read(self, first: int | None, last: int | None, sides: Sequence[SideTotals] = ()) -> tuple[PairedSteps, int]:
-        """Pair the rows; record in `sides` what was left out, and return the number of values in other micro-steps."""
+        """Return the paired rows, and the number of values in other micro-steps; note in `sides` what was left out."""
         a = RunSteps.read(self._views[0], self._options.selection, first, last)
         b = RunSteps.read(self._views[1], self._options.selection, first, last, self._options.renames)
         a, b, handed_on = comparable(a, b)
@@ -196,7 +197,7 @@ class RangeComparer:
 
 
 class Difference(NamedTuple):
-    """One value that differs."""
+    """One value that differs between two runs."""
 
     step: int
     module_path: str
@@ -205,12 +206,11 @@ class Difference(NamedTuple):
     kind: str
     """The kind of the difference: ``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to
     compare), ``shape``, ``dtype`` (the values are equal), ``after_tap`` (one run's gradient covers only the value's
-    uses outside its module), or ``partial`` (one run lacks ranks of the value).
-    """
+    uses outside its module), or ``partial`` (one run lacks ranks of the value)."""
     micro_step: int | None
     call: int
     rank_a: int | None
-    """The rank in the first run; None for a value of all ranks."""
+    """The rank of the first run's row; None if the row is for all ranks."""
     rank_b: int | None
     max_abs: float | None
     of_max: float | None
@@ -224,16 +224,16 @@ class Difference(NamedTuple):
     statistic_a: float | None
     statistic_b: float | None
     statistic_rel: float | None
-    """The statistic's distance relative to the largest magnitude, or for a norm to the larger norm; None for counts."""
+    """The statistic's distance relative to the largest magnitude (of a norm: the larger norm); None for counts."""
     noise: float | None
-    """The distance that noise alone causes, in the same measure; None without noise runs, or if they lack the value."""
+    """The distance that noise alone causes, as `max_abs` or `statistic_rel`; None if no noise run has the value."""
     lacks_a: str | None
     """The ranks that are missing from the first run's value, as JSON."""
     lacks_b: str | None
 
 
 class LackingRanks(NamedTuple):
-    """The values that lack ranks in one run but not in the other."""
+    """A count of the values that lack ranks in one run but not in the other run."""
 
     run: str
     """The run that lacks the ranks: ``a`` or ``b``."""
@@ -247,7 +247,7 @@ class LeftOut(NamedTuple):
     num_values: int
     why: str
     modules: Sequence[str] = ()
-    """The modules of the values, if they tell more than `why`."""
+    """The paths of the modules of the values; empty if `why` tells enough."""
 
 
 class Diff(NamedTuple):
@@ -255,24 +255,21 @@ class Diff(NamedTuple):
 
     is_equal: bool
     """True if all values could be read and are equal within the tolerance. Unless only common values are compared, both
-    runs must also have the same values, and the same parts, at common steps. Values in `left_out` have no influence.
-    """
+    runs must also have the same values, with comparable data, at common steps. Values in `left_out` do not matter."""
     verdict: str
     """``equal``, ``different``, or, if some value of both runs could not be compared, ``equal as far as compared``."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     culprits: list[Culprit]
-    """The stages that differ although all values that they were computed from agree, in the order of time. Other
-    differences are inherited. Only the first steps with differences are searched.
-    """
+    """The computations that differ although all values that they were computed from agree, in the order of time. Other
+    differences are inherited. Only the first steps with differences are searched."""
     table: Any
     """`pa.Table` with a row for each value that differs, in the order of execution: value, kind, dtypes, shapes and
-    distances; if rules kept them, also the histograms of both runs and the comparison of the units.
-    """
+    distances; if rules kept them, also the histograms of both runs and a comparison of units (channels or neurons)."""
     modules: Any
     """`pa.Table` with a row for each module that differs, ordered by the first difference."""
     only_a: Any
-    """`pa.Table` of the values at common steps that only the first run has, by root, module_path, site and name."""
+    """A row (`pa.Table`) per value (root, module_path, site, name) that only the first run has, at common steps."""
     only_b: Any
     num_compared: int
     num_by_fingerprint: int
@@ -282,40 +279,38 @@ class Diff(NamedTuple):
     num_incomparable: int
     """The number of pairs that could not be compared, because one side lacks the data that the other side has."""
     num_bare: int
-    """The number of pairs for which no run has values, statistics or fingerprints. They do not count as different."""
+    """The number of pairs of which no run has values, statistics or fingerprints. They are no differences."""
     left_out: list[LeftOut]
-    """Further values that could not be compared, grouped by the reason; `num_compared` counts them."""
+    """Values that could not be compared for reasons besides missing data, by the reason; `num_compared` counts them."""
     unread: dict[str, int]
     """By error text, the number of values that could not be read; they were compared by statistics if possible."""
     damage: list[str]
-    """Descriptions of other damage in the compared runs and the noise runs; the damaged rows are missing."""
+    """Descriptions of damaged shards of the compared runs and the noise runs; the damaged rows are missing."""
     partial: list[LackingRanks]
-    """The pairs in which one run lacks ranks, whether or not the pair differs."""
+    """Counts of the pairs in which one run lacks ranks, whether or not the pair differs."""
     steps_only_a: list[int]
     steps_only_b: list[int]
     has_common_modules: bool = True
-    """False if both runs have modules but no common ones, so that only the program's own numbers were compared."""
+    """False if both runs have modules but no module in common, so that only the program's own numbers were compared."""
     unpaired_a: Sequence[str] = ()
     """If modules were renamed, the modules of the first run without a partner in the second run."""
     unpaired_b: Sequence[str] = ()
-    """The modules of the second run without a partner, by their own names."""
+    """If modules were renamed, the second run's modules without a partner in the first run, by their own names."""
     problems_a: Sequence[str] = ()
-    """Contradictions in the rows of the first run, or in the layouts that were given."""
+    """Contradictions in the rows of the first run, or in the layouts that the caller gave."""
     problems_b: Sequence[str] = ()
     hints: Sequence[RenameHint] = ()
     """Lines proposed for a file of renamed modules, derived from similar modules that only one run has."""
     num_handed_on_a: int = 0
     """The number of rows of the first run that ranks pass to each other, from stage to stage or to experts and back, if
-    the second run has other stages or experts. They do not count.
-    """
+    the second run has other stages or experts. These rows do not count as different."""
     num_handed_on_b: int = 0
     num_recomputed_a: int = 0
     """The number of rows that only the first run recomputed for its backward, at steps without recomputed rows in the
-    second run. They do not count as different.
-    """
+    second run. These rows do not count as different."""
     num_recomputed_b: int = 0
     drifted: Drifted | None = None
-    """Parameters that rounding drove apart, which hides smaller errors; None if there are none."""
+    """The parameters that rounding drove apart, because of which smaller errors are hidden; None if there are none."""
     loud_noise: LoudNoise | None = None
     """Set where the noise runs differ from the first run by more than rounding explains; else None."""
     still_roots: Sequence[str] = ()
