@@ -35,8 +35,7 @@ from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
 
 _LEAST_COMMON = 2
-"""A baseline run with fewer than 1/`_LEAST_COMMON` of the judged run's values counts as another model or other
-sites."""
+"""A baseline run with fewer than 1/`_LEAST_COMMON` of the judged run's values is taken for another model or sites."""
 
 
 class Checked(NamedTuple):
@@ -50,8 +49,7 @@ class Checked(NamedTuple):
     num_rows: int
     """The number of recorded rows that were judged."""
     num_probed: int
-    """The number of (value, step) pairs without a row that were judged by the number that the probe recorded for
-    them."""
+    """The number of (value, step) pairs without a row that were judged by the number that the probe recorded."""
     steps: list[int]
     notes: list[str]
     """Notes on the rows and rules that were left out."""
@@ -173,7 +171,7 @@ def _learnt(
 
 
 def _without_parts(findings: Sequence[Finding]) -> list[Finding]:
-    """If ranks share one batch and never had equal parameters, remove both findings: each holds a part of the model."""
+    """If ranks share one batch and never had equal parameters, remove both findings: ranks hold parts of one model."""
     said = (ONE_BATCH, NEVER_EQUAL)
     of_batch, of_parts = ({one.root for one in findings if one.what.startswith(what)} for what in said)
     return [one for one in findings if one.root not in of_batch & of_parts or not one.what.startswith(said)]
@@ -333,7 +331,7 @@ class ToldFindings(NamedTuple):
     last_step: int
     ranks: list[int]
     words: set[str]
-    """For each of the findings, the text that findings which follow from it have as `Finding.cause`."""
+    """The texts by which `Finding.cause` refers to these findings."""
 
     @classmethod
     def of(cls, findings: Sequence[Finding]) -> ToldFindings:

@@ -41,7 +41,7 @@ _WHOLE = "global_numel"
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
-"""The range of all steps. When it is read, no row's step has to be compared with the ends of the range."""
+"""A range that contains every step, so that the steps of rows need not be compared with its ends."""
 
 Steps = tuple[int, int]
 Floats = npt.NDArray[np.float64]

@@ -82,7 +82,7 @@ def are_identical(a: Array, b: Array) -> bool:
 
 
 def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
-    """Compare arrays of one shape, of numpy's or ml_dtypes' dtypes, in float64 or complex128, but int64 exactly."""
+    """Compare arrays of one shape, of numpy's or ml_dtypes' dtypes, in float64 or complex128, and int64 exactly."""
     assert a.shape == b.shape
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     bits = _ULP_BITS.get(str(a.dtype)) if a.dtype == b.dtype else None
@@ -181,7 +181,7 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
 
 
 def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return a mask of the pairs that float64 may round: finite, of 64-bit integers, and at least `_EXACT_WHOLE`."""
+    """Return a mask of finite pairs with a 64-bit integer and a magnitude at which float64 rounds whole numbers."""
     if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
         return np.zeros(a.shape, np.bool_)
     sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))
@@ -189,7 +189,7 @@ def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray
 
 
 def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[Any]:
-    """Return the elements at the indices `at` as Python numbers, whole numbers as integers, which are never rounded."""
+    """Return the elements at the indices `at` as Python numbers; whole numbers become `int`, which never rounds."""
     if values.dtype.kind in "iu":
         return list(values[at].tolist())
     reals = (one.real if isinstance(one, complex) and not one.imag else one for one in wide[at].tolist())

@@ -42,7 +42,8 @@ class StepEvent(NamedTuple):
     call: int
     scope: str | None
     signature: Any
-    """The value's fingerprint, or else shape, dtype and statistics: equal values share it. None without either."""
+    """The value's fingerprint, or else its shape, dtype and statistics: equal values of a step have the same. None if
+    the value's row has neither."""
     differs: bool
     ranks: tuple[int, ...]
     """The ranks of the second run whose own values differ; empty if all ranks share the value."""
@@ -57,8 +58,7 @@ class StepEvent(NamedTuple):
     is_open: bool = False
     """True if the ranks' values form a single tensor in one run only, so that a difference need not be an error."""
     is_constant: bool = False
-    """True for a buffer that no forward writes: on each rank, it has one value at all compared steps of the first
-    run."""
+    """True for a buffer that no forward writes: it has one value per rank at all compared steps of the first run."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:

@@ -30,7 +30,7 @@ _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """The kinds of differences that are errors of the training. Other kinds result from how a run was recorded."""
 ROUNDING_ALONE = "its gradient is rounding alone"
 _OWN_SHARE = 1e-3
-"""A rank's chunk of a tensor counts as different if its distance exceeds this share of the largest chunk's distance."""
+"""A rank's chunk of a tensor counts as different if its distance exceeds this share of the largest chunk distance."""
 _FIGURES = (
     "kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b",
     "nonfinite_a", "nonfinite_b",
@@ -172,7 +172,7 @@ class RangeSteps(NamedTuple):
     """Facts about the steps of a range, which are kept when the rows of the range are dropped."""
 
     paired: list[int]
-    """The steps with a value of both runs. A learning rate does not count: it does not show the state of its step."""
+    """The steps with a value of both runs. A learning rate does not count: it tells nothing of the model's state."""
     roots: list[str]
     """The roots of the first run."""
     stateless: set[int]
@@ -439,7 +439,7 @@ class _ScaledPair(NamedTuple):
 
 
 def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
-    """Return a text on a factor that is the number of ranks or of micro-steps, or 1 over it; else an empty text."""
+    """Return a text if `factor` is the number of ranks or of micro-steps, or its inverse; else an empty text."""
     table = side.rows.table
     table = table.filter(pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root)))
     num_ranks = max(
@@ -511,7 +511,7 @@ def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -
     """Return whether gradients of the second run are sums of gradients of the first run, by values or by means.
 
     Each element of `sums` belongs to one parameter: the rows of `a` that are added up, the row of `a` at the step, and
-    the row of `b`. Values are read for few parameters, the largest; the others are compared by means.
+    the row of `b`. Values are read for the largest parameters; further parameters are compared by means.
     """
     sums = sorted(sums, key=lambda rows: -int(b.table.column("numel")[rows[2]].as_py()))
     is_read = False

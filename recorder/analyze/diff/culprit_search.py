@@ -93,7 +93,7 @@ class _Step:
         self.open_calls = _Paths(e for e in events if e.is_open and e.site in OF_CALLS)
         """Events of inputs, outputs and their gradients of which it is unknown whether the two runs should agree."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
-        """Events of buffers that differ and that no forward changes."""
+        """Events of buffers that differ between the runs and that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
         """The `order` of the first recomputed value that differs; infinite if no recomputed value differs."""
 
@@ -160,8 +160,7 @@ class CulpritSearch:
     def __init__(self) -> None:
         self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
-        """For each suspected learning rate: the suspect, and the suspect with its groups' parameters that replaces
-        it."""
+        """For each suspected learning rate: the suspect, and its replacement, which has the groups' parameters."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
         """By root, the last step and its values; None instead of the values if nothing differed at the step."""
         self._num_steps = 0

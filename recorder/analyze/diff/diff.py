@@ -159,7 +159,7 @@ def compare_runs(
 
 
 def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModule]) -> Culprit:
-    """Add the reason why one run lacks a gradient that the other run has, if the modules in `lacking` know it."""
+    """Add the reason why one run lacks a gradient that the other run has, if the modules in `lacking` tell it."""
     module = lacking.get((culprit.root, culprit.seen_at))
     if module is None or culprit.module_path is None or culprit.site != "grad":
         return culprit
@@ -251,7 +251,7 @@ def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int |
 
 
 class _Comparison:
-    """Joins the results of ranges of steps, which come in the order of steps, to the result of the comparison."""
+    """Joins the results of ranges of steps, which come in the order of steps, into the result of the comparison."""
 
     def __init__(
         self, comparer: RangeComparer, report: Callable[[int], None], sides: tuple[SideTotals, SideTotals]

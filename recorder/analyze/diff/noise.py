@@ -45,10 +45,7 @@ _FAR = ("max_abs", "l2_apart", "statistic_rel")
 
 
 def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
-    """Return how far noise moves each row's tensor, by column of `_FAR`, and whether it changes the fingerprint.
-
-    An unknown distance is NaN.
-    """
+    """Return how far noise moves each row's tensor (NaN: unknown), by `_FAR`, and if it changes the fingerprint."""
     far = {name: np.full(a.table.num_rows, np.nan) for name in _FAR}
     has_other_print = np.zeros(a.table.num_rows, np.bool_)
     for side in sides:
@@ -116,8 +113,7 @@ class BeyondNoise:
         """By root, the largest distance from 1 of a common factor of all gradients that rounding explains."""
         self._is_begun = False
         self.loud: LoudNoise | None = None
-        """Set if the noise runs probably differ from the first run by more than noise, and so hide errors; else
-        None."""
+        """Set if the noise runs probably differ from the first run by more than noise, and so hide errors."""
 
     @property
     def drifted(self) -> Drifted | None:

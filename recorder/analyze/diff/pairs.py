@@ -455,7 +455,7 @@ class Alignment(NamedTuple):
     """Which rows of the tables of two global views form pairs, and which rows stay alone, as row indices."""
 
     a: Integers
-    """For each pair, the row of the first run, ascending."""
+    """For each pair, the index of the first run's row, ascending."""
     b: Integers
     only_a: Integers
     """The first run's rows of values that the second run lacks."""

@@ -26,7 +26,7 @@ class Rename(NamedTuple):
     """The file and the line number, for messages."""
 
     def fits(self, path: str) -> bool:
-        """Return whether the line renames this module of the second run, by its path or by a parent's path."""
+        """Return whether the line renames the module `path` of the second run, by its path or by a parent's path."""
         return not self.new or path == self.new or path.startswith(f"{self.new}.")
 
 
@@ -118,9 +118,9 @@ class RenameHint(NamedTuple):
     """A line proposed for the file of renamed modules."""
 
     old: str
-    """A path of the first run, or a prefix of paths."""
+    """A module path of the first run, or a prefix of module paths."""
     new: str
-    """The likely path, or prefix of paths, in the second run."""
+    """The likely module path, or prefix of module paths, in the second run."""
     num_modules: int
     """The number of module pairs that the line creates, all with tensors of the same shapes."""
     num_same: int
@@ -136,7 +136,7 @@ class UnpairedModules:
 
     def __init__(self, own_names: Mapping[str, str]) -> None:
         self.own_names = own_names
-        """By common name, the name that the run itself has for the module."""
+        """By common name, the name that the module has in its own run."""
         self._tensors: dict[str, set[tuple[str, str, str]]] = {}
         """By module, in the order of execution: the site, name and shape of each tensor."""
         self._prints: dict[str, dict[tuple[str, str], str]] = {}

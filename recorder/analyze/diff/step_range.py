@@ -49,8 +49,7 @@ class DiffOptions:
     global_view: GlobalOptions
     """The options for joining the ranks' values of each run into global tensors."""
     noise: Sequence[Run]
-    """Repeats or perturbed twins of the first run. Only differences that are larger than the noise in these runs
-    count."""
+    """Repeats or perturbed twins of the first run. Only differences larger than the noise in these runs count."""
     renames: Renames
     """The names that the modules of the second run have in the first run."""
     common: bool
@@ -93,7 +92,7 @@ class PayloadReport:
 
 
 def by_value(rows: Any) -> Any:
-    """Return a table by value, in the order of the rows: the number of rows, the first step and the last step."""
+    """Return a table with one row for each value, in order: its number of rows, its first step and its last step."""
     aggregates = [([], "count_all"), ("step", "min"), ("step", "max")]
     return rows.group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
 
@@ -279,9 +278,10 @@ class Diff(NamedTuple):
     num_incomparable: int
     """The number of pairs that could not be compared, because one side lacks the data that the other side has."""
     num_bare: int
-    """The number of pairs of which no run has values, statistics or fingerprints. They are no differences."""
+    """The number of pairs of which no run has values, statistics or fingerprints; not counted as different."""
     left_out: list[LeftOut]
-    """Values that could not be compared for reasons besides missing data, by the reason; `num_compared` counts them."""
+    """Values besides `num_incomparable` and `num_bare` that could not be compared, by reason; in `num_compared`,
+    too."""
     unread: dict[str, int]
     """By error text, the number of values that could not be read; they were compared by statistics if possible."""
     damage: list[str]

@@ -44,7 +44,7 @@ _MAX_CELLS = 1 << 30
 
 
 class SiteTotal(NamedTuple):
-    """One line of the table by site: the number of values of a site, each counted once for each rank and step."""
+    """One line of the table of sites: the number of values of a site, each counted once for each rank and step."""
 
     site: str
     expected: int
@@ -56,7 +56,8 @@ class SiteTotal(NamedTuple):
     retired: int
     """The number of missing values that retention removed."""
     perhaps_dropped: int
-    """The number of values that were dropped or never existed, because fewer rows were dropped than are missing."""
+    """The number of missing values that either were dropped or never existed. It is not known which, because fewer rows
+    were dropped than are missing."""
 
 
 class Uneven(NamedTuple):
@@ -101,8 +102,7 @@ class Expectation(NamedTuple):
     problems: list[str]
     """Texts about the rules in manifests that cannot be read or judged."""
     unknown: dict[tuple[str, str], int]
-    """The number of rows with a name of a later format version, by kind (``site``, ``encoding``, ``column``) and
-    name."""
+    """The number of rows with a name that only later versions have, by kind (site, encoding, column) and name."""
     num_steps_lived: int
     num_steps_expected: int
     num_steps_passed: int
@@ -320,7 +320,7 @@ def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
-    """Return a mask of the steps at which a rule wants values on disk: its schedule, or (ring) triggered steps only."""
+    """Return a mask of a rule's steps with values on disk: its schedule, or with a ring only its triggered steps."""
     are_wanted = _in_schedule(rule, steps)
     return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 

@@ -298,7 +298,7 @@ def _with_losses(
     lost = np.zeros(len(columns), np.uint8)
     for cause in reversed(CAUSES):
         lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
-    # A slot without values at all steps without losses would have no values at the other steps, either.
+    # A slot (a site of a module) that lacks values wherever nothing was lost would have no values elsewhere, either.
     never = (expected & is_free).any(axis=1) & ~(expected & there & is_free).any(axis=1)
     usual = reason[np.arange(len(reason)), np.argmax(missing & is_free, axis=1)]
     usual_of[block.slots[never]] = usual[never]
@@ -335,7 +335,7 @@ def _add_block(gaps: Gaps, block: _SlotBlock, reason: npt.NDArray[np.uint8], det
 
 
 def _reasons(block: _SlotBlock, module_reason: Integers) -> npt.NDArray[np.uint8]:
-    """Return the first reason why each slot (a site of a module) would lack a value even if nothing had been lost."""
+    """Return, for each slot (site of a module) and step, the first reason that holds even if nothing was lost."""
     codes = np.zeros(block.missing.shape, np.uint8)
 
     def put(key: str, flags: Flags) -> None:
@@ -387,7 +387,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
         return np.isin(site, [SLOT_SITES.index(name) for name in names])[:, None]
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
-        """Return masks of the parameters at site `name`: has a value at the site `other`, and is selected there."""
+        """Return two masks of the parameters at site `name`: with a value at site `other`; selected at site `other`."""
         is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
         there, chosen = np.zeros_like(is_updated), np.zeros((len(site), 1), bool)
         there[is_site] = block.recorded[block.rows[is_site] - distance]

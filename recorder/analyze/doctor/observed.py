@@ -1,7 +1,7 @@
 """Reads the rows of each writer as numbers, and finds out why rows are missing, from sequence numbers and counts.
 
-Each row gets its sequence number before it can be dropped. So if no number is missing, no row is missing. Writers count
-the rows that they dropped or removed in their manifests. This module reads no payload.
+Each row gets its sequence number before it can be dropped. So if no number is missing, no row is missing. The manifests
+of writers count the rows that were dropped or removed. This module reads no payload.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def dropped_tail(
 
 
 def retention(writers: Sequence[RecordedWriter]) -> str:
-    """Return the name of the setting because of which rows of these writers were removed."""
+    """Return the name of the setting that made retention remove rows of these writers."""
     kept = [writer.manifest.whole_setting("keep_newest") for writer in writers]
     return " or ".join(dict.fromkeys("keep_newest" if number > 0 else "max_bytes" for number in kept))
 
@@ -258,7 +258,7 @@ class SlotRows(NamedTuple):
 
     numbered: NumberedRows
     slot: npt.NDArray[np.int32]
-    """For each row, its index in `Slots`; -1 for rows of taps, of scalars, or of modules outside the module tree."""
+    """For each row, the index of its slot (a site of a module); -1 for rows of taps, scalars or unknown modules."""
     step: Integers
     root: npt.NDArray[np.int32]
     module: npt.NDArray[np.int32]
@@ -269,7 +269,7 @@ class SlotRows(NamedTuple):
     is_forward: Flags
     num_incomplete: int
     unknown: Counter[tuple[str, str]]
-    """The number of rows with a name unknown to this version, by kind (``site``, ``encoding``, ``column``) and name."""
+    """The number of rows with a name that this version does not know, by kind (site, encoding, column) and name."""
     partial: list[tuple[str, str, str, Integers]]
     """The groups of rows that lack ranks: present ranks and expected ranks as JSON, mode, and steps."""
 
@@ -400,7 +400,7 @@ class RankView:
     code: Integers
     """For each slot (a site of a module), the index of its row in `when`."""
     when: Flags
-    """For each group of slots with the same expected steps, a mask of these steps; group 0 expects no values."""
+    """For each group of slots (sites of modules) with equal expected steps, a mask of the steps; none in group 0."""
     rank: int | None
     writers: Sequence[RecordedWriter] = ()
     is_merged: bool = False
@@ -458,7 +458,7 @@ class RankView:
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Return a mask of the values that `keys` contains: slots from `low` to `high`, by the steps `columns`."""
+        """Return a mask, by slot from `low` to `high` and step in `columns`, of the values whose key is in `keys`."""
         num_steps = self.when.shape[1]
         has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])

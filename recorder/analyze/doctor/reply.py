@@ -76,7 +76,7 @@ class Check(NamedTuple):
 
 
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
-    """Return the output of `recorder doctor`. Exit code 1: values are missing, or ``--strict`` counts a line."""
+    """Return the output of `recorder doctor`. Missing values, or a line that ``--strict`` counts, give exit code 1."""
     known = list(checks)
     has_missing = any(check.state == "missing" for check in known)
     strict = [] if has_missing or not is_strict else [check.text for check in known if check.is_strict]
@@ -244,7 +244,7 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
 
 
 def _totals(expected: Expectation) -> Iterator[Check]:
-    """Yield the lines of the table by site. A value counts once per module (or parameter), rank and step."""
+    """Yield the lines of the table of sites. A value counts once per module (or parameter), rank and step."""
     if not expected.totals:
         return
     for total in expected.totals:

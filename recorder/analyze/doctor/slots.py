@@ -62,9 +62,9 @@ class WriterSlots(NamedTuple):
     untapped: Flags
     """For each slot (a site of a module), whether only taps in graphs record the module, and at other sites only."""
     tied: dict[int, str]
-    """For each slot of a tied parameter, the other name under which the parameter is recorded."""
+    """For each slot (a site) of a tied parameter, the other name under which the parameter is recorded."""
     untrained: frozenset[int]
-    """The slots of parameters that have a gradient, but belong to no optimizer."""
+    """The slots (sites) of parameters that have a gradient, but belong to no optimizer."""
 
     @classmethod
     def joined(cls, slots: Slots, some: Iterable[WriterSlots]) -> WriterSlots:
@@ -238,7 +238,7 @@ class RuleMatch(NamedTuple):
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """For each slot, whether the rule limits its names or calls. If so, only rows show whether the slot has values."""
+    """For each slot (a site of a module), True if the rule limits names or calls: then only rows show if it exists."""
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
@@ -266,7 +266,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
 
 
 def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
-    """Return the slots that a rule selects; None if one of its regular expressions cannot be judged in bounded time."""
+    """Return the slots (sites of modules) of a rule; None if a regular expression cannot be judged in bounded time."""
     expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
     is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
     try:

@@ -59,7 +59,7 @@ class NonFiniteTensor(NamedTuple):
     before: RecordedValue | None
     """The last value without NaN or infinity that the rank recorded before this value, in the order of execution."""
     last_healthy: RecordedValue | None
-    """The last record of this value without NaN or infinity at an earlier step, on the same rank or for all ranks."""
+    """The last record of this value, at an earlier step, that is finite: on the same rank or for all ranks."""
     num_steps_healthy: int
     """The number of earlier steps at which this value was recorded without NaN or infinity."""
     is_skipped: bool
@@ -71,8 +71,7 @@ class NonFiniteTensor(NamedTuple):
     beside: list[OtherNonFinite]
     """Parameters and inputs of the module, and losses, that hold NaN or infinities at this step on this rank."""
     objectives: list[str]
-    """The objectives with a non-finite gradient at this step on this rank, if another objective's gradient is
-    finite."""
+    """The objectives with a non-finite gradient at this step on this rank, if another objective's is finite."""
 
 
 class NonFiniteFinder:
@@ -210,7 +209,10 @@ class _Counts:
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
-        """Return which rows count as masks: infinite since the first record, but not more than first in their shape."""
+        """Return which rows count as masks.
+
+        A mask is infinite from its first record on, and has no more infinities than its first record of the same shape.
+        """
         nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
         was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
         grows = inf > self.inf[self._begins_in_shape[rows]]

@@ -58,7 +58,7 @@ class Differing(NamedTuple):
     groups: list[list[int]]
     """Groups of ranks that hold equal values, the largest group first."""
     by: str
-    """What shows the difference: ``fingerprint``, ``statistics``, ``values``, ``shape``, or ``merge`` (its note)."""
+    """What shows the difference: ``fingerprint``, ``statistics``, ``values``, ``shape``, or a note of the ``merge``."""
     ranks: list[RankValue]
     is_assumed: bool
     """True if no DDP, no FSDP and no device mesh says that these ranks share one model."""

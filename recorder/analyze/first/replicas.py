@@ -193,7 +193,7 @@ def _syncs(run: Run) -> dict[str, str]:
 
 
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
-    """Yield the buffers that differ between ranks by a merged run's notes; the merge kept no rows of single ranks."""
+    """Yield the buffers that a merged run's notes call different between ranks. The merge kept no ranks' rows."""
     notes = timeline.table.column("note")
     is_told = holds(notes, lambda note: "replicas_differ" in note_members(note))
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
@@ -227,12 +227,11 @@ class ApartByProbe(NamedTuple):
     is_odd: bool
     """True if one group of equal ranks is the largest, and so is right; of two ranks nobody can say which is right."""
     factor: str
-    """A sentence that says which ranks hold a multiple of other ranks' values, if all numbers of the site agree; else
-    empty."""
+    """Which ranks hold a multiple of other ranks' values, as a text; empty unless the site's numbers agree on it."""
 
 
 def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[ApartByProbe]:
-    """Return, by site, the first of the values `names` whose numbers in the probe differ after they were equal.
+    """Return, by site, the first of the values `names` whose ranks differ in the probe after they were equal.
 
     A probe with more than `MOST_PROBED` numbers is not read.
     """

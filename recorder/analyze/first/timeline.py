@@ -218,7 +218,7 @@ class Timeline:
 
 
 def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the rows of complete tensors of some writers and steps, one table per batch, with texts encoded."""
+    """Yield the rows of complete tensors of some writers and steps, one table a batch, texts dictionary-encoded."""
     every = _BEGINNING, -_BEGINNING
     for table in first_parts(writers, steps or every, _COLUMNS, is_all=steps is None):
         yield with_coded_texts(table, _SCHEMA)
