@@ -401,7 +401,7 @@ def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
 
 
 def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
-    """Return the largest difference of elements; infinite if it is not finite, or if the shapes differ."""
+    """Return the largest difference of elements (two NaN: 0); infinite if one is not finite, or the shapes differ."""
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
     one, two = np.atleast_1d(one), np.atleast_1d(two)
