@@ -401,14 +401,18 @@ def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
 
 
 def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
-    """Return the largest difference of elements (two NaN: 0); infinite if one is not finite, or the shapes differ."""
+    """Return the largest difference of two elements: 0 for equal infinities and for two NaN.
+
+    The difference is infinite if one element alone is not finite, or if the shapes differ.
+    """
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
-    one, two = np.atleast_1d(one), np.atleast_1d(two)
     wide = np.complex128 if "c" in (one.dtype.kind, two.dtype.kind) else np.float64
+    one, two = (np.atleast_1d(values).astype(wide) for values in (one, two))
     with np.errstate(all="ignore"):
-        far = np.abs(two.astype(wide) - one.astype(wide))
-    far[np.isnan(far)] = np.where((np.isnan(one.astype(wide)) & np.isnan(two.astype(wide)))[np.isnan(far)], 0, np.inf)
+        far = np.abs(two - one)
+    far[np.isnan(far)] = np.inf
+    far[(one == two) | (np.isnan(one) & np.isnan(two))] = 0.0
     return float(far.max(initial=0.0))
 
 

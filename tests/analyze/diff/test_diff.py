@@ -187,6 +187,26 @@ def test_the_parts_of_ranks_of_another_shape_are_not_measured(monkeypatch: pytes
     assert culprit_findings._distances(side(4, 3, 5), side(4, 3, 5), 0, 0) == {(0, 0): 0.0, (1, 0): 0.0}
 
 
+@pytest.mark.parametrize("fill", [-np.inf, np.nan])
+def test_a_mask_that_both_runs_have_does_not_hide_which_rank_differs(
+    monkeypatch: pytest.MonkeyPatch, fill: float
+) -> None:
+    parts = [
+        (rank, 0, SimpleNamespace(run=None, boxes=[SimpleNamespace(start=(4 * rank,), shape=(4,))]))
+        for rank in range(2)
+    ]
+
+    def side(last: float) -> Any:
+        rows = SimpleNamespace(chunk_regions=lambda at: parts)
+        values = np.array([0.0, fill, 2.0, 3.0, 4.0, fill, 6.0, last])
+        return SimpleNamespace(rows=rows, table=pa.table({"at": [0], "shape": ["[8]"]}), array=lambda row: values)
+
+    monkeypatch.setattr(culprit_findings, "_own_rows", lambda side, row: {})
+    assert culprit_findings._distances(side(7.0), side(8.0), 0, 0) == {(0, 0): 0.0, (1, 0): 1.0}
+    assert culprit_findings._owners(side(7.0), side(8.0), 0, 0) == ([1], [])
+    assert culprit_findings._distances(side(7.0), side(np.inf), 0, 0) == {(0, 0): 0.0, (1, 0): np.inf}
+
+
 def test_what_one_side_alone_has_is_grouped(tmp_path: Path) -> None:
     def without_act(step: int, module: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any] | None:
         return None if module == "act" and step > 0 else values
