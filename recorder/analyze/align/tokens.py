@@ -113,24 +113,6 @@ class TokensOfCall(NamedTuple):
         return rows.num(shape), column if rows.kind == "columns" else self.at
 
 
-def sequences_of(
-    grid: Array, real: Array, positions: Array | None, lengths: Array | None, names: Sequence[str]
-) -> Iterator[tuple[int, Integers]]:
-    """Yield the row and the columns of each sample of a call; a packed row has several samples."""
-    labels = np.array(names, object)
-    for row in range(len(grid)):
-        columns = np.flatnonzero(real[row])
-        if lengths is not None and len(grid) == 1:  # behind the last one, an engine pads its batch
-            yield from ((row, part) for part in np.split(columns, lengths.reshape(-1)[1:])[:-1])
-            continue
-        ends = np.zeros(max(columns.size - 1, 0), bool)
-        if positions is not None:
-            ends |= np.diff(positions[row, columns]) != 1
-        if names:
-            ends |= labels[columns[1:]] != labels[columns[:-1]]
-        yield from ((row, part) for part in np.split(columns, 1 + np.flatnonzero(ends)))
-
-
 def fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:
     """Return positions in the shape of the tokens; None unless they have this size, or are one row for all samples."""
     if given is None or given.size == 0:
@@ -149,6 +131,83 @@ def past_of(facts: Mapping[str, Any], given: Mapping[str, Array], positions: Arr
     if "seen" in given:
         return max(0, int(np.flatnonzero(given["seen"].any(axis=0)).max(initial=-1)) + 1 - length)
     return int(positions.min()) if positions is not None else 0
+
+
+class _Sequence(NamedTuple):
+    """The tokens of one sample in one call of the model."""
+
+    row: int
+    columns: list[int]
+    tokens: list[int]
+    name: str | None
+    at: list[int] | None
+    """The position of each token in the sample, where the program or an engine says it; else None."""
+    before: tuple[int, ...] | None
+    """The place in the cache of the token before the sequence; None for a sequence that does not go on."""
+
+
+class _CallArguments:
+    """What one call of the model was given: tokens, and what says to which samples and positions they belong."""
+
+    def __init__(self, piece: Piece, inner: Array | None) -> None:
+        """Read the arguments; `inner` are the positions that a module inside was given."""
+        given, first = dict[str, Array](), 0
+        for name, shape in piece.facts["shapes"].items():
+            size = int(np.prod(shape))
+            given[name] = piece.numbers[first : first + size].reshape(shape).astype(np.int64)
+            first += size
+        self.given, self._names = given, piece.facts.get("names") or []
+        self.tokens = given["tokens"].reshape(-1, given["tokens"].shape[-1])
+        self.grid = num, length = self.tokens.shape
+        self.positions = fitted(given.get("positions", inner), self.grid)
+        said, self.is_paged = given.get("said"), "slots" in given
+        self.is_misfit = said is not None and said.size != self.tokens.size
+        """Whether the program has said the positions of another number of tokens."""
+        is_known = said is not None or self.is_paged
+        self.past = 0 if is_known else past_of(piece.facts, given, self.positions, length)
+        self._is_flat = num == 1 and len(self._names) == length
+        """Whether these are an engine's flat tokens, each with the name of its sample."""
+        self._index = said if said is not None else self.positions if self._is_flat else None
+        self._slots = [*given.get("slots", np.zeros(0)).flat, *[-1] * length][:length]
+        seen, until, mask = given.get("seen"), self.past + length, given.get("mask", np.ones(self.grid, bool))
+        self.is_real = (mask if seen is None or until > seen.shape[1] else seen[:, self.past : until]) != 0
+
+    def place(self, row: int, column: int) -> tuple[int, ...]:
+        """Return where the cache has a token of the grid; without pages, the place before column 0 is column -1."""
+        return (self._slots[column],) if self.is_paged else (self.grid[0], row, self.past + column + 1)
+
+    def sequences(self) -> Iterator[_Sequence]:
+        """Yield the tokens of each sample."""
+        names, index = self._names, None if self._index is None else self._index.reshape(self.grid)
+        parts = list(self._parts())
+        is_pack = len(parts) > self.grid[0] and index is None
+        behind = [*self.given.get("goes_on_behind", np.zeros(0)).flat, *[-1] * len(parts)]
+        for number, (row, columns) in enumerate(parts):
+            own = self.tokens[row, columns].tolist()
+            before = self.place(row, -1) if self.past else None
+            if self.is_paged:
+                before = None if behind[number] < 0 else (behind[number],)
+            elif is_pack and self.positions is not None and own:
+                before = (-1,) if self.positions[row, columns[0]] else None  # nobody tells whose one of a pack goes on
+            named = int(columns[0]) if self._is_flat and own else number
+            name = names[named] if named < len(names) else None
+            at = None if index is None else index[row, columns].tolist()
+            yield _Sequence(row, columns.tolist(), own, name, at, before)
+
+    def _parts(self) -> Iterator[tuple[int, Integers]]:
+        """Yield the row and the columns of each sample of a call; a packed row has several samples."""
+        labels, lengths = np.array(self._names if self._is_flat else [], object), self.given.get("lengths")
+        for row in range(self.grid[0]):
+            columns = np.flatnonzero(self.is_real[row])
+            if lengths is not None and self.grid[0] == 1:  # behind the last one, an engine pads its batch
+                yield from ((row, part) for part in np.split(columns, lengths.reshape(-1)[1:])[:-1])
+                continue
+            ends = np.zeros(max(columns.size - 1, 0), bool)
+            if self.positions is not None:
+                ends |= np.diff(self.positions[row, columns]) != 1
+            if labels.size:
+                ends |= labels[columns[1:]] != labels[columns[:-1]]
+            yield from ((row, part) for part in np.split(columns, 1 + np.flatnonzero(ends)))
 
 
 _MAX_POSITION = 1 << 24
@@ -318,76 +377,62 @@ class Side:
                 self._join_call(key, self._given[key])
 
     def _join_call(self, key: CallKey, piece: Piece) -> None:
-        facts, given, first = piece.facts, dict[str, Array](), 0
-        for name, shape in facts["shapes"].items():
-            size = int(np.prod(shape))
-            given[name] = piece.numbers[first : first + size].reshape(shape).astype(np.int64)
-            first += size
-        grid = given["tokens"].reshape(-1, given["tokens"].shape[-1])
-        num, length = grid.shape
-        said = given.get("said")
-        if said is not None and said.size != grid.size:
-            self.num_unknown += 1
-            return
         inside = (rows.get(key) for name, rows in self.values.items() if name[1:3] == ("input", "position_ids"))
         inner = next((one.numbers.reshape(one.shape) for one in inside if one is not None), None)
-        positions = fitted(given.get("positions", inner), grid.shape)
-        past = 0 if said is not None or "slots" in given else past_of(facts, given, positions, length)
-        real = given["mask"] != 0 if "mask" in given else np.ones(grid.shape, bool)
-        if "seen" in given and past + length <= given["seen"].shape[1]:
-            real = given["seen"][:, past : past + length] != 0
-        self.padding |= set(grid[~real].tolist())
-        names = facts.get("names") or []
-        is_flat = num == 1 and len(names) == length  # an engine's flat tokens, each with the name of its sample
-        index = said.reshape(grid.shape) if said is not None else positions if is_flat else None
-        is_paged = "slots" in given
-        slots = [*given.get("slots", np.zeros(0)).flat, *[-1] * length][:length]
-        if not is_paged and not past:
+        call = _CallArguments(piece, inner)
+        if call.is_misfit:
+            self.num_unknown += 1
+            return
+        self.padding |= set(call.tokens[~call.is_real].tolist())
+        if not call.is_paged and not call.past:
             self._cache = {}
         shown, told, is_unknown = list[int](), list[tuple[int, int, int, int, bool]](), False
-        sequences = list(sequences_of(grid, real, positions, given.get("lengths"), names if is_flat else []))
-        behind = [*given.get("goes_on_behind", np.zeros(0)).flat, *[-1] * len(sequences)]
-        for number, (row, columns) in enumerate(sequences):
-            own = grid[row, columns].tolist()
-            place: tuple[int, ...] | None = (num, row, past) if past else None
-            if is_paged:
-                place = None if behind[number] < 0 else (behind[number],)
-            elif len(sequences) > num and index is None and positions is not None and own:
-                place = (-1,) if positions[row, columns[0]] else None  # nobody tells whose one of a pack goes on
-            named = int(columns[0]) if is_flat and own else number
-            name = names[named] if named < len(names) else None
-            start = int(index[row, columns[0]]) if index is not None and own else 0
-            other = None if is_paged else self._repeated(number, start, own)
-            if is_paged and own and place is not None:
-                other = self._cache.get((slots[columns[0]],))
-            sample, first = self._sample(name, place, other) if own or not is_paged else (-1, 0)
+        for number, sequence in enumerate(call.sequences()):
+            sample, first = self._find_sample(call, number, sequence)
             shown.append(sample)
-            is_unknown |= sample < 0 < len(own)
-            if sample < 0:
-                continue
-            at = range(first, first + len(own)) if index is None else index[row, columns].tolist()
-            of = self.samples[sample]
-            for column, position, token in zip(columns.tolist(), at, own, strict=True):
-                # After tokens that were never shown, a token can be placed only in a sample with a name.
-                if 0 <= position < _MAX_POSITION and (position <= len(of.tokens) or of.name is not None):
-                    of.put(position, token)
-                    told.append((row * length + column, sample, position, of.hashes[-1], at[0] > 0))
-                    self._cache[(slots[column],) if is_paged else (num, row, past + column + 1)] = sample, position
-            of.num_drafts = len(own) - 1 if own and at[0] > 0 else 0
-            if not is_paged:
-                self._cache[num, row, past + length] = sample, len(of.tokens) - 1
+            is_unknown |= sample < 0 < len(sequence.tokens)
+            if sample >= 0:
+                told += self._put(call, sequence, sample, first)
         self.num_unknown += is_unknown
-        self._shown = [] if past else shown
+        self._shown = [] if call.past else shown
         table = np.array(told, np.uint64).reshape(-1, 5)
         flat, samples, places = table[:, :3].astype(np.int64).T
-        model = np.full(len(flat), -1) if positions is None else positions.reshape(-1)[flat]
-        kept = given.get("kept", np.zeros(0, np.int64))
-        call = self.calls[key] = TokensOfCall(
-            facts["step"], (num, length), kept, flat, samples, places, table[:, 3], table[:, 4] > 0, model,
-            np.full(len(flat), np.nan),
+        model = np.full(len(flat), -1) if call.positions is None else call.positions.reshape(-1)[flat]
+        self.calls[key] = joined = TokensOfCall(
+            piece.facts["step"], call.grid, call.given.get("kept", np.zeros(0, np.int64)), flat, samples, places,
+            table[:, 3], table[:, 4] > 0, model, np.full(len(flat), np.nan),
         )  # fmt: skip
-        self._add_logprobs(key, call, given.get("lengths", np.zeros(1, np.int64)).reshape(-1))
-        self._last = key.number, call
+        self._add_logprobs(key, joined, call.given.get("lengths", np.zeros(1, np.int64)).reshape(-1))
+        self._last = key.number, joined
+
+    def _find_sample(self, call: _CallArguments, number: int, sequence: _Sequence) -> tuple[int, int]:
+        """Return the sample of a sequence, -1 if unknown, and the position of the sequence's first token."""
+        if not call.is_paged:
+            start = sequence.at[0] if sequence.at else 0
+            other = self._repeated(number, start, sequence.tokens)
+        elif not sequence.tokens:
+            return -1, 0
+        else:
+            place = call.place(sequence.row, sequence.columns[0])
+            other = self._cache.get(place) if sequence.before is not None else None
+        return self._sample(sequence.name, sequence.before, other)
+
+    def _put(
+        self, call: _CallArguments, sequence: _Sequence, sample: int, first: int
+    ) -> Iterator[tuple[int, int, int, int, bool]]:
+        """Put a sequence into its sample and the cache; yield index, sample, position, hash, and whether it goes on."""
+        own, of, row = sequence.tokens, self.samples[sample], sequence.row
+        at = range(first, first + len(own)) if sequence.at is None else sequence.at
+        is_continued = bool(own) and at[0] > 0
+        for column, position, token in zip(sequence.columns, at, own, strict=True):
+            # After tokens that were never shown, a token can be placed only in a sample with a name.
+            if 0 <= position < _MAX_POSITION and (position <= len(of.tokens) or of.name is not None):
+                of.put(position, token)
+                self._cache[call.place(row, column)] = sample, position
+                yield row * call.grid[1] + column, sample, position, of.hashes[-1], is_continued
+        of.num_drafts = len(own) - 1 if is_continued else 0
+        if not call.is_paged:
+            self._cache[call.place(row, call.grid[1] - 1)] = sample, len(of.tokens) - 1
 
     def _repeated(self, number: int, start: int, tokens: list[int]) -> tuple[int, int] | None:
         """Return (sample, -1) for a sample of the call before, which a sequence repeats or continues by position."""
