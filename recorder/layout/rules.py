@@ -111,43 +111,24 @@ def decide_activation(
         return NoPlan("per_rank", f"the ranks' tensors have different numbers of dims: {_shapes(chunks)}")
     if ndims == {0}:
         return decide_scalar(chunks, values)._replace(needs_all=True)
-    known = values
-    if len(chunks) == 1:
-        values = ChunkValues()  # a single rank's values say nothing about other ranks
-        if known.replication() is Replication.REPLICATED:
-            return replicas(chunks, "inferred")
-    has_one_shape = _unequal_shapes(chunks) is None
-    sizes: tuple[int, ...] | None = batch.sizes
-    is_single = has_one_shape and sizes is not None and {*sizes} == {1} and 1 in chunks[0].shape
-    is_open = is_single and len(chunks) > 1 and not batch.is_shared and values.are_equal()
-    note = ((BATCH_OR_ONE, True),) if is_open else ()
+    if len(chunks) == 1 and values.replication() is Replication.REPLICATED:
+        return replicas(chunks, "inferred")
+    known, values = values, values if len(chunks) > 1 else ChunkValues()  # one rank's values say nothing about others
+    has_one_shape, sizes = _unequal_shapes(chunks) is None, batch.sizes
+    note = ((BATCH_OR_ONE, True),) if has_one_shape and _may_be_batch_or_one(chunks, batch, values) else ()
     if has_one_shape and values.replication() is Replication.REPLICATED:
         return copies_unless(values) or replicas(chunks, "inferred")._replace(note=note)
     usual = values.batch_dim()
     if sizes is None:
-        dim = usual if usual is not None and usual < min(ndims) else 0
-        if (problem := _unequal_shapes(chunks, but=dim)) is None:
-            how = NO_ROOT_INPUT if usual is None else f"dim {dim}, as in other calls; the root's input was not recorded"
-            return concatenated(chunks, dim, (("batch", how),))
-        return problem
-    fits = [
-        dim
-        for dim in range(len(chunks[0].shape))
-        if all(chunk.shape[dim] == size for chunk, size in zip(chunks, sizes, strict=True))
-        and _unequal_shapes(chunks, but=dim) is None
-    ]
-    of_chunks = zip(chunks, sizes, strict=True)  # an empty batch has no rows, whatever the factor
-    ratios = {chunk.shape[0] / size if size else 0.0 for chunk, size in of_chunks if size or chunk.shape[0]}
-    is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
-    is_multiple = is_multiple and _unequal_shapes(chunks, but=0) is None
+        return _as_in_other_calls(chunks, usual)
+    fits, factor = _dims_of_batch(chunks, sizes), _rows_per_sample(chunks, sizes, batch.factors)
     # If there are several samples, a dim 0 of exactly their number of rows is no accident. A later dim with the size of
     # the batch may be an accident, unless the batch of the module's inputs lies there.
-    may_be_rows = is_multiple and fits[:1] != [0] and max(sizes) > 1
+    may_be_rows = factor is not None and fits[:1] != [0] and max(sizes) > 1
     if fits and not (may_be_rows and (len(chunks[0].shape) < 3 or not known.is_sequence_first())):
         dim = usual if usual in fits else fits[0]
         return concatenated(chunks, dim, (*note, ("batch_dims", tuple(fits))) if len(fits) > 1 else note)
-    if is_multiple:
-        factor = int(min(ratios))
+    if factor is not None:
         if not known.is_sequence_first():
             return concatenated(chunks, 0, (("batch_factor", factor),))
         if batch.factors == (factor,) and factor * len(chunks) <= _MAX_BLOCKS:
@@ -155,9 +136,37 @@ def decide_activation(
         return NoPlan("per_rank", "nothing says how its rows lie: it is made of tensors whose batch is not dim 0")
     if has_one_shape and values.replication() is Replication.UNKNOWN and values.are_equal():
         return replicas(chunks, "inferred")  # no other relation is possible
-    return NoPlan(
-        "per_rank", f"no dim of {_shapes(chunks)} is the batch of {', '.join(map(str, dict.fromkeys(sizes)))}"
-    )
+    of_batch = ", ".join(map(str, dict.fromkeys(sizes)))
+    return NoPlan("per_rank", f"no dim of {_shapes(chunks)} is the batch of {of_batch}")
+
+
+def _may_be_batch_or_one(chunks: Sequence[RankChunk], batch: Batch, values: ChunkValues) -> bool:
+    """Return whether equal chunks, each of one sample, may be either copies or a batch."""
+    is_single = batch.sizes is not None and {*batch.sizes} == {1} and 1 in chunks[0].shape
+    return is_single and len(chunks) > 1 and not batch.is_shared and values.are_equal()
+
+
+def _as_in_other_calls(chunks: Sequence[RankChunk], usual: int | None) -> Plan | NoPlan:
+    dim = usual if usual is not None and usual < len(chunks[0].shape) else 0
+    how = NO_ROOT_INPUT if usual is None else f"dim {dim}, as in other calls; the root's input was not recorded"
+    return _unequal_shapes(chunks, but=dim) or concatenated(chunks, dim, (("batch", how),))
+
+
+def _dims_of_batch(chunks: Sequence[RankChunk], sizes: Sequence[int]) -> list[int]:
+    return [
+        dim
+        for dim in range(len(chunks[0].shape))
+        if all(chunk.shape[dim] == size for chunk, size in zip(chunks, sizes, strict=True))
+        and _unequal_shapes(chunks, but=dim) is None
+    ]
+
+
+def _rows_per_sample(chunks: Sequence[RankChunk], sizes: Sequence[int], factors: Sequence[int]) -> int | None:
+    """Return the factor by which dim 0 of every chunk is larger than its batch; None if there is no such factor."""
+    of_chunks = zip(chunks, sizes, strict=True)  # an empty batch has no rows, whatever the factor
+    ratios = {chunk.shape[0] / size if size else 0.0 for chunk, size in of_chunks if size or chunk.shape[0]}
+    is_factor = len(ratios) == 1 and ratios <= {float(factor) for factor in factors}
+    return int(min(ratios)) if is_factor and _unequal_shapes(chunks, but=0) is None else None
 
 
 def copies_unless(values: ChunkValues) -> NoPlan | None:
