@@ -207,63 +207,70 @@ class WriterShipper:
     # The methods below run in jobs, at most one job of each lane at a time.
 
     def _ship_small(self) -> None:
-        now_s = time.monotonic()
-        settings, run = self._run.shared.settings, self._run
-        begun_s = time.time()
+        now_s, begun_s = time.monotonic(), time.time()
         with self._open() as folder:
             changed_ns = folder.changed_ns()
-            manifest = self._read_manifest(folder)
-            status = self._read_status(folder)
+            manifest, status = self._read_manifest(folder), self._read_status(folder)
             balances = (Balance.read(Members(members)) for members in (self._ledger, self.status))
             self.balance = max(balances, key=lambda one: (one.observed, one.written))
-            files = list_writer(folder)  # listed after the manifest was read: if it says closed, no later file comes
-            self.files = files
-            self._judge(files)
+            # The files are listed after the manifest was read: if it says closed, no later file comes.
+            self.files = list_writer(folder)
+            self._judge(self.files)
             self.has_looked = True
-            if manifest is not None and not run.is_document_there(self.below + WRITER_MANIFEST):
-                self._put_document(WRITER_MANIFEST, _as_begun(manifest))
-            for name, stamp in (files.sealed | files.indexes).items():
-                if not self._is_large_lane(name) and not self._is_there(name, stamp):
-                    self._put_file(folder, name)
+            self._put_sealed(folder, manifest)
             if now_s >= self._next_snapshot_s or self.state != "alive":
-                self._next_snapshot_s = now_s + max(settings.fresh_s - LOOK_S - 1, settings.fresh_s / 2)
-                for name, stamp in files.opened.items():
+                fresh_s = self._run.shared.settings.fresh_s
+                self._next_snapshot_s = now_s + max(fresh_s - LOOK_S - 1, fresh_s / 2)
+                for name, stamp in self.files.opened.items():
                     if name.startswith("_stats") and not self._opened.is_put(name, stamp):
                         self._opened.put(folder, name, stamp, is_growing=self._is_growing)
                 self.small_since_s = begun_s
             self._opened.remove_sealed()
             is_whole = not self.backlog and all(
                 self._opened.is_put(name, stamp) or (self.state == "alive" and not name.startswith("_stats"))
-                for name, stamp in files.opened.items()
+                for name, stamp in self.files.opened.items()
             )
             has_ended = self.lifetime.state == "closed" or self.status.get("state") == "closed"
-            is_held_back = has_ended and not is_whole
-            if manifest is not None and not is_held_back:
-                self._put_document(WRITER_MANIFEST, manifest)
-            shown = files.status or files.manifest
-            if shown is not None and not is_held_back:
-                counts = {name: getattr(self.balance, name) for name in ("observed", "written", "dropped")}
-                members = self.status or {**asdict(self.lifetime), **counts}
-                self.shown = {**members, "changed_ns": shown.changed_ns, "padding": ""}
-            elif shown is None:
-                self.shown = self.shown or {}
-            is_due = isinstance(run.shared.destination, FolderDestination) and now_s >= self._next_status_s
-            if status is not None and not is_held_back and (is_due or self.state != "alive"):
-                self._next_status_s = now_s + settings.status_s
-                self._put_document(STATUS, status, is_noted=self.state != "alive")
-            for name, stamp in files.aside.items():
-                if not run.is_aside_there(self.below + name, stamp):
-                    self._note(name, run.put_aside(folder, self.below, name, stamp))
-        run.put_documents()
+            self._put_words(manifest, status, now_s, is_held_back=has_ended and not is_whole)
+            for name, stamp in self.files.aside.items():
+                if not self._run.is_aside_there(self.below + name, stamp):
+                    self._note(name, self._run.put_aside(folder, self.below, name, stamp))
+        self._run.put_documents()
         self.changed_ns = changed_ns
+        documents = [(WRITER_MANIFEST, manifest), (STATUS, status)]
         self.is_settled = (
             self.state != "alive"
             and is_whole
-            and (manifest is None or run.has_document(self.below + WRITER_MANIFEST, manifest))
-            and (status is None or run.has_document(self.below + STATUS, status))
+            and all(one is None or self._run.has_document(self.below + name, one) for name, one in documents)
             and not self.needs_repair
         )
-        self.is_put = not (self.backlog.keys() - self.stuck) and all(name in self._opened for name in files.opened)
+        self.is_put = not (self.backlog.keys() - self.stuck) and all(name in self._opened for name in self.files.opened)
+
+    def _put_sealed(self, folder: Folder, manifest: bytes | None) -> None:
+        """Put the sealed small files, after a manifest, which readers need for the rows."""
+        if manifest is not None and not self._run.is_document_there(self.below + WRITER_MANIFEST):
+            self._put_document(WRITER_MANIFEST, _as_begun(manifest))
+        for name, stamp in (self.files.sealed | self.files.indexes).items():
+            if not self._is_large_lane(name) and not self._is_there(name, stamp):
+                self._put_file(folder, name)
+
+    def _put_words(self, manifest: bytes | None, status: bytes | None, now_s: float, *, is_held_back: bool) -> None:
+        """Put the manifest, and the status if it is due; `is_held_back` if they say the end, and files are missing."""
+        shown = self.files.status or self.files.manifest
+        if shown is None:
+            self.shown = self.shown or {}
+        if is_held_back:
+            return
+        if manifest is not None:
+            self._put_document(WRITER_MANIFEST, manifest)
+        if shown is not None:
+            counts = {name: getattr(self.balance, name) for name in ("observed", "written", "dropped")}
+            members = self.status or {**asdict(self.lifetime), **counts}
+            self.shown = {**members, "changed_ns": shown.changed_ns, "padding": ""}
+        is_due = isinstance(self._run.shared.destination, FolderDestination) and now_s >= self._next_status_s
+        if status is not None and (is_due or self.state != "alive"):
+            self._next_status_s = now_s + self._run.shared.settings.status_s
+            self._put_document(STATUS, status, is_noted=self.state != "alive")
 
     def _ship_large(self) -> None:
         files = self.files
