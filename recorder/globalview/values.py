@@ -322,47 +322,46 @@ class Sampler:
         """Return what the ranks' tensors at one moment prove about their layout."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
-        chunks = [value.chunks[i] for i in numbers]
-        if len(chunks) < 2 or (some is None and len({chunk.shape for chunk in chunks}) > 1):
+        shapes = {value.chunks[i].shape for i in numbers}
+        if len(numbers) < 2 or (some is None and len(shapes) > 1):
             return Observation.NOTHING  # even copies, such as position indices, may differ in length between ranks
-        if len({chunk.shape for chunk in chunks}) > 1:
-            return Observation.UNEQUAL
-        is_equal = self._reader.compare(grouped, number, value).among(numbers).equality()
+        is_equal = self._reader.compare(grouped, number, value).among(numbers).equality() if len(shapes) == 1 else False
         if is_equal is None or (is_equal and grouped.is_blank[number]):
             return Observation.NOTHING
         if not is_equal:
             return Observation.UNEQUAL
-        first = value.positions[numbers[0]]
-        items = None if grouped.is_measured[number] else self._reader.items_of(first)
-        if items is None and not grouped.is_measured[number]:
-            return Observation.NOTHING  # a fingerprint does not tell whether the elements are zeros or NaN
-        content = self._content(first, chunks[0]) if items is None else content_of(items)
+        content, items = self._content(grouped, number, value.positions[numbers[0]], value.chunks[numbers[0]])
         if content is EqualContent.NOTHING:
             return Observation.NOTHING
-        is_certain = content is EqualContent.NUMBERS
-        groups = () if isinstance(value.batch_groups, NoPlan) else value.batch_groups
-        of_groups = ({i for unit in one.units for i in unit} for one in groups or ())
-        if some is not None and (groups is None or any(one.issuperset(numbers) for one in of_groups)):
-            return Observation.EQUAL if is_certain else Observation.PERHAPS
+        proven = Observation.EQUAL if content is EqualContent.NUMBERS else Observation.PERHAPS
+        if some is not None and _are_of_one_batch(value, numbers):
+            return proven
         batch_dims, is_shared = self._batch_dims_of(value)
         if is_shared:
             return Observation.NOTHING
         if batch_dims is not None and not batch_dims.dims:
-            return Observation.EQUAL if is_certain else Observation.PERHAPS
-        items = self._reader.items_of(first) if items is None else items
+            return proven
+        items = self._reader.items_of(value.positions[numbers[0]]) if items is None else items
         if items is None:
             return Observation.PERHAPS
         dims = range(items.ndim) if batch_dims is None else batch_dims.dims
         if any(items.shape[dim] > 1 and (items == items.take([0], axis=dim)).all() for dim in dims):
             return Observation.REPEATED
-        is_certain = is_certain and batch_dims is not None and max(batch_dims.sizes) > 1
-        return Observation.EQUAL if is_certain else Observation.PERHAPS
+        return proven if batch_dims is not None and max(batch_dims.sizes) > 1 else Observation.PERHAPS
 
-    def _content(self, position: int, chunk: RankChunk) -> EqualContent:
+    def _content(
+        self, grouped: GroupedRows, number: int, position: int, chunk: RankChunk
+    ) -> tuple[EqualContent, npt.NDArray[Any] | None]:
+        """Classify what equal chunks hold, and return their elements, if these had to be read."""
+        if not grouped.is_measured[number]:
+            items = self._reader.items_of(position)
+            # A fingerprint does not tell whether the elements are zeros or NaN.
+            return (EqualContent.NOTHING if items is None else content_of(items)), items
         at = np.array([position], np.int64)
         low, high, total = (self._reader.rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))
         numel = int(self._reader.rows.numbers("numel")[position])
-        return content_by(low, high, total, numel, is_float=chunk.dtype.startswith(("float", "bfloat")))
+        is_float = chunk.dtype.startswith(("float", "bfloat"))
+        return content_by(low, high, total, numel, is_float=is_float), None
 
     def batch_dims(self, grouped: GroupedRows, number: int) -> BatchDims | None:
         """Return the sizes of the ranks' batches and the dims with these sizes; None where the batch is not known."""
@@ -390,6 +389,14 @@ class Sampler:
         numbers = _numbers_of(value.chunks, some)
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         return self._reader.sharding.infer(wanted, [value.chunks[i] for i in numbers]) if numbers else None
+
+
+def _are_of_one_batch(value: ValueRows, numbers: Sequence[int]) -> bool:
+    """Return whether the ranks of these chunks share one part of the batch."""
+    if isinstance(value.batch_groups, NoPlan):
+        return False
+    units = ({i for unit in one.units for i in unit} for one in value.batch_groups or ())
+    return value.batch_groups is None or any(one.issuperset(numbers) for one in units)
 
 
 def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
