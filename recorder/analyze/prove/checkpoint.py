@@ -298,12 +298,9 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         )  # fmt: skip
 
     matches = {rank: _Match(seen, contents) for rank, seen in run.ranks.items()}
-    held = {rank: RankSeen(pid=0, looks=(Look(0, match.now),), printed=()) for rank, match in matches.items()}
     if not contents.leaves:
         return tell(UNKNOWN, "the checkpoint holds no values")
-    votes = votes_of(run, Observed(exit_code=0, ranks=held))
-    firsts = {kind: update for update in sorted(votes, reverse=True) for kind in votes[update]}
-    start = max(firsts.values(), default=None)  # no value is from the future
+    start = _start_of(run, matches)
     if start is None:
         text = f"no value in the checkpoint is as one of the {run.num_steps} steps that were seen has left it"
         return tell(UNKNOWN, f"{text}; was it saved later, as at the program's end?")
@@ -315,25 +312,8 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         why = "it is stale, unless it is saved in the background or in the middle of the step"
         notes.append(f"the checkpoint was written after step {step} had begun: {why}")
     aside: dict[str, dict[str, None]] = {}
-    """Maps a reason, in words, to the random states that for this reason need not be those of the step."""
     for rank, match in matches.items():
-        digests = run.ranks[rank].looks[start].digests
-        then = {
-            key: digest
-            for key, digest in digests.items()
-            if key.partition(" ")[0] in _HELD
-            and (key in match.now or not (key.startswith("other ") and digest.startswith("=")))
-        }
-        for key, digest in [*then.items()]:
-            if match.now.get(key, _MOVED) == _MOVED and f"seeded {key.removeprefix('rng ')}" in digests:
-                why = f"was seeded anew before step {step} began, and need not be saved"
-            elif key.startswith("rng ") and match.now.get(key, digest) != digest:
-                why = f"moved on before step {step} began: --resume shows whether it is restored"
-            else:
-                continue
-            aside.setdefault(why, {})[key] = None
-            del then[key]
-        pairs.append(Pair(step, rank, then, {key: match.now[key] for key in then if key in match.now}))
+        pairs.append(_pair(step, rank, run.ranks[rank].looks[start].digests, match.now, aside))
     comparison = BothLaunches(run, [pairs], notes)
     findings = comparison.state_findings(0)
     notes += comparison.suspects
@@ -344,9 +324,39 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     if findings:
         is_unsure = contents.unread and all(" missing" in text for text in findings)
         return tell(UNKNOWN if is_unsure else CHANGED, f"in the checkpoint {after}, {'; '.join(findings)}", step)
-    ranks = counted(len(pairs), "rank")
-    values = f"{sum(len(pair.then) for pair in pairs):,} values of {ranks}"
+    values = f"{sum(len(pair.then) for pair in pairs):,} values of {counted(len(pairs), 'rank')}"
     return tell(UNCHANGED, f"the checkpoint holds what the run held {after}: {values}, bit by bit")
+
+
+def _start_of(run: Observed, matches: Mapping[int, _Match]) -> int | None:
+    """Return the number of the step whose beginning the checkpoint holds; None if no value is as a step left it."""
+    held = {rank: RankSeen(pid=0, looks=(Look(0, match.now),), printed=()) for rank, match in matches.items()}
+    votes = votes_of(run, Observed(exit_code=0, ranks=held))
+    firsts = {kind: update for update in sorted(votes, reverse=True) for kind in votes[update]}
+    return max(firsts.values(), default=None)  # no value is from the future
+
+
+def _pair(
+    step: int, rank: int, digests: Mapping[str, str], now: Mapping[str, str], aside: dict[str, dict[str, None]]
+) -> Pair:
+    """Pair what a rank held as a step began with what the checkpoint holds `now`.
+
+    Random states that need not be those of the step are not paired, and are added to `aside`, by the reason in words.
+    """
+    then: dict[str, str] = {}
+    for key, digest in digests.items():
+        kind, is_there = key.partition(" ")[0], key in now
+        if kind not in _HELD or (kind == "other" and not is_there and digest.startswith("=")):
+            continue
+        if now.get(key, _MOVED) == _MOVED and f"seeded {key.removeprefix('rng ')}" in digests:
+            why = f"was seeded anew before step {step} began, and need not be saved"
+        elif kind == "rng" and is_there and now[key] != digest:
+            why = f"moved on before step {step} began: --resume shows whether it is restored"
+        else:
+            then[key] = digest
+            continue
+        aside.setdefault(why, {})[key] = None
+    return Pair(step, rank, then, {key: now[key] for key in then if key in now})
 
 
 def _extra(contents: Contents, matches: Mapping[int, _Match], looks: Sequence[Look]) -> list[str]:
