@@ -15,7 +15,7 @@ from ...run.reply import Reply, StateLine, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, listed, number
 from ..diff.renames import NO_RENAMES, Rename, Renames
-from .search import ExpertsApart, LogprobsApart, Parting, Search, ValueApart
+from .search import TO_RECORD_ALL, ExpertsApart, LogprobsApart, Parting, Search, ValueApart
 from .sequences import JoinedTokens, TokenAt, TokensApart, compare_tokens, match_samples
 from .tokens import ENGINE, TRAINER, Side
 from .weights import EQUAL, MERGED, UNKNOWN, WRONG, ModelParameters, WeightState, compare_weights, told_weight
@@ -69,6 +69,10 @@ class Aligned:
 
     @property
     def _told_values(self) -> str:
+        if self.logprobs is not None and self._are_logprobs_apart:
+            text = f"log-probabilities differ by {self.logprobs.mean_abs:.2g} on average"
+            why = "logits are changed behind the last module (a temperature?), or values of these tokens are missing"
+            return f"{text}, where rounding explains {self.search.logprobs_bound:.2g}, and no value parts: {why}"
         if not self.values:
             return "no value of a module is on both sides"
         if (unsure := self.search.unsure) is not None:
@@ -90,9 +94,15 @@ class Aligned:
 
     @property
     def is_fine(self) -> bool:
-        """Whether no value differs beyond noise, and no tokens and no weights differ."""
+        """Whether no value and no log-probabilities differ beyond noise, and no tokens and no weights differ."""
         is_wrong = any(state.state in WRONG for state in self.weights) or any(one.is_finding for one in self.tokens)
-        return self.parting is None and not is_wrong
+        return self.parting is None and not is_wrong and not self._are_logprobs_apart
+
+    @property
+    def _are_logprobs_apart(self) -> bool:
+        if self.logprobs is None or self.num_unknown:  # behind unknown tokens, it may be another token's
+            return False
+        return self.logprobs.mean_abs > self.search.logprobs_bound
 
 
 def align(
@@ -182,7 +192,7 @@ def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
 
 def _unpaired(trainer: Side, engine: Side, few: str) -> Iterator[str]:
     if few:
-        yield f"{few}; record all with RECORDER_RULES='leaf=yes site=output keep=tokens; site=param keep=fingerprint'"
+        yield f"{few}; {TO_RECORD_ALL}"
     paths = dict.fromkeys(name.module_path for name in trainer.values if name.site == "output")
     theirs = {name.module_path for name in engine.values}
     if alone := [path for path in paths if path and path not in theirs]:
@@ -196,7 +206,7 @@ _FEW = 8
 
 
 def reply_of(trainer: Run, engine: Run | None, found: Aligned, *, limit: int | None, of_weights: bool) -> Reply:
-    """Return the reply of `recorder align`. The exit code is 1 if values (beyond noise), tokens or weights differ."""
+    """Return the reply of `recorder align`. The exit code is 1 unless `found` is fine, or its weights `of_weights`."""
     most = _FEW if limit is None else limit or None
     is_wrong = any(state.state in WRONG for state in found.weights) if of_weights else not found.is_fine
     return Reply(

@@ -137,6 +137,10 @@ _MAX_AGREEING = 16
 layer has that many, and the norm of the first residual may hide a wrong scale from all of the attention."""
 _TELLING = 1e-3
 """Where rounding makes values differ by more than this, it may hide a fault that changes log-probabilities."""
+_MAX_MEAN, _TIMES_LOGITS = 0.2, 50.0
+"""The mean magnitude of differences of log-probabilities that no rounding explains, and the most that a relative
+difference of logits is multiplied by in their log-probabilities."""
+TO_RECORD_ALL = "record all with RECORDER_RULES='leaf=yes site=output keep=tokens; site=param keep=fingerprint'"
 _NUM_BINS = 8
 _MAX_EXPERTS = 64
 """The largest number of experts per token. A value with more whole numbers per token is not a router's choice."""
@@ -159,7 +163,7 @@ class Search:
         self._merged: dict[str, float] = {}
         """Maps the path of each module into which the engine has merged an adapter to the factor of this adapter."""
         self.few_compared = ""
-        """A clause that says how few modules (or values) both sides recorded; empty if it is at least a fifth."""
+        """A clause that says how few modules both sides recorded; empty if it is at least a fifth."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
@@ -176,52 +180,68 @@ class Search:
 
     def find(self) -> Parting | None:
         """Compare all values; return the first one beyond its bound that later modules confirm, or None."""
-        compared, unsure = self.compared, list[ValueApart]()
-        for name, rows in self._trainer.values.items():
-            row = next(iter(rows.values()))
-            if "int" in row.dtype:
-                self._compare_experts(name)
-            if row.dtype not in BOUNDS or (pair := self.joined.pair(name)) is None:
-                continue
-            apart, (bound, explained) = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
-            # In a 16-bit type, rounding swaps experts of almost equal score, and the token then takes another path.
-            is_beyond = (apart > bound) & ~(self._is_rerouted[pair.slots] & (self._coarsest > _TELLING))
-            if not is_beyond.any():
-                self._before = max(self._before, float(apart.max()))
-            compared.append(ComparedTokens(name, pair.slots, apart, is_beyond))
-            self.values.append(
-                ValueApart(
-                    *name[:3], pair.dtype_trainer, pair.dtype_engine, num_tokens=len(apart), bound=bound,
-                    num_beyond=int(is_beyond.sum()), median=float(np.median(apart)), largest=float(apart.max()),
-                )
-            )  # fmt: skip
-            if explained < apart.max() and not is_beyond.any():
-                unsure.append(self.values[-1])
+        unsure = [self.values[-1] for name in self._trainer.values if self._compare(name)]
         num_both = len({value.module_path for value in self.values})
         num = sum(root == self._engine.root and ".experts." not in path for root, path in self._engine.run.modules)
         if 5 * num_both < num:
             self.few_compared = f"{num_both} of {num} modules were recorded for these tokens on both sides"
-        self._first_other = next((i for i, one in enumerate(self.values) if one.dtype_trainer != one.dtype_engine), -1)
-        if self._first_other == 0:
-            ours, theirs = self.values[0].dtype_trainer, self.values[0].dtype_engine
-            text = f"the trainer computes in {ours}, the engine in {theirs}: what the narrower type rounds is noise"
-            advice = "" if self.noise else f", which --noise measures by a run of the engine in {ours}"
-            self.notes.append(text + advice)
-        begin = {self._first_other} - {0, -1}
-        beyond = [number for number, one in enumerate(compared) if one.is_beyond.any() or number in begin]
-        first = next((number for number in beyond if number in begin or self._is_followed(number)), None)
-        cancelled = [number for number in beyond if first is None or number < first]
-        shifted = [self.values[number] for number in cancelled if self._is_of_positions(number)]
-        others = [self.values[number] for number in cancelled if self.values[number] not in shifted]
-        for own, why in (shifted, ", as where whole samples are at other positions"), (others, ""):
-            if own:
-                text = f"{own[0].text} differs by up to {own[0].largest:.2g}, and what follows does not"
-                self.notes.append(f"{text}{why} (values: {len(own)})")
+        begin = self._note_types()
+        beyond = [number for number, one in enumerate(self.compared) if one.is_beyond.any() or number == begin]
+        first = next((number for number in beyond if number == begin or self._is_followed(number)), None)
+        others = self._note_cancelled([number for number in beyond if first is None or number < first])
         self.unsure = max(unsure + ([] if self.noise else others), key=lambda value: value.largest, default=None)
         judged = [self._judged(state, first) for state in self.weights]
         other = UNKNOWN if any(state.state == TRAINER_ONLY for state in judged) else OTHER  # it moves what follows
         self.weights = [state._replace(state=other) if state.state == OTHER else state for state in judged]
-        return None if first is None else self._parting(first, compared[first])
+        return None if first is None else self._parting(first, self.compared[first])
+
+    @property
+    def logprobs_bound(self) -> float:
+        """The mean magnitude of differences of log-probabilities that the rounding of the compared values explains."""
+        return min(_MAX_MEAN, _TIMES_LOGITS * self._coarsest) if self.values else _MAX_MEAN
+
+    def _compare(self, name: ValueName) -> bool:
+        """Compare a value of both sides, and return whether its difference may be either rounding or a fault."""
+        dtype = next(iter(self._trainer.values[name].values())).dtype
+        if "int" in dtype:
+            self._compare_experts(name)
+        if dtype not in BOUNDS or (pair := self.joined.pair(name)) is None:
+            return False
+        apart, (bound, explained) = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
+        # In a 16-bit type, rounding swaps experts of almost equal score, and the token then takes another path.
+        is_beyond = (apart > bound) & ~(self._is_rerouted[pair.slots] & (self._coarsest > _TELLING))
+        num_beyond, largest = int(is_beyond.sum()), float(apart.max())
+        if not num_beyond:
+            self._before = max(self._before, largest)
+        self.compared.append(ComparedTokens(name, pair.slots, apart, is_beyond))
+        self.values.append(
+            ValueApart(
+                *name[:3], pair.dtype_trainer, pair.dtype_engine, num_tokens=len(apart), bound=bound,
+                num_beyond=num_beyond, median=float(np.median(apart)), largest=largest,
+            )
+        )  # fmt: skip
+        return explained < largest and not num_beyond
+
+    def _note_types(self) -> int | None:
+        """Return the number of the value from which on the types differ; None if they never or always differ."""
+        self._first_other = next((i for i, one in enumerate(self.values) if one.dtype_trainer != one.dtype_engine), -1)
+        if self._first_other:
+            return self._first_other if self._first_other > 0 else None
+        ours, theirs = self.values[0].dtype_trainer, self.values[0].dtype_engine
+        text = f"the trainer computes in {ours}, the engine in {theirs}: what the narrower type rounds is noise"
+        advice = "" if self.noise else f", which --noise measures by a run of the engine in {ours}"
+        self.notes.append(text + advice)
+        return None
+
+    def _note_cancelled(self, numbers: Sequence[int]) -> list[ValueApart]:
+        """Note which values differ without effect, and return those that are not computed from positions."""
+        shifted = [self.values[number] for number in numbers if self._is_of_positions(number)]
+        others = [self.values[number] for number in numbers if self.values[number] not in shifted]
+        for own, why in (shifted, ", as where whole samples are at other positions"), (others, ""):
+            if own:
+                text = f"{own[0].text} differs by up to {own[0].largest:.2g}, and what follows does not"
+                self.notes.append(f"{text}{why} (values: {len(own)})")
+        return others
 
     def _bound(self, name: ValueName, pair: ValuePair) -> tuple[float, float]:
         """Return the difference beyond which a value counts as differing, and the one up to which it surely agrees."""
@@ -347,26 +367,17 @@ class Search:
         if name.site == "input":
             path = path.rpartition(".")[0]
         num_before = sum(bool(np.isin(beyond, one.slots).mean() > 0.5) for one in self.compared[:number])
-        if not self.few_compared and 5 * num_before < number:
-            self.few_compared = f"{num_before} of the {number} values before it were recorded for these tokens"
-        inside = [one for one in self.weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
+        are_few = not self.few_compared and 5 * num_before < number
+        few_before = f"{num_before} of the {number} values before" if are_few else ""
+        if few_before:
+            self.notes.append(f"{few_before} {value.text} were recorded for these tokens; {TO_RECORD_ALL}")
         if wrong := self._wrong_until(number):
             one_each = {one.name.partition(".lora_")[0]: one for one in reversed(wrong)}  # of an adapter's two
             told = "; ".join(map(told_weight, [*one_each.values()][:-4:-1]))
             merged = f"; merged are the adapters of {listed(map(repr, self._merged), 3)}" if self._merged else ""
             return "weights", f"weights differ: {told}{merged}"
-        if (self.joined.begins > self.joined.bases)[beyond].all():
-            text = "the trainer has packed these samples behind others without position_ids or cu_seqlens"
-            return "inputs", f"inputs differ: {text}, and each attends to those before it"
-        for what, slots, ours, theirs in self._whole_inputs(path, beyond):
-            differs = np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))
-            samples = self.joined.samples
-            if differs.size and np.isin(samples[beyond], samples[slots[differs]]).all():
-                at = int(differs[0])
-                token = self.joined.at(int(slots[at]), 0.0)
-                numbers = (", ".join(f"{one:.0f}" for one in side[at]) for side in (ours, theirs))
-                text = "{} {} in the trainer and {} in the engine".format(what, *numbers)
-                return "inputs", f"inputs differ: {text} for {token.sample}, position {token.position}"
+        if text := self._of_inputs(path, beyond):
+            return "inputs", f"inputs differ: {text}"
         if value.dtype_trainer != value.dtype_engine and self._first_other:
             types = f"{value.dtype_trainer} in the trainer, {value.dtype_engine} in the engine"
             return "dtype", f"the type of the values differs: {types}"
@@ -374,38 +385,65 @@ class Search:
             return "module", text
         if "Dropout" in self._class_name(path):
             return "module", "dropout drops elements on one side alone, or others on each; evaluation mode turns it off"
-        if why := self.few_compared or ("" if number else "nothing that runs before it was compared"):
+        few = self.few_compared or (few_before and f"{few_before} it were recorded for these tokens")
+        if why := few or ("" if number else "nothing that runs before it was compared"):
             return "module", f"{why}, so it is this module, or any before it"
+        return "module", self._alone_near(path) or self._of_code(number, name, path)
+
+    def _of_inputs(self, path: str, beyond: Integers) -> str:
+        if (self.joined.begins > self.joined.bases)[beyond].all():
+            text = "the trainer has packed these samples behind others without position_ids or cu_seqlens"
+            return f"{text}, and each attends to those before it"
+        samples = self.joined.samples
+        for what, slots, ours, theirs in self._whole_inputs(path, beyond):
+            differs = np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))
+            if differs.size and np.isin(samples[beyond], samples[slots[differs]]).all():
+                at = int(differs[0])
+                token = self.joined.at(int(slots[at]), 0.0)
+                numbers = (", ".join(f"{one:.0f}" for one in side[at]) for side in (ours, theirs))
+                text = "{} {} in the trainer and {} in the engine".format(what, *numbers)
+                return f"{text} for {token.sample}, position {token.position}"
+        return ""
+
+    def _alone_near(self, path: str) -> str:
+        """Say which module in or around a module runs on one side alone; empty if each side has others, or none."""
         for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
                 side = "engine" if here < there else "trainer"
                 why = " (an adapter that was not merged, or that is switched off?)" if "lora" in alone[0] else ""
-                return "module", f"{alone[0]!r} runs in the {side} alone{why}"
-        of_weights = "its weights and " if any(one[:2] == (f"{path}.weight", EQUAL) for one in inside) else ""
-        before = f"{of_weights}what runs before it agree"
+                return f"{alone[0]!r} runs in the {side} alone{why}"
+        return ""
+
+    def _of_code(self, number: int, name: ValueName, path: str) -> str:
+        """Say whose code computes something else, where all that it computes from was compared."""
         parent = path.rpartition(".")[0]
+        has_weight = any(one[:2] == (f"{path}.weight", EQUAL) for one in self.weights)
+        scales = self._scales_below(f"{parent}.")
+        before = f"{'its weights and ' if has_weight else ''}what runs before it agree{scales}"
+        if name.site == "input":
+            return f"{before}, so {repr(path) if path else 'the root'} hands on something else in its own code"
+        if any(one.module_path == path and one.site == "input" for one in self.values):
+            return f"{before}, so the module itself computes something else"
+        # The first token attends to itself alone: no mask, scale or position changes its attention output.
+        is_beyond = self.compared[number].is_beyond
+        first = is_beyond[self.joined.positions[self.compared[number].slots] == 0]
+        is_at_all = first.size and first.all() and is_beyond.mean() > 0.9
+        is_dropped = "Attention" in self._class_name(parent) and is_at_all and not scales
+        of_attention = " (as by dropout in training mode, or by a rounded cache)" if is_dropped else ""
+        return f"{before}, so it is the module itself, or what it is handed{of_attention}: its inputs were not compared"
+
+    def _scales_below(self, parent: str) -> str:
+        """Say how many times the adapters of the modules below a module are merged; empty without adapters."""
         scales: dict[str, list[str]] = {}
         for of, times in self._merged.items():
-            if of.startswith(f"{parent}."):
+            if of.startswith(parent):
                 scales.setdefault(f"{times:.2g}", []).append(of)
-        if scales:
-            odd, *others = sorted(scales, key=lambda times: len(scales[times]))
-            rest = f"{', '.join(others)} times, that of {listed(map(repr, scales[odd]), 3)} " if others else ""
-            before += f", adapters are merged {rest}{odd} times (lora_alpha / r?)"
-        if name.site == "input":
-            code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
-            return "module", f"{before}, {code}"
-        if not any(one.module_path == path and one.site == "input" for one in self.values):
-            # The first token attends to itself alone: no mask, scale or position changes its attention output.
-            is_beyond = self.compared[number].is_beyond
-            first = is_beyond[self.joined.positions[self.compared[number].slots] == 0]
-            is_at_all = first.size and first.all() and is_beyond.mean() > 0.9
-            is_dropped = "Attention" in self._class_name(parent) and is_at_all and not scales
-            of_attention = " (as by dropout in training mode, or by a rounded cache)" if is_dropped else ""
-            handed = f"or what it is handed{of_attention}: its inputs were not compared"
-            return "module", f"{before}, so it is the module itself, {handed}"
-        return "module", f"{before}, so the module itself computes something else"
+        if not scales:
+            return ""
+        odd, *others = sorted(scales, key=lambda times: len(scales[times]))
+        rest = f"{', '.join(others)} times, that of {listed(map(repr, scales[odd]), 3)} " if others else ""
+        return f", adapters are merged {rest}{odd} times (lora_alpha / r?)"
 
     def _wrong_until(self, number: int) -> list[WeightState]:
         """Return the wrong parameters of modules that run up to a value and whose outputs differ; nearest first."""

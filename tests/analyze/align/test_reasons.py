@@ -180,12 +180,14 @@ def test_a_step_of_which_few_modules_were_recorded_names_no_module_as_the_cause(
 class WithoutLogits(nn.Module):
     """A model with a head that computes log-probabilities of labels alone, as the one of TRL."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, temperature: float = 1.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.temperature = model, temperature
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, **more).logits[:, :-1]
+        logits = (
+            self.model(input_ids=input_ids, attention_mask=attention_mask, **more).logits[:, :-1] / self.temperature
+        )
         told = logits.log_softmax(-1).gather(2, input_ids[:, 1:, None])[..., 0]
         is_asked = torch.arange(told.shape[1]) >= told.shape[1] - 3
         return {"loss": told.mean(), "log_probs": told.masked_fill(~is_asked, 0.0), "entropy": told}
@@ -198,6 +200,16 @@ def test_log_probabilities_of_a_head_without_logits_are_those_of_its_labels(tmp_
     found = aligned(tmp_path).logprobs
     assert found is not None and abs(found.largest.apart) < 1e-4
     assert found.num_tokens == 2 * len(ids), "the last token of a sample has none in the engine"
+
+
+def test_log_probabilities_that_differ_are_a_finding_where_no_value_parts(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask, **PRESET)
+    score(tmp_path / "trainer", WithoutLogits(llama(), 0.5), sequences, whole_mask(mask), PRESET)
+    found = aligned(tmp_path)
+    assert found.parting is None and not found.is_fine, found.told
+    assert found.told.startswith("log-probabilities differ by 0."), found.told
+    assert "behind the last module (a temperature?)" in found.told, found.told
 
 
 def test_a_fault_of_calls_without_modules_is_not_said_to_be_the_root(
@@ -219,7 +231,9 @@ def test_a_fault_of_calls_without_modules_is_not_said_to_be_the_root(
     found = aligned(tmp_path)
     assert found.parting is not None and found.parting.value.module_path == ""
     assert "values before it were recorded for these tokens, so it is this module, or any before" in found.parting.text
-    assert any("record all with RECORDER_RULES" in note for note in found.notes)
+    assert any(f"values before {found.parting.value.text} were recorded for these tokens; record all" in note
+               for note in found.notes), "a note that stands alone names the value"  # fmt: skip
+    assert not found.search.few_compared, "a fifth of the modules were compared"
 
 
 def test_a_completion_that_the_engine_did_not_write_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
