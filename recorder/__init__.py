@@ -59,10 +59,11 @@ __all__ = [
 ]
 
 _active: Any = None
-"""The recorder that records in this process, set by `lifecycle.active`. While it is None, `tap` does nothing."""
+"""The recorder that records in this process, set by `lifecycle.active`."""
 
-_armed: Any = None
-"""The recorder that ``RECORDER=1`` has made, until it begins to record; set by `lifecycle.active`."""
+_program: Any = None
+"""Passes what the program gives to the recorder that records, or that ``RECORDER=1`` has made; set by `lifecycle.active`.
+While it is None, `tap` does nothing."""
 
 _LAZY = {
     "align": "analyze.align.align",
@@ -128,16 +129,14 @@ def scalar(name: str, value: Any) -> None:
     With ``RECORDER=1`` a recording begins with the first call of the model. Scalars before that call are counted and
     not recorded; `attach` begins the recording earlier.
     """
-    recorder = _active or _armed
-    if recorder is not None:
-        recorder.program.scalar(name, value)
+    if _program is not None:
+        _program.scalar(name, value)
 
 
 def step(number: int) -> None:
     """Set the step's number at the top of each iteration. After the first call, only such calls change the step."""
-    recorder = _active or _armed
-    if recorder is not None:
-        recorder.program.name_step(number)
+    if _program is not None:
+        _program.name_step(number)
 
 
 def tokens(*, sample_ids: Any = None, positions: Any = None, texts: Any = None) -> AbstractContextManager[None]:
@@ -150,8 +149,7 @@ def tokens(*, sample_ids: Any = None, positions: Any = None, texts: Any = None) 
         positions: the position of each token in its sample, in the shape of the tokens: a tensor, or lists.
         texts: the text of each token, as one list for each row; the run stores the texts, for ``report --align``.
     """
-    recorder = _active or _armed
-    return nullcontext() if recorder is None else recorder.program.tokens(sample_ids, positions, texts)
+    return nullcontext() if _program is None else _program.tokens(sample_ids, positions, texts)
 
 
 def trigger(reason: str) -> None:

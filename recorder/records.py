@@ -227,21 +227,8 @@ class MeasuredTogether(NamedTuple):
     """The memory of the pool that bounds how many such records wait; it is also the block of each of the records."""
 
 
-class Measure(Protocol):
-    """Computes statistics and fingerprint on the writer thread; `capture` provides the function."""
-
-    def __call__(
-        self,
-        data: npt.NDArray[np.uint8],
-        dtype: str,
-        shape: tuple[int, ...],
-        chunk: Chunk | None,
-        keep: int,
-        unit_dim: int = -1,
-    ) -> Measured: ...
-
-
-class MeasureSmall(Protocol):
-    """Computes statistics and fingerprints of many small records with one call; `Measure` does so for one record."""
-
-    def __call__(self, records: Sequence[Staged]) -> list[Measured]: ...
+Measure = Callable[[npt.NDArray[np.uint8], str, tuple[int, ...], Chunk | None, int, int], Measured]
+"""Computes statistics and fingerprint on the writer thread; `capture` provides the function. Its arguments are the
+bytes of a block, and the dtype, shape, chunk, `keep` and unit dim of a record."""
+MeasureSmall = Callable[[Sequence[Staged]], list[Measured]]
+"""Computes statistics and fingerprints of many small records with one call; `Measure` does so for one record."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -37,22 +37,17 @@ class _KnownMemory(NamedTuple):
     placements: tuple[Any, ...]
 
 
-class HasChunk(Protocol):
-    """A hook on the gradient of a tensor that waits for its chunk; `chunk` is set once the tensor's chunk is known."""
-
-    chunk: Chunk | None
-
-
 class Waiting:
-    """A plain tensor whose chunk is not known yet, with its record and the hook on its gradient."""
+    """A plain tensor whose chunk is not known yet, with its record."""
 
-    __slots__ = ("hook", "owner", "shape", "staged", "start", "strides")
+    __slots__ = ("learn", "owner", "shape", "staged", "start", "strides")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.owner = TensorWeakRef(_owner(tensor))
         self.shape, self.strides, self.start = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.staged: Staged | None = None
-        self.hook: HasChunk | None = None
+        self.learn: Callable[[Chunk | None], None] | None = None
+        """Tells the hook on the tensor's gradient the gradient's chunk; called once the tensor's chunk is known."""
 
     def put(self, staged: Staged) -> None:
         """Keep the record; `Capture.observe` calls this method in place of the channel's `put`."""
@@ -120,8 +115,8 @@ class Aliases:
             self._waiting.remove(waiting)
         except ValueError:  # another thread has released the record
             return
-        if chunk is not None and waiting.hook is not None:
-            waiting.hook.chunk = chunk_of_gradient(chunk)
+        if chunk is not None and waiting.learn is not None:
+            waiting.learn(chunk_of_gradient(chunk))
         if waiting.staged is not None:
             self._put(waiting.staged._replace(chunk=chunk) if chunk is not None else waiting.staged)
 

@@ -22,7 +22,7 @@ from ..config import Settings
 from ..native import TOGETHER_KINDS
 from ..observe import tree
 from ..observe.clock import Clock
-from ..observe.selection import RuleSelection
+from ..observe.selection import NoMasks, RuleSelection
 from ..observe.tree import has_compiled_anything
 from ..records import (
     KEEP_NUMBERS,
@@ -53,6 +53,7 @@ from .aliases import Aliases
 from .device_probe import TURNED, DeviceProbe, ProbedValue
 from .hooks.callbacks import RootCalls
 from .hooks.graph_rows import TapRows
+from .hooks.objectives import SharedTensors
 from .hooks.root import Root
 from .local_values import (
     DTYPES,
@@ -66,7 +67,7 @@ from .local_values import (
 )
 from .nonfinite import FirstNonFinite
 from .probe import Probe, ProbedGroup
-from .program_values import Scalars, SharedTensors, TapsByHand
+from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
 from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
@@ -94,16 +95,6 @@ class StagedChannel(Protocol):
     def count_drop(self, reason: str, num_rows: int = 1) -> None: ...
 
 
-class _Nothing:
-    """The rule masks of a paused recording: every mask is 0."""
-
-    def __getitem__(self, rule_set: int) -> int:
-        return 0
-
-
-_NOTHING = _Nothing()
-
-
 class Capture:
     """The training side of one recording: selection, clock, pool and roots."""
 
@@ -122,7 +113,8 @@ class Capture:
         self.ring = ring
         """The memory for values that wait for a trigger; None where no rule keeps values in a ring."""
         self.selection.has_ring = ring is not None
-        self.masks: list[int] | _Nothing = self.selection.masks
+        self.masks: list[int] | NoMasks = self.selection.masks
+        """The bits of KEEP_* of each rule set at the current step; all are 0 while recording is paused."""
         self.clock = Clock()
         self.pool = pool
         self.channel = channel
@@ -132,7 +124,7 @@ class Capture:
         self.past_roots: list[Root] = []
         self.root_calls = RootCalls()
         self.objectives = SharedTensors(self)
-        self.tap_rows = TapRows(self)
+        self.tap_rows = TapRows(self, self.roots, self.objectives)
         self.aliases = Aliases(channel.put)
         self.is_open = True
         self.every_call_is_a_step = False
@@ -231,7 +223,7 @@ class Capture:
 
     def pause(self) -> None:
         """Keep nothing until `resume`."""
-        self.masks = _NOTHING
+        self.masks = NoMasks()
 
     def resume(self) -> None:
         """End a `pause`: keep what the rules select."""
@@ -419,7 +411,7 @@ class Capture:
     def _begin_probe(self) -> Probe:
         self.probe = Probe(
             self.observe,
-            DeviceProbe(self),
+            DeviceProbe(self.pool, self.nonfinite, self.stager_of, self.put_measured),
             self.on_probed,
             self.rule_commands.keep_more,
             use_native=self.settings.native,

@@ -7,7 +7,7 @@ only that, and not how many elements are not finite. Nothing here may wait for a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,20 +53,6 @@ class SeenOnDevice(NamedTuple):
     """Whether the value has a row at this step already."""
 
 
-class DeviceAccess(Protocol):
-    """The members of `Capture` that the probe of devices uses; `Capture` describes each member."""
-
-    @property
-    def pool(self) -> Pool: ...
-
-    @property
-    def nonfinite(self) -> FirstNonFinite: ...
-
-    def stager_of(self, tensor: torch.Tensor) -> Stager: ...
-
-    def put_measured(self, value: ProbedValue, moment: Moment, call: int, note: str | None, its: Measured) -> None: ...
-
-
 class NormsOnWay(NamedTuple):
     """The norms of some values of one step, on their way to the host."""
 
@@ -87,8 +73,14 @@ class NormsOnWay(NamedTuple):
 class DeviceProbe:
     """Measures the values that lie on devices at the current step. Training threads call the methods."""
 
-    def __init__(self, capture: DeviceAccess) -> None:
-        self._capture = capture
+    def __init__(
+        self,
+        pool: Pool,
+        nonfinite: FirstNonFinite,
+        stager_of: Callable[[torch.Tensor], Stager],
+        put_measured: Callable[[ProbedValue, Moment, int, str | None, Measured], None],
+    ) -> None:
+        self._pool, self._nonfinite, self._stager_of, self._put_measured = pool, nonfinite, stager_of, put_measured
         self._seen: dict[DeviceNorms, list[SeenOnDevice]] = {}
 
     def measure(self, seen: SeenOnDevice, local: torch.Tensor) -> bool:
@@ -102,20 +94,20 @@ class DeviceProbe:
     def is_free(self, tensor: torch.Tensor) -> bool:
         """Whether values on the tensor's device can be measured, and no graph is being captured there now."""
         try:
-            norms = self._capture.stager_of(tensor).norms(tensor)
+            norms = self._stager_of(tensor).norms(tensor)
         except (LostError, UnsupportedKind):
             return False
         return norms is not None and not norms.is_capturing()
 
     def _launch(self, seen: list[SeenOnDevice], tensor: torch.Tensor, measure: Callable[[DeviceNorms], bool]) -> bool:
         try:
-            norms = self._capture.stager_of(tensor).norms(tensor)
+            norms = self._stager_of(tensor).norms(tensor)
         except (LostError, UnsupportedKind):
             return False
         if norms is None or not measure(norms):
             return False
         self._seen.setdefault(norms, []).extend(seen)
-        self._capture.nonfinite.lags = True
+        self._nonfinite.lags = True
         return True
 
     def bring(self) -> list[NormsOnWay]:
@@ -125,11 +117,11 @@ class DeviceProbe:
         for norms, seen in of_step.items():
             values = norms.take()
             if values is not None and len(values) == len(seen):
-                block = self._capture.pool.take(values.nbytes)
+                block = self._pool.take(values.nbytes)
                 if block is None:
                     continue
                 try:
-                    ready = self._capture.stager_of(values).copy(values, block)
+                    ready = self._stager_of(values).copy(values, block)
                 except BaseException as error:
                     block.release()
                     if isinstance(error, LostError):
@@ -143,4 +135,4 @@ class DeviceProbe:
         if not seen.has_row:
             note = merged_notes(merged_notes(seen.value.note, TURNED), COUNTED_AT_LEAST)
             its = Measured(nan_count=int(is_nan), inf_count=int(not is_nan))
-            self._capture.put_measured(seen.value, seen.moment, seen.call, note, its)
+            self._put_measured(seen.value, seen.moment, seen.call, note, its)

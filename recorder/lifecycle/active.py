@@ -24,6 +24,7 @@ from ..system import log
 from ..taps import ops
 from .attachment import Attachment, Inactive
 from .model_search import collector_paused, unmatched_rules
+from .program import GraphTaps, ProgramCalls
 from .recorder import Recorder
 from .signals import TerminationWatch
 
@@ -35,16 +36,22 @@ _current: Recorder | None = None
 
 def _changed(recorder: Recorder, is_recording: bool) -> None:
     global _current
-    _package._armed = None  # type: ignore[attr-defined]
     if is_recording:
-        ops.set_sink(recorder.graph_taps)
+        _listen(recorder)
         _package._active = recorder  # type: ignore[attr-defined]
         return
     if _current is recorder:
-        _current = None
+        _current = _package._program = None  # type: ignore[attr-defined]
         ops.set_sink(None)
     if getattr(_package, "_active", None) is recorder:
         _package._active = None  # type: ignore[attr-defined]
+
+
+def _listen(recorder: Recorder) -> None:
+    """Pass what the program and its graphs give to a recorder, unless this is done already."""
+    if _package._program is None:
+        _package._program = ProgramCalls(recorder)  # type: ignore[attr-defined]
+        ops.set_sink(GraphTaps(recorder))
 
 
 def start_from_environment() -> None:
@@ -68,8 +75,8 @@ def start_from_environment() -> None:
         sys.stderr.write(f"recorder: {error}\n")
         raise SystemExit(2) from None
     os.environ[config.CHECKED_MARK] = "1"
-    _current = _package._armed = made  # type: ignore[attr-defined]
-    ops.set_sink(_current.graph_taps)  # a graph may be compiled, or an artifact called, before the recording starts
+    _current = made
+    _listen(made)  # a graph may be compiled, or an artifact called, before the recording starts
 
 
 def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]) -> Attachment:

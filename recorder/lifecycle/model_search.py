@@ -19,7 +19,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,25 +43,19 @@ _is_compiling = torch.compiler.is_compiling
 _OTHER_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks")
 
 
-class RecorderForDiscovery(Protocol):
-    """The part of `Recorder` that discovery needs; the recorder may not have started yet."""
-
-    def is_inside_root(self) -> bool:
-        """Return True if this thread is inside a root's call."""
-
-    def wants(self, module: nn.Module) -> bool:
-        """Return True if an outermost module should become a root."""
-
-    def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None: ...
-
-    def discovery_failed(self, error: Exception) -> None: ...
-
-
 class Discovery:
     """Owns the global forward pre-hook that finds roots; the hook stays on while it is needed."""
 
-    def __init__(self, recorder: RecorderForDiscovery) -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        *,
+        is_inside_root: Callable[[], bool],
+        wants: Callable[[nn.Module], bool],
+        make_root: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Start to look for roots; `Recorder` describes the functions."""
+        self._is_inside_root, self._wants, self._make_root, self._failed = is_inside_root, wants, make_root, failed
         self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
         """The modules that are no roots, by whether gradients were enabled: an evaluation may come before training."""
         self._handle: Any = None
@@ -88,24 +82,23 @@ class Discovery:
         if _is_compiling():
             return None
         try:
-            recorder = self._recorder
-            if recorder.is_inside_root() or torch._C._current_graph_task_id() != -1:
+            if self._is_inside_root() or torch._C._current_graph_task_id() != -1:
                 return None
             rejected = self._rejected[torch.is_grad_enabled()]
             if module in rejected:
                 return None
             if is_traced():
                 return None
-            if not recorder.wants(module):
+            if not self._wants(module):
                 # A module is not rejected for good if `functional_call` lends it tensors as parameters for one call.
                 if all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
                     rejected.add(module)
                 return None
             # A global pre-hook is given no kwargs; the kwargs are a local variable of the function that calls the hook.
             kwargs = sys._getframe(1).f_locals.get("kwargs")
-            return recorder.make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
+            return self._make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
         except Exception as error:
-            self._recorder.discovery_failed(error)
+            self._failed(error)
             return None
 
     def reconsider(self) -> None:
@@ -269,3 +262,9 @@ class EarlyOptimizers:
             "cannot be recorded, not even with recorder.scalar: make its tensors the parameters of a module",
         )
         self._events.say()
+
+
+def is_data_worker() -> bool:
+    """Return True if this process is a worker of a data loader."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None

@@ -8,49 +8,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..capture.core import Capture
 from ..capture.hooks.root import Root
 from ..capture.token_blocks import SAID_TOKENS
-from ..config import Settings
 from ..sites import MAX_COUNT
-from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
 from ..system.text import one_line
 from ..taps import module_taps
 from ..taps.graphs import is_traced
-from .model_search import RecorderForDiscovery
+from .model_search import is_data_worker
+from .recorder import Recorder
 
 _EARLY_EVENT = "before_first_call"
 _MAX_SHOWN = 100
 """The most characters of a name in a message."""
 
 
-class ProgramRecorder(RecorderForDiscovery, Protocol):
-    """The part of `Recorder` that `ProgramCalls` and `GraphTaps` need; the recorder may not have started yet."""
-
-    settings: Settings
-    events: Events
-    capture: Capture | None
-    by_flag: bool
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def add_root(self, module: nn.Module, name: str | None) -> Root: ...
-
-
 class ProgramCalls:
     """Passes a program's calls of the recorder to the capture once it exists; before, the calls are only counted."""
 
-    def __init__(self, recorder: ProgramRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.first_step: int | None = None
-        """The step that the program named before the first root; None if it named no step."""
 
     def tap(self, name: str, tensor: Any) -> None:
         """Record a tensor for `recorder.tap`, under the module whose forward is running."""
@@ -137,7 +119,7 @@ class ProgramCalls:
             self._recorder.events.add("hook_error", text, key="step")
             return
         if (capture := self._recorder.capture) is None:
-            self.first_step = step
+            self._recorder.first_step = step
             return
         if step < capture.clock.step:
             text = (
@@ -158,7 +140,7 @@ def _shown(name: object) -> str:
 class GraphTaps:
     """Passes values and gradients of taps in graphs to the capture, and finds or makes the root of each tap."""
 
-    def __init__(self, recorder: ProgramRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._stand_ins: list[nn.Module] = []
         """Empty modules in place of the modules of roots whose calls no hook sees."""
@@ -214,9 +196,3 @@ class GraphTaps:
         self._stand_ins.append(stand_in)
         root.stands_for(where)
         return root
-
-
-def is_data_worker() -> bool:
-    """Return True if this process is a worker of a data loader."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None

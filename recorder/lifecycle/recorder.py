@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from .. import config
 from ..capture import topology
 from ..capture.core import Capture
-from ..capture.hooks import callbacks
+from ..capture.hooks.callbacks import ROOTS
+from ..capture.hooks.module import MODULES
 from ..capture.hooks.root import Root
 from ..capture.marks import main_parameter
 from ..capture.optimizer import last_step
@@ -35,8 +36,15 @@ from ..system import log
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler, is_program
 from ..system.text import one_line
-from .model_search import Discovery, EarlyOptimizers, collector_paused, is_only_model, model_around, unmatched_rules
-from .program import GraphTaps, ProgramCalls, is_data_worker
+from .model_search import (
+    Discovery,
+    EarlyOptimizers,
+    collector_paused,
+    is_data_worker,
+    is_only_model,
+    model_around,
+    unmatched_rules,
+)
 from .recording import Recording
 from .ring import RingWatch
 from .signals import TerminationWatch, replaced_interrupts, unhandled_exception
@@ -78,22 +86,29 @@ class Recorder:
         self._termination: TerminationWatch | None = None
         self._is_closed = False
         self._early = EarlyOptimizers(self.events, closure_returned=self._closure_returned)
-        self.program = ProgramCalls(self)
-        self.graph_taps = GraphTaps(self)
+        self.first_step: int | None = None
+        """The step that the program named before the first root; None if it named no step."""
         self._num_optimizers = 0
         self._num_judged = 0
         """The number of module paths when the patterns of the rules were last compared with the paths."""
         self._num_renewals = 0
         self._turned_down = (0, "")
         """The largest module that ran under no root: its number of parameters and its class name."""
-        self.discovery = Discovery(self) if by_flag else None
+        self.discovery: Discovery | None = None
         if by_flag:
+            self.discovery = Discovery(
+                is_inside_root=self.is_inside_root,
+                wants=self.wants,
+                make_root=self.make_root,
+                failed=self.discovery_failed,
+            )
             self._early.watch_steps()
             atexit.register(self._at_exit)
 
     # -- called by discovery ----------------------------------------------------------------------------------------
 
     def is_inside_root(self) -> bool:
+        """Return True if this thread is inside a root's call."""
         return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
@@ -229,8 +244,8 @@ class Recorder:
         resumed = last_step(live)
         if resumed is not None:
             clock.step, clock.source = resumed, "optimizer"
-        if self.program.first_step is not None:
-            clock.name(self.program.first_step)
+        if self.first_step is not None:
+            clock.name(self.first_step)
         if clock.source != "counted":
             capture.step_changed()
         self._early.unwatch_steps()
@@ -427,8 +442,8 @@ class Recorder:
     def abandon(self) -> None:
         """Forget the parent's recording in a forked child, without taking a lock or writing a byte."""
         self._is_closed = True
-        callbacks.MODULES.clear()
-        callbacks.ROOTS.clear()
+        MODULES.clear()
+        ROOTS.clear()
         if self.capture is not None:
             self.capture.is_open = False
         if self.discovery is not None:

@@ -33,6 +33,13 @@ _MAX_COMPARED = 2000
 """The most paths with which an unmatched pattern is compared to suggest similar ones; each comparison takes 40 us."""
 
 
+class NoMasks:
+    """The rule masks of a paused recording: every mask is 0."""
+
+    def __getitem__(self, rule_set: int) -> int:
+        return 0
+
+
 class RuleSelection:
     """All sets of rules that modules use, and what each set keeps at the current step."""
 

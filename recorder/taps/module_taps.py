@@ -387,10 +387,9 @@ def _tap_by_hand(name: Any, tensor: Any) -> Any:
         return tensor
     if graphs.is_for_graph(tensor):
         return graphs.tap_by_hand(tensor, name)
-    package = sys.modules[__name__.partition(".")[0]]
-    recorder = package._active or package._armed
-    if recorder is not None:
-        recorder.program.tap(name, tensor)
+    program = sys.modules[__name__.partition(".")[0]]._program
+    if program is not None:
+        program.tap(name, tensor)
     return tensor
 
 

@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from recorder.capture.hooks import callbacks
-from recorder.capture.hooks.module import HookedModule
+from recorder.capture.hooks.module import MODULES, HookedModule
 from recorder.capture.hooks.root import Root
 from recorder.capture.optimizer import OptimizerHooks
 from recorder.observe.clock import Clock, RootClock
@@ -385,7 +384,7 @@ def test_a_model_that_is_gone_is_not_kept_by_what_was_hooked(tmp_path: Path) -> 
         del model
         assert gone() is None
         train(tiny(), 1)
-    assert not callbacks.MODULES
+    assert not MODULES
 
 
 EXOTIC = (

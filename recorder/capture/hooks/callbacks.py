@@ -1,4 +1,4 @@
-"""The hook objects that torch holds on modules, on roots and on tensors, and the part of a recording that they need.
+"""The hook objects that torch holds on roots and on tensors, and the part of a recording that hooks need.
 
 A hook on a module or a root has only a number, by which it finds the module or root, so it keeps no lock, no tensor and
 no recorder. A hook on a tensor records every gradient that arrives at an observed value. Under `torch.compile` every
@@ -17,12 +17,10 @@ from torch import nn
 
 from ...config import Settings
 from ...observe.clock import Clock, RootClock, Slice
-from ...observe.selection import RuleSelection
+from ...observe.selection import NoMasks, RuleSelection
 from ...observe.tree import Hook
 from ...records import Chunk, Moment, Origin, SeenValue, Staged
 from ...system.log import Events
-from ...taps.graphs import in_functorch, is_traced
-from ...taps.module_taps import is_tapped
 from ..aliases import WRAPPED, Aliases, made_of, wrapped
 from ..token_blocks import TokenBlocks
 
@@ -33,12 +31,6 @@ class RootCalls(threading.local):
     depth = 0
     outermost: Any = None
     """The `Root` of the outermost call that is under way, or of the last outermost call."""
-
-
-class MaskByRuleSet(Protocol):
-    """Maps the number of a rule set to the bits of KEEP_* of this rule set."""
-
-    def __getitem__(self, rule_set: int, /) -> int: ...
 
 
 class CaptureForHooks(Protocol):
@@ -53,8 +45,7 @@ class CaptureForHooks(Protocol):
     def selection(self) -> RuleSelection: ...
 
     @property
-    def masks(self) -> MaskByRuleSet:
-        """The bits of KEEP_* of each rule set at the current step; all are 0 while recording is paused."""
+    def masks(self) -> list[int] | NoMasks: ...
 
     @property
     def is_open(self) -> bool:
@@ -117,23 +108,6 @@ class CaptureForHooks(Protocol):
     def is_disarmed(self, site: str, name: str) -> bool: ...
 
 
-class CalledModule(Protocol):
-    """The members of `HookedModule` that a module's hooks need."""
-
-    @property
-    def capture(self) -> CaptureForHooks: ...
-
-    @property
-    def module(self) -> Callable[[], nn.Module | None]:
-        """A weak reference to the module; a copy, or a replica with the same hooks, is a different module."""
-
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-
-    def after_forward(self, output: Any) -> None: ...
-
-    def failed(self, site: str, error: Exception) -> None: ...
-
-
 class CalledRoot(Protocol):
     """The members of `Root` that hooks and hooked modules need; `Root` describes each."""
 
@@ -170,10 +144,9 @@ class CalledRoot(Protocol):
     def jitter_failed(self, error: Exception) -> None: ...
 
 
-MODULES: dict[int, CalledModule] = {}
 ROOTS: dict[int, CalledRoot] = {}
 
-_NO_ROOM = (MemoryError, RecursionError)
+NO_ROOM = (MemoryError, RecursionError)
 """The errors that even an error handler may raise, once memory or the stack has run out."""
 _is_compiling = torch.compiler.is_compiling
 
@@ -185,53 +158,6 @@ class NumberedHook(Hook):
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-
-class BeforeForward(NumberedHook):
-    """The forward pre-hook of a module. It is registered last, so that it gets the arguments as the forward does."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Pass the arguments to the hooked module. If the hook is removed during the call, torch gives no `kwargs`."""
-        try:
-            if _is_compiling():
-                return
-            hooked = MODULES.get(self.number)
-            if hooked is None or hooked.module() is not module or is_traced():
-                return
-            hooked.before_forward(args, kwargs or {})
-        except Exception as error:
-            if (hooked := MODULES.get(self.number)) is None:
-                return
-            try:
-                hooked.failed("input", error)
-            except _NO_ROOM:
-                hooked.capture.lost()
-
-
-class AfterForward(NumberedHook):
-    """The forward hook of a module. It is registered first, so that it gets the output as the forward returned it."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        try:
-            if _is_compiling():
-                return
-            hooked = MODULES.get(self.number)
-            if hooked is None or hooked.module() is not module or is_traced():
-                return
-            if is_tapped(module) and in_functorch():
-                return  # the op records the plain tensor behind this subclass
-            hooked.after_forward(output)
-        except Exception as error:
-            if (hooked := MODULES.get(self.number)) is None:
-                return
-            try:
-                hooked.failed("output", error)
-            except _NO_ROOM:
-                hooked.capture.lost()
 
 
 class RootBegins(NumberedHook):
@@ -252,7 +178,7 @@ class RootBegins(NumberedHook):
                 return
             try:
                 root.failed(error)
-            except _NO_ROOM:
+            except NO_ROOM:
                 root.capture.lost()
 
 
@@ -274,7 +200,7 @@ class RootEnds(NumberedHook):
                 return
             try:
                 root.failed(error)
-            except _NO_ROOM:
+            except NO_ROOM:
                 root.capture.lost()
 
 
@@ -312,6 +238,9 @@ class GradientArrives:
         self.handle: Any = None
         """The handle of this hook if its tensor is a leaf, which outlives the step: the hook then fires only once."""
 
+    def learn(self, chunk: Chunk | None) -> None:
+        self.chunk = chunk
+
     def __call__(self, gradient: torch.Tensor | None) -> None:
         try:
             if _is_compiling() or gradient is None:  # DDP passes None for an output that the loss does not use
@@ -332,7 +261,7 @@ class GradientArrives:
         except Exception as error:
             try:
                 self.capture.site_failed(self._origin, error)
-            except _NO_ROOM:
+            except NO_ROOM:
                 self.capture.lost()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -18,6 +17,7 @@ from ...sites import GRADIENT_OF, OBJECTIVE
 from ...taps.module_taps import Where
 from .callbacks import CaptureForHooks
 from .module import HookedModule
+from .objectives import SharedTensor, SharedTensors
 from .root import Root
 
 _MAX_CALLS = 1024
@@ -29,30 +29,6 @@ _Key = tuple[str, str, int]
 """The name, the `where` and the index of a tap, as the ops receive them."""
 
 
-class CaptureForTaps(CaptureForHooks, Protocol):
-    """The part of `Capture` that taps in graphs need."""
-
-    @property
-    def roots(self) -> Sequence[Root]: ...
-
-    @property
-    def objectives(self) -> ObjectivesOfTaps: ...
-
-
-class SharedByTaps(Protocol):
-    """The members of `SharedTensor` that taps in graphs need."""
-
-    def gradient(self, name: str, gradient: torch.Tensor | None) -> None: ...
-
-
-class ObjectivesOfTaps(Protocol):
-    """The part of `SharedTensors` that taps in graphs need."""
-
-    def shared(
-        self, tap: Origin, moment: Moment, phase: str, tensor: torch.Tensor, *, is_kept: bool
-    ) -> SharedByTaps | None: ...
-
-
 @dataclass(slots=True)
 class _TappedCall:
     tap: _RootTap
@@ -61,7 +37,7 @@ class _TappedCall:
     repeat: int
     node: int
     """The sequence number that autograd gave to the tap's node in this call."""
-    shared: SharedByTaps | None = None
+    shared: SharedTensor | None = None
     num_gradients: int = 0
 
 
@@ -84,8 +60,10 @@ class _RootTap:
 class TapRows:
     """Keeps the taps that have recorded a value, and makes the rows of their values."""
 
-    def __init__(self, capture: CaptureForTaps) -> None:
+    def __init__(self, capture: CaptureForHooks, roots: Sequence[Root], objectives: SharedTensors) -> None:
         self._capture = capture
+        self._roots = roots
+        self._objectives = objectives
         self._taps: dict[tuple[str, str, str], _RootTap] = {}
         self._calls: dict[_Key, list[_TappedCall]] = {}
         self._step = -1
@@ -108,13 +86,13 @@ class TapRows:
             graph = None  # a recompute: the gradient belongs to the forward's call
         keep = capture.keep_of(tap.rule_set, call)
         if slice_.moment.mode != "no_grad" and graph is not None:
-            shared = capture.objectives.shared(tap.origin, slice_.moment, phase, value, is_kept=bool(keep))
+            shared = self._objectives.shared(tap.origin, slice_.moment, phase, value, is_kept=bool(keep))
             self._remember(key, tap, slice_.moment, *graph, shared)
         if keep:
             self._observe(SeenValue(tap.origin, slice_.moment, phase, call), keep, value)
 
     def _remember(
-        self, key: _Key, tap: _RootTap, moment: Moment, call: int, repeat: int, shared: SharedByTaps | None
+        self, key: _Key, tap: _RootTap, moment: Moment, call: int, repeat: int, shared: SharedTensor | None
     ) -> None:
         if moment.step != self._step:
             self._step = moment.step
@@ -158,15 +136,14 @@ class TapRows:
 
     def root_of(self, where: str) -> Root | None:
         """Return the root whose call is under way on this thread, else the root whose model has this tap."""
-        capture = self._capture
-        root_calls = capture.root_calls
+        root_calls = self._capture.root_calls
         if root_calls.depth and root_calls.outermost is not None:
             outermost: Root = root_calls.outermost
             return outermost
-        for root in capture.roots:
+        for root in self._roots:
             if root.has_tap(where):
                 return root
-        return capture.roots[0] if capture.roots and not where else None
+        return self._roots[0] if self._roots and not where else None
 
     def has_no_hook(self, where: str) -> bool:
         """Whether the module with this tap has no hooks, so that only the tap records it, even in eager mode."""

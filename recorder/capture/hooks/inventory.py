@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
 from ..local_values import is_dtensor
 from ..marks import main_parameter
-from . import callbacks
-from .module import HookedModule
+from .callbacks import CaptureForHooks
+from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
 _OTHERS = "parameters, gradients and optimizer state are"
@@ -44,33 +44,25 @@ _HIDDEN = {
 """The warnings about modules whose calls no hook observes. Each is given once."""
 
 
-class DescribedRoot(callbacks.CalledRoot, Protocol):
-    """The part of `Root` that the inventory uses."""
-
-    @property
-    def modules(self) -> list[HookedModule]: ...
-
-    @property
-    def modules_by_tap(self) -> Mapping[str, HookedModule]: ...
-
-    @property
-    def num_calls(self) -> int: ...
-
-    @property
-    def artefact(self) -> str | None: ...
-
-    def module_at(self, path: str) -> HookedModule | None: ...
-
-
 class Inventory:
     """The modules of a root as they were when hooks were put on, and what graphs and steps have later shown of them."""
 
-    def __init__(self, root: DescribedRoot, *, began_late: bool) -> None:
-        """Begin empty; `describe` fills the inventory.
+    def __init__(
+        self,
+        capture: CaptureForHooks,
+        root_name: str,
+        hooked: Sequence[HookedModule],
+        hooked_by_tap: Mapping[str, HookedModule],
+        module_at: Callable[[str], HookedModule | None],
+        *,
+        began_late: bool,
+    ) -> None:
+        """Begin empty; `describe` fills the inventory. The root still fills `hooked` and `hooked_by_tap`.
 
         `began_late` is True if anything, perhaps this root, had been compiled when the root got its hooks.
         """
-        self._root = root
+        self._capture, self._root_name = capture, root_name
+        self._hooked, self._hooked_by_tap, self._module_at = hooked, hooked_by_tap, module_at
         self._began_late = began_late
         self._modules: list[dict[str, Any]] = []
         """The manifest's entry of each module, without the sites that only taps in graphs record."""
@@ -85,10 +77,9 @@ class Inventory:
         return [described["path"] for described in self._modules]
 
     def describe(self, nodes: Sequence[tree.Node], flats: Sequence[FsdpParameter]) -> None:
-        modules = self._root.modules
-        ties = find_ties(modules, flats)
+        ties = find_ties(self._hooked, flats)
         self._modules = [
-            self._of_module(node, hooked, ties, flats) for node, hooked in zip(nodes, modules, strict=True)
+            self._of_module(node, hooked, ties, flats) for node, hooked in zip(nodes, self._hooked, strict=True)
         ]
 
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
@@ -113,7 +104,7 @@ class Inventory:
         tapped = dict(self._seen_at_taps)
         if not tapped:
             return self._modules
-        for where, hooked in list(self._root.modules_by_tap.items()):
+        for where, hooked in list(self._hooked_by_tap.items()):
             if not hooked.has_entered:
                 site = Where.from_text(where).site
                 tapped[hooked.node_path] = tuple(dict.fromkeys((*tapped.get(hooked.node_path, ()), site)))
@@ -128,7 +119,7 @@ class Inventory:
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
         """List a module whose values a tap in a graph records, even if the model lacks it or has a container there."""
-        hooked = self._root.module_at(path)
+        hooked = self._module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
             self._seen_at_taps[path] = tuple(dict.fromkeys((*known_sites, where.site)))
@@ -141,7 +132,7 @@ class Inventory:
         self._modules = [*self._modules, fresh]
 
     def _of_tap(self, where: Where) -> dict[str, Any]:
-        rule_sets = self._root.capture.selection.rule_sets(where.path, where.cls, where.leaf)
+        rule_sets = self._capture.selection.rule_sets(where.path, where.cls, where.leaf)
         sites = [site for site in SITES if rule_sets[site]]
         return {"class": where.cls, "source": where.source or None, "sites": sites}
 
@@ -152,15 +143,14 @@ class Inventory:
         if paths:
             paths = [p for p in paths if not any(q != p and _is_below(p, q) for q in paths)]
             shown = listed((repr(path) if path else "the whole model" for path in paths), 3)
-            self._root.capture.events.add(why, f"{self._root.name}: {_HIDDEN[why].format(shown)}", key=self._root.name)
+            self._capture.events.add(why, f"{self._root_name}: {_HIDDEN[why].format(shown)}", key=self._root_name)
 
     def _is_tapped_below(self, path: str) -> bool:
         return any(
-            hooked.node_path == path or _is_below(hooked.node_path, path)
-            for hooked in self._root.modules_by_tap.values()
+            hooked.node_path == path or _is_below(hooked.node_path, path) for hooked in self._hooked_by_tap.values()
         )
 
-    def step_is_over(self, *, has_compiled: bool) -> None:
+    def step_is_over(self, *, num_calls: int, is_artefact: bool, has_compiled: bool) -> None:
         """Warn, after the first step, of modules whose hooks never fired, and say why.
 
         Suppose that anything was compiled, but no part of this model is marked as compiled. Then a module with
@@ -168,9 +158,9 @@ class Inventory:
         modules did, the program does not call the root.
         """
         self.look_for_foreign_hooks()
-        seen = [hooked.node_path for hooked in self._root.modules if hooked.was_called]
+        seen = [hooked.node_path for hooked in self._hooked if hooked.was_called]
         self._say("late", [path for path in self._late if not any(_is_below(called, path) for called in seen)])
-        silent = self._silent()
+        silent = self._silent(num_calls)
         if has_compiled and silent and not any(described["compiled"] for described in self._modules):
             why = {"hidden": "late"} if self._began_late and not self._seen_at_taps else {}
             for i, described in enumerate(self._modules):
@@ -180,12 +170,12 @@ class Inventory:
                 self._say("late", sorted(silent))
             elif not self._seen_at_taps:  # a user who has tapped a part of a compiled model has chosen what to record
                 self._say_compiled(sorted(silent))
-        elif seen and "" not in seen and not (self._root.num_calls or self._root.artefact or self._seen_at_taps):
+        elif seen and "" not in seen and not (num_calls or is_artefact or self._seen_at_taps):
             self._say("root_not_called", [""])
 
     def look_for_foreign_hooks(self) -> None:
         """Add the hooks that the program has put on modules since the last call. Removed hooks stay listed."""
-        for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
+        for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
             known = described.get("foreign_hooks", [])
             module = hooked.module()
             more = [hook for hook in foreign_hooks(module) if hook not in known] if module is not None else []
@@ -202,7 +192,7 @@ class Inventory:
         untrained: dict[int, list[str]] = {}
         frozen: dict[int, list[str]] = {}
         num_trained, trains_any, own = 0, False, set[int]()
-        for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
+        for i, hooked in enumerate(self._hooked[: len(self._modules)]):
             described, module = self._modules[i], hooked.module()
             trains_any |= module is not None and module.training
             is_new = module is not None and not module.training and "evaluated" not in described
@@ -232,7 +222,7 @@ class Inventory:
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
         """Note the name of each parameter's learning rate, from `rates` by the id of the parameter or of its copy."""
-        for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
+        for i, hooked in enumerate(self._hooked[: len(self._modules)]):
             own = {
                 name: rate
                 for name, parameter in hooked.own("_parameters")
@@ -248,32 +238,30 @@ class Inventory:
 
     def _is_trained_around(self, path: str) -> bool:
         """Whether the parent of a module has a parameter with a gradient; a frozen part may be in any mode."""
-        around = self._root.module_at(path.rpartition(".")[0])
+        around = self._module_at(path.rpartition(".")[0])
         module = around.module() if around is not None else None
         return module is not None and any(parameter.grad is not None for parameter in module.parameters())
 
     def _add(self, number: int, members: Mapping[str, Any]) -> None:
         self._modules[number] = {**self._modules[number], **members}  # the writer thread may be reading the old dict
-        self._root.capture.events.has_changed = True
+        self._capture.events.has_changed = True
 
-    def _silent(self) -> set[str]:
+    def _silent(self, num_calls: int) -> set[str]:
         """Return the paths of modules that must have run without hooks for no known reason."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
-        explained |= (
-            {hooked.node_path for hooked in self._root.modules_by_tap.values()} if self._seen_at_taps else set()
-        )
-        silent = [hooked for hooked in self._root.modules if hooked.is_silent and hooked.node_path not in explained]
-        if any(hooked.was_called for hooked in self._root.modules):
+        explained |= {hooked.node_path for hooked in self._hooked_by_tap.values()} if self._seen_at_taps else set()
+        silent = [hooked for hooked in self._hooked if hooked.is_silent and hooked.node_path not in explained]
+        if any(hooked.was_called for hooked in self._hooked):
             grads = {w.node_path: [p.grad is not None for _, p in w.own("_parameters")] for w in silent}
             silent = [hooked for hooked in silent if any(grads[hooked.node_path]) or not grads[hooked.node_path]]
-            is_in_graph = self._root.num_calls == 0 and bool(self._seen_at_taps)
+            is_in_graph = num_calls == 0 and bool(self._seen_at_taps)
             if not is_in_graph and not any(map(any, grads.values())):
                 return set()
         return {hooked.node_path for hooked in silent}
 
     def reselect(self) -> None:
         """Update the listed sites of modules to the present rules. A site that was selected once stays listed."""
-        for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
+        for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
             sites = [site for site, rule_set in hooked.rule_sets.items() if rule_set or site in described["sites"]]
             if sites != described["sites"]:  # a new dict, because the writer thread may be reading the old one
                 self._modules[i] = {**described, "sites": sites}
@@ -375,7 +363,7 @@ def foreign_hooks(module: nn.Module) -> list[str]:
     if isinstance(module, torch.jit.ScriptModule):
         return []  # TorchScript has hooks of its own, and no Python hooks
     after = list(module._forward_hooks.values())
-    ours = [i for i, hook in enumerate(after) if isinstance(hook, callbacks.AfterForward)]
+    ours = [i for i, hook in enumerate(after) if isinstance(hook, AfterForward)]
     after = after[ours[0] + 1 :] if ours else after
     backward = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
     return [*_descriptions("forward", after), *_descriptions("backward", backward)]

@@ -21,6 +21,8 @@ from ...observe.selection import NOTHING, unit_dim_of
 from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin, SeenValue
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
+from ...taps.graphs import in_functorch, is_traced
+from ...taps.module_taps import is_tapped
 from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..local_values import is_dtensor, requires_gradient
 from ..marks import (
@@ -32,8 +34,7 @@ from ..marks import (
     tensor_ranks,
 )
 from ..topology import is_distributed
-from . import callbacks
-from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
+from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch_argument_gradient, watch_gradient
 from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
@@ -41,6 +42,7 @@ _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 _UNKNOWN = None, NOTHING
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
+_is_compiling = torch.compiler.is_compiling
 
 
 class HookedModule:
@@ -78,9 +80,7 @@ class HookedModule:
         "was_called",
     )
 
-    def __init__(
-        self, root: callbacks.CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None
-    ) -> None:
+    def __init__(self, root: CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None) -> None:
         self.capture = root.capture
         self._cut = cut
         """How the module cuts its inputs and outputs over ranks, by its or its parent's attributes; None if unknown."""
@@ -117,10 +117,10 @@ class HookedModule:
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
         """True where the module has no hooks, because it is compiled or cannot be called."""
-        self.pre_hook: callbacks.BeforeForward | None = None
+        self.pre_hook: BeforeForward | None = None
         self._has_after = False
         if wants_hooks:
-            callbacks.MODULES[self._number] = self
+            MODULES[self._number] = self
             self._put_hooks(node.module)
 
     def _find_rule_sets(self) -> Mapping[str, int]:
@@ -135,11 +135,11 @@ class HookedModule:
     def _put_hooks(self, module: nn.Module) -> None:
         needs_before, needs_after = self._needs(self.rule_sets)
         if needs_before and self.pre_hook is None:
-            self.pre_hook = callbacks.BeforeForward(self._number)
+            self.pre_hook = BeforeForward(self._number)
             self._handles.append(tree.put_on(module.register_forward_pre_hook, self.pre_hook, with_kwargs=True))
         if needs_after and not self._has_after:
             self._has_after = True
-            after = callbacks.AfterForward(self._number)
+            after = AfterForward(self._number)
             self._handles.append(tree.put_on(module.register_forward_hook, after, prepend=True))
             tree.keep_first(module._forward_hooks)
 
@@ -338,7 +338,7 @@ class HookedModule:
                         watch_gradient(tensor, hook)
                         hook.chunk = of_gradient
                         if waiting is not None:
-                            waiting.hook = hook
+                            waiting.learn = hook.learn
         finally:
             if waiting is not None:
                 self.capture.aliases.wait(waiting)
@@ -391,7 +391,7 @@ class HookedModule:
                 if hook is not self.pre_hook:
                     registered.move_to_end(handle.id, last=False)
                     tree.keep_first(registered)
-                if self._number not in callbacks.MODULES:  # a signal handler or another thread has closed the module
+                if self._number not in MODULES:  # a signal handler or another thread has closed the module
                     registered.pop(handle.id, None)
         self._resting.clear()
 
@@ -478,6 +478,56 @@ class HookedModule:
         return bool(self._handles) and not self.was_called
 
     def remove(self) -> None:
-        callbacks.MODULES.pop(self._number, None)  # this comes first because `wake` checks the entry
+        MODULES.pop(self._number, None)  # this comes first because `wake` checks the entry
         for handle in self._handles:
             handle.remove()
+
+
+MODULES: dict[int, HookedModule] = {}
+
+
+class BeforeForward(NumberedHook):
+    """The forward pre-hook of a module. It is registered last, so that it gets the arguments as the forward does."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Pass the arguments to the hooked module. If the hook is removed during the call, torch gives no `kwargs`."""
+        try:
+            if _is_compiling():
+                return
+            hooked = MODULES.get(self.number)
+            if hooked is None or hooked.module() is not module or is_traced():
+                return
+            hooked.before_forward(args, kwargs or {})
+        except Exception as error:
+            if (hooked := MODULES.get(self.number)) is None:
+                return
+            try:
+                hooked.failed("input", error)
+            except NO_ROOM:
+                hooked.capture.lost()
+
+
+class AfterForward(NumberedHook):
+    """The forward hook of a module. It is registered first, so that it gets the output as the forward returned it."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        try:
+            if _is_compiling():
+                return
+            hooked = MODULES.get(self.number)
+            if hooked is None or hooked.module() is not module or is_traced():
+                return
+            if is_tapped(module) and in_functorch():
+                return  # the op records the plain tensor behind this subclass
+            hooked.after_forward(output)
+        except Exception as error:
+            if (hooked := MODULES.get(self.number)) is None:
+                return
+            try:
+                hooked.failed("output", error)
+            except NO_ROOM:
+                hooked.capture.lost()

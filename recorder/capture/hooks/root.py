@@ -199,13 +199,15 @@ class Root:
     def _install(self, module: nn.Module) -> None:
         nodes = tree.walk(module, lambda inner: self._is_elsewhere(self, inner))
         self.class_name = nodes[0].class_name
-        self.inventory = Inventory(self, began_late=self._began_late)
-        self._innermost: Callable[[], nn.Module | None] = weakref.ref(tree.innermost(module))
-        self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (*n.wrappers, n.owner)}
-        self._located[id(module)] = weakref.ref(module), ""
         self.modules: list[HookedModule] = []
         self.modules_by_tap: dict[str, HookedModule] = {}
         """The modules that have a tap, by the text of the tap's `Where`."""
+        self.inventory = Inventory(
+            self.capture, self.name, self.modules, self.modules_by_tap, self.module_at, began_late=self._began_late
+        )
+        self._innermost: Callable[[], nn.Module | None] = weakref.ref(tree.innermost(module))
+        self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (*n.wrappers, n.owner)}
+        self._located[id(module)] = weakref.ref(module), ""
         self._own_taps: list[Callable[[], nn.Module | None]] = []
         self._handles: list[Any] = []
         callbacks.ROOTS[self._number] = self
@@ -406,7 +408,9 @@ class Root:
     def step_is_over(self, *, has_compiled: bool) -> None:
         """Report, after the first step, which modules never ran. `has_compiled`: this process has compiled anything."""
         self.say_if_nothing_moved()
-        self.inventory.step_is_over(has_compiled=has_compiled)
+        self.inventory.step_is_over(
+            num_calls=self.num_calls, is_artefact=bool(self.artefact), has_compiled=has_compiled
+        )
 
     def begins(self, module: nn.Module) -> None:
         """Begin a call of the root, which enters at one of the root's modules."""

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,17 +34,10 @@ _NAP_S = 0.002
 """The seconds between two attempts to take a block, while a thread waits for room in the pool."""
 
 
-class UnfinishedCopy(Protocol):
-    """A copy that a device may still be writing into a block of the pool."""
-
-    def released(self) -> None:
-        """Note that the record needs the block no more; give it back once the device is done, too. Any thread, once."""
-
-
 class PoolBlock:
     """A part of the pool that belongs to one record until it is released."""
 
-    __slots__ = ("_pool", "num_bytes", "offset", "size", "unfinished_copy")
+    __slots__ = ("_pool", "num_bytes", "offset", "size", "when_released")
 
     def __init__(self, pool: Pool, offset: int, size: int, num_bytes: int) -> None:
         self._pool = pool
@@ -52,7 +45,9 @@ class PoolBlock:
         """The number of bytes that the block takes in the pool, a multiple of `GRAIN_BYTES`."""
         self.offset = offset
         self.num_bytes = num_bytes
-        self.unfinished_copy: UnfinishedCopy | None = None
+        self.when_released: Callable[[], None] | None = None
+        """The function that `release` calls where a device may still be writing into the block; it gives the block back
+        once the device is done, too."""
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
@@ -65,10 +60,7 @@ class PoolBlock:
 
     def release(self) -> None:
         """Give the block back to the pool once no device writes into it any more. Any thread, once."""
-        if self.unfinished_copy is None:
-            self.give_back()
-        else:
-            self.unfinished_copy.released()
+        (self.when_released or self.give_back)()
 
     def give_back(self) -> None:
         """Give the block back to the pool, even if a device may still write into it."""
@@ -150,7 +142,7 @@ class Pool:
         if nbytes <= GRAIN_BYTES and self._small:
             try:
                 small = self._small.pop()
-                small.num_bytes, small.unfinished_copy = nbytes, None
+                small.num_bytes, small.when_released = nbytes, None
                 return small
             except IndexError:  # another thread has taken the block first
                 pass

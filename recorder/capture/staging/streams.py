@@ -239,7 +239,7 @@ class _DeviceCopies:
             return self._bring(side, copied, block, room, event)
         except BaseException:
             # `room` is not given back while a copy into it may be under way: it is better to lose the memory.
-            if block.unfinished_copy is None:
+            if block.when_released is None:
                 self._keep_until_done(room, stream, event)
             raise
 
@@ -257,13 +257,13 @@ class _DeviceCopies:
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
             self._launching.add(arrival)  # the entry stays there if the launch fails half-way
-            block.unfinished_copy = arrival
+            block.when_released = arrival.released
             device.run(stream, lambda: _bring_now(block, made))
             device.record(event, stream)
         else:
             arrival.fetch = lambda: device.fetch(self.side, _host(block, made[0]), made[0])
             device.record(event, stream)
-            block.unfinished_copy = arrival
+            block.when_released = arrival.released
         self._launched(arrival)
         return arrival
 

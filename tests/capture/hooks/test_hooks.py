@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import recorder
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
+from recorder.capture.hooks.module import MODULES
 from recorder.errors import ConfigError
 from tests.rigs.capturing import EVERYTHING, Tiny, batch, flagged
 
@@ -139,7 +140,7 @@ def test_every_hook_is_gone_after_close(tmp_path: Path) -> None:
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert GradScaler.step is plain_step
-    assert not callbacks.MODULES and not callbacks.ROOTS
+    assert not MODULES and not callbacks.ROOTS
     assert not nn_module._global_forward_pre_hooks
     assert not optim_module._global_optimizer_pre_hooks and not optim_module._global_optimizer_post_hooks
     train(model, list(model.parameters()), 1)
@@ -400,7 +401,7 @@ def test_a_model_that_grew_while_attached_is_let_go_with_its_attachment(tmp_path
                 model.append(nn.Linear(4, 4))
                 optimizer.add_param_group({"params": model[1].parameters()})
             optimizer.step()
-    assert not callbacks.MODULES and not callbacks.ROOTS
+    assert not MODULES and not callbacks.ROOTS
     assert not any(module._forward_hooks for module in model.modules())
     run = recorder.open_run(tmp_path)
     assert "1" in run.module_paths

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
-from recorder.capture.hooks.module import HookedModule
+from recorder.capture.hooks.module import MODULES, HookedModule
 from recorder.capture.hooks.root import Root
 from recorder.observe import tree
 from tests.rigs.capturing import Tiny, batch, flagged
@@ -222,7 +222,7 @@ def test_closing_while_hooks_are_put_back_leaves_none(tmp_path: Path, monkeypatc
     train(model, 1)
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
-    assert not callbacks.MODULES
+    assert not MODULES
 
 
 def test_closing_in_the_middle_of_a_call_harms_nothing(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_copies_made_at_rest_have_no_hooks_and_closing_leaves_none(tmp_path: Pat
             assert not part._forward_hooks and not part._forward_pre_hooks
             assert module is not model or not part._forward_pre_hooks_with_kwargs
         assert torch.equal(module(batch(9)), model(batch(9)))
-    assert not callbacks.MODULES
+    assert not MODULES
 
 
 @pytest.mark.parametrize("replaces", [False, True])

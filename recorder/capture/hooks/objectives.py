@@ -1,0 +1,148 @@
+"""Finds the tensors that several objectives share, and records the norms and cosines of the gradients that come back.
+
+Nothing here may raise into training.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ...observe.selection import scalar_keep
+from ...records import Moment, Origin, SeenValue
+from ...sites import OBJECTIVE, OBJECTIVE_COSINE, OBJECTIVE_NORM
+from ..local_values import UnsupportedKind, plain
+from .callbacks import CaptureForHooks
+
+_MAX_SHARED = 8
+"""The most tensors per module and micro-step whose objectives get names of their own; later tensors share the last."""
+
+
+class SharedTensor:
+    """A tensor that several objectives share, and the directions of the gradients that have come back to it."""
+
+    __slots__ = ("__weakref__", "_arrived", "_keep", "_moment", "_names", "_number", "_origin", "_owner")
+
+    def __init__(self, owner: SharedTensors, origin: Origin, moment: Moment, keep: int) -> None:
+        self._owner, self._origin, self._moment, self._keep = owner, origin, moment, keep
+        self._names: list[str] = []
+        self._number = ""
+        self._arrived: dict[str, torch.Tensor] = {}
+        """By objective, its gradient divided by the gradient's norm; cleared once every objective has a gradient."""
+
+    def add(self, name: str) -> bool:
+        """Add an objective by name; return False if the tensor already has an objective of this name."""
+        if name in self._names:
+            return False
+        self._names.append(name)
+        if len(self._names) == 2:
+            self._number = self._owner.number(self._moment, self._origin)
+        return True
+
+    def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Record the norm of an objective's gradient, and its cosine with each gradient that came before."""
+        try:
+            self._owner.came_back[name] |= gradient is not None
+            if gradient is not None and len(self._names) > 1 and self._owner.is_open:
+                with torch.no_grad():
+                    self._measure(name, gradient)
+        except UnsupportedKind:
+            pass
+        except Exception as error:
+            self._owner.capture.site_failed(self._origin, error)
+
+    def _measure(self, name: str, gradient: torch.Tensor) -> None:
+        local, chunk = plain(gradient)
+        if chunk is not None or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        flat = local.reshape(-1).to(torch.float64 if local.dtype == torch.float64 else torch.float32)
+        norm = torch.linalg.vector_norm(flat)
+        unit = flat / norm.clamp_min(1e-30)
+        self._record(f"{OBJECTIVE_NORM}{name}", norm)
+        for other in self._names:
+            if other != name and (known := self._arrived.get(other)) is not None and known.shape == unit.shape:
+                pair = sorted((name, other))  # all steps, ranks and runs have one name for it
+                self._record(f"{OBJECTIVE_COSINE}{pair[0]}:{pair[1]}", torch.dot(known, unit))
+        self._arrived[name] = unit
+        if len(self._arrived) == len(self._names):
+            self._arrived.clear()
+
+    def _record(self, name: str, value: torch.Tensor) -> None:
+        origin, moment = self._origin._replace(name=name + self._number), self._moment._replace(micro_step=None)
+        repeat = self._owner.repeat(moment.step, origin)
+        self._owner.capture.observe(SeenValue(origin, moment, "forward", 0, repeat), self._keep, value)
+
+
+class SharedTensors:
+    """Finds the tensors that several objectives share. Gradients' norms and cosines need no rule that records taps."""
+
+    def __init__(self, capture: CaptureForHooks) -> None:
+        self.capture = capture
+        self._shared: weakref.WeakValueDictionary[tuple[object, ...], SharedTensor] = weakref.WeakValueDictionary()
+        self._repeats: dict[Origin, int] = {}
+        self._num_shared: dict[tuple[Origin, int | None], int] = {}
+        """By module and micro-step, the number of tensors so far that several objectives share."""
+        self._step = -1
+        self.came_back: dict[str, bool] = {}
+        """For each objective by name, whether a gradient has come back from it."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.capture.is_open
+
+    def repeat(self, step: int, origin: Origin) -> int:
+        """Count a scalar; return how often it was recorded before at this step."""
+        self._at(step)
+        number = self._repeats.get(origin, 0)
+        self._repeats[origin] = number + 1
+        return number
+
+    def number(self, moment: Moment, origin: Origin) -> str:
+        """Return the suffix of the scalars' names for the next tensor that several objectives of a module share."""
+        self._at(moment.step)
+        key = origin, moment.micro_step
+        self._num_shared[key] = number = min(self._num_shared.get(key, 0) + 1, _MAX_SHARED)
+        return f"#{number}" if number > 1 else ""
+
+    def _at(self, step: int) -> None:
+        if step != self._step:
+            self._step = step
+            self._repeats.clear()
+            self._num_shared.clear()
+
+    def say_if_unused(self) -> None:
+        """Report each objective from which no gradient has come back, if another objective has had a gradient."""
+        if any(self.came_back.values()):
+            for name in [name for name, has_come in self.came_back.items() if not has_come]:
+                text = f"no gradient came back from the objective {name[:50]!r}, so it has no norm and no cosine"
+                self.capture.events.add("objective", f"{text}: add its loss to one that has a backward", key=name)
+
+    def shared(
+        self, tap: Origin, moment: Moment, phase: str, tensor: torch.Tensor, *, is_kept: bool
+    ) -> SharedTensor | None:
+        """Return the `SharedTensor` for this tensor; None if the tap is no objective, for a loss, or without a rule."""
+        if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
+            return None
+        mask = self.capture.masks[self.capture.selection.rule_set_of_name("scalar", OBJECTIVE_COSINE)]
+        keep = scalar_keep(mask or int(is_kept))
+        try:
+            local, chunk = plain(tensor)
+        except UnsupportedKind:
+            return None
+        if not keep or chunk is not None:
+            return None
+        key = (tap.root, moment.step, moment.micro_step, local.data_ptr(), local.shape)
+        known = self._shared.get(key)
+        if known is None:
+            origin = Origin(tap.root, tap.module_path, "scalar", "")
+            known = SharedTensor(self, origin, Moment(moment.step, moment.micro_step, "train"), keep)
+            self._shared[key] = known
+        name = tap.name.removeprefix(OBJECTIVE)
+        self.came_back.setdefault(name, False)
+        if not known.add(name) and phase == "forward":
+            text = f"step {moment.step}: one tensor was given twice to objectives named {name[:50]!r}"
+            advice = "call recorder.objective once for each, and let all of its losses read what that returns"
+            what = "the norm is a mean of both, and a cosine is of one alone"
+            self.capture.events.add("objective", f"{text}: {what}; {advice}", key=f"{name}:twice")
+        return known
