@@ -62,8 +62,8 @@ _active: Any = None
 """The recorder that records in this process, set by `lifecycle.active`."""
 
 _program: Any = None
-"""Passes what the program gives to the recorder that records, or that ``RECORDER=1`` has made; set by `lifecycle.active`.
-While it is None, `tap` does nothing."""
+"""Passes what the program gives to the recorder that records, or that ``RECORDER=1`` has made; `lifecycle.active` sets
+it. While it is None, `tap` does nothing."""
 
 _LAZY = {
     "align": "analyze.align.align",

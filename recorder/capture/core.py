@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,18 +83,6 @@ _MAX_ERRORS = 20
 _TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
 
 
-class StagedChannel(Protocol):
-    """The channel that takes staged records to the writer. No call blocks."""
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """Maps a kind of shard to the reason why its records would be dropped now; no value is copied for this kind."""
-
-    def put(self, item: Staged | MeasuredTogether) -> None: ...
-
-    def count_drop(self, reason: str, num_rows: int = 1) -> None: ...
-
-
 class Capture:
     """The training side of one recording: selection, clock, pool and roots."""
 
@@ -104,10 +92,18 @@ class Capture:
         settings: Settings,
         rank: int,
         pool: Pool,
-        channel: StagedChannel,
+        put: Callable[[Staged | MeasuredTogether], None],
+        count_drop: Callable[[str, int], None],
+        refused: Mapping[str, str],
         events: Events,
         ring: RingMemory | None = None,
     ) -> None:
+        """Select and observe nothing before the first root.
+
+        `put` and `count_drop` are the channel to the writer: they take records, and the number of rows that are dropped
+        for a reason; neither blocks. `refused` has, for each kind of shard whose records would be dropped now, the
+        reason; no value is copied for such a kind. The writer changes the mapping at any time.
+        """
         self.settings = settings
         self.selection = RuleSelection(settings.rules, rank)
         self.ring = ring
@@ -117,7 +113,7 @@ class Capture:
         """The bits of KEEP_* of each rule set at the current step; all are 0 while recording is paused."""
         self.clock = Clock()
         self.pool = pool
-        self.channel = channel
+        self._put, self._count_drop, self.refused = put, count_drop, refused
         self.events = events
         self.nonfinite = FirstNonFinite(rank=rank, clock=self.clock)
         self.roots: list[Root] = []
@@ -125,7 +121,7 @@ class Capture:
         self.root_calls = RootCalls()
         self.objectives = SharedTensors(self)
         self.tap_rows = TapRows(self, self.roots, self.objectives)
-        self.aliases = Aliases(channel.put)
+        self.aliases = Aliases(put)
         self.is_open = True
         self.every_call_is_a_step = False
         """True in inference, where no optimizer counts the steps."""
@@ -264,9 +260,9 @@ class Capture:
                     return
                 note = merged_notes(note, TURNED) if is_alone else note
             if (
-                self.channel.refused
+                self.refused
                 and not keep & KEEP_RING
-                and (reason := self.channel.refused.get(kind_of(keep, origin.site))) is not None
+                and (reason := self.refused.get(kind_of(keep, origin.site))) is not None
             ):
                 self._drop(reason, min(_num_parts(local.numel() * local.itemsize, keep), _MAX_DROPPED_PARTS))
                 return
@@ -330,7 +326,7 @@ class Capture:
             None if plan is None else plan.read,
         )
         # The result is that of `Staged(*fields)`, in a third of the time.
-        (put or self.channel.put)(tuple.__new__(Staged, fields))
+        (put or self._put)(tuple.__new__(Staged, fields))
 
     def observe_known(
         self, group: ProbedGroup, tensors: Sequence[torch.Tensor], repeats: Sequence[int], moment: Moment
@@ -339,8 +335,8 @@ class Capture:
 
         Each tensor must be plain, have the dtype and shape of its value, and be contiguous if it is in host memory.
         """
-        stager, put = self.stager_of(tensors[0]), self.channel.put
-        is_simple = tensors[0].is_cpu and not self.channel.refused
+        stager, put = self.stager_of(tensors[0]), self._put
+        is_simple = tensors[0].is_cpu and not self.refused
         together: list[tuple[int, ProbedValue, int, torch.Tensor, int]] = []
         for value, keep, tensor, repeat in zip(group.values, group.keeps, tensors, repeats, strict=True):
             if not keep:
@@ -376,7 +372,7 @@ class Capture:
         numbers, values, keeps, tensors, repeats = zip(*known, strict=True)
         block = self.pool.take(num * GRAIN_BYTES) or self._take_later(num * GRAIN_BYTES, moment.step)
         if block is None:
-            self.channel.count_drop(self._say_no_room(values[0].origin, keeps[0], num * GRAIN_BYTES), num)
+            self._count_drop(self._say_no_room(values[0].origin, keeps[0], num * GRAIN_BYTES), num)
             return
         _, dtypes, numels, shapes, origins, phases, scopes, chunks, notes = zip(*values, strict=True)
         shapes, names = tuple(map(_as_tuple, shapes)), [DTYPES[dtype] for dtype in dtypes]
@@ -384,7 +380,7 @@ class Capture:
             measured = (self.probe or self._begin_probe()).measure_together(tensors, numels, names, shapes, keeps)
         except BaseException:
             block.release()
-            self.channel.count_drop("hook_error", num)
+            self._count_drop("hook_error", num)
             raise
         of_all = (1, moment, 0, block, None, time.time_ns(), None)
         parts, moments, calls, blocks, readies, times, plans = ((one,) * num for one in of_all)
@@ -396,7 +392,7 @@ class Capture:
         def make() -> tuple[list[Staged], list[Measured]]:
             return list(map(tuple.__new__, itertools.repeat(Staged), rows)), measured()
 
-        self.channel.put(MeasuredTogether(num, make, block))
+        self._put(MeasuredTogether(num, make, block))
 
     def probe_again(
         self, origin: Origin, mode: str, tensor: torch.Tensor
@@ -513,7 +509,7 @@ class Capture:
             next(self._sequence), 1, value.origin, moment, value.phase, call, 0, value.scope, DTYPES[value.dtype],
             _as_tuple(value.shape), value.chunk, KEEP_STATS, block, None, note, time.time_ns(), lambda data, chunk: its,
         )  # fmt: skip
-        self.channel.put(Staged(*fields))
+        self._put(Staged(*fields))
 
     def _number(self, num_rows: int) -> int:
         """Return the first of ``num_rows`` consecutive sequence numbers.
@@ -524,7 +520,7 @@ class Capture:
         while last - first + 1 < num_rows:
             following = next(self._sequence)
             if following != last + 1:
-                self.channel.count_drop("interrupted", last - first + 1)
+                self._count_drop("interrupted", last - first + 1)
                 first = following
             last = following
         return first
@@ -532,7 +528,7 @@ class Capture:
     def _drop(self, reason: str, num_rows: int) -> None:
         for _ in range(num_rows):
             next(self._sequence)
-        self.channel.count_drop(reason, num_rows)
+        self._count_drop(reason, num_rows)
 
     def hook_failed(self, where: str, error: Exception) -> None:
         """Count a value as lost to an exception of the recorder inside a hook; training goes on.

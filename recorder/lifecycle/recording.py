@@ -98,8 +98,9 @@ class Recording:
             on_trouble=lambda text: self.capture.rule_commands.keep_more(text),
         )  # fmt: skip
         self.capture = Capture(
-            settings=settings, rank=own_topology.rank, pool=pool, channel=self.writer, events=events, ring=ring_memory
-        )
+            settings=settings, rank=own_topology.rank, pool=pool, put=self.writer.put,
+            count_drop=self.writer.count_drop, refused=self.writer.refused, events=events, ring=ring_memory,
+        )  # fmt: skip
         self.capture.on_probed = ring.probed
         with ExitStack() as undo:
             self.optimizers = OptimizerHooks(self.capture, on_step=on_step, on_new=on_new)

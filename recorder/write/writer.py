@@ -150,7 +150,7 @@ class Writer:
         """
         self.last_progress_s = clock()
         """The time on `clock` at which the writer was last between two records; the time stops while the disk hangs."""
-        self.refused: Mapping[str, str] = {}
+        self.refused: dict[str, str] = {}
         """For each `records.kind_of` whose records are dropped for now, the reason, such as a full disk. Any thread."""
         self._measure = measure
         self._measure_small = measure_small
@@ -553,7 +553,7 @@ class Writer:
         """Return why records of a kind are dropped for now, and publish it in `refused`; None if they are taken."""
         refusal = self._writer_directory.refusal(kind)
         if refusal is not None:
-            self.refused = {**self.refused, kind: refusal}
+            self.refused[kind] = refusal
         return refusal
 
     def _record(self, staged: Staged, due: Due | None = None) -> bool:
@@ -631,9 +631,9 @@ class Writer:
         self._take_manifest()
         self._begin_dumps()
         self._writer_directory.flush_due()
-        if self.refused:
-            refusals = ((kind, self._writer_directory.refusal(kind)) for kind in self.refused)
-            self.refused = {kind: reason for kind, reason in refusals if reason is not None}
+        for kind in list(self.refused):
+            if self._refuses(kind) is None:
+                del self.refused[kind]
         if now >= self._next_poll_s and self._refusal is None:
             self._next_poll_s = now + _POLL_S
             if (manifest := self._poll()) is not None:

@@ -25,7 +25,7 @@ def wait_until_refused(*, refused: bool, model: Tiny, optimizer: torch.optim.Opt
     current: Any = active._current
     until_s = time.monotonic() + 20
     train_step(model, optimizer, 0)
-    while bool(current.capture.channel.refused) != refused:
+    while bool(current.capture.refused) != refused:
         assert time.monotonic() < until_s
         train_step(model, optimizer, 0)
         time.sleep(0.02)
@@ -63,7 +63,7 @@ def test_large_tensors_count_for_as_many_rows_as_they_would_have_made(tmp_path: 
     with flagged(tmp_path, "site=output keep=tensor", min_free_bytes="500TB", flush_interval_s=0.1) as recording:
         capture: Any = None
         num_steps, until_s = 0, time.monotonic() + 20
-        while capture is None or not capture.channel.refused or num_steps < 3:
+        while capture is None or not capture.refused or num_steps < 3:
             assert time.monotonic() < until_s
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()

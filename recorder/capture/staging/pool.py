@@ -60,7 +60,10 @@ class PoolBlock:
 
     def release(self) -> None:
         """Give the block back to the pool once no device writes into it any more. Any thread, once."""
-        (self.when_released or self.give_back)()
+        if self.when_released is None:
+            self.give_back()
+        else:
+            self.when_released()
 
     def give_back(self) -> None:
         """Give the block back to the pool, even if a device may still write into it."""
