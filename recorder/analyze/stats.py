@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -351,45 +352,60 @@ _DROPS = (
 
 def reply_of(
     run: Run,
-    answer: Statistics,
+    selection: Selection,
+    options: GlobalOptions,
     *,
     by: Sequence[str] = (),
-    across_ranks: bool = False,
     sort: str | None = None,
     top: int | None = None,
     last: int | None = None,
+    mapper: AbstractContextManager[Mapper],
 ) -> Reply:
     """Return the output of `recorder stats`. The exit code is 1 if something is damaged, missing or contradictory.
 
-    `by` has the words by which rows were combined. `sort` is written ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``; if
-    it names no column or no direction, LookupFailedError is raised. `top` and `last` are numbers of rows; 0: all.
+    The question is asked once the reply is printed, because only a table shows histograms. `sort` is written ``l2`` or
+    ``l2:asc``, ``-l2`` or ``l2:desc``; LookupFailedError is raised if it names no column or no direction. `top` and
+    `last` are numbers of rows; 0: all. `mapper` is entered for the question alone.
     """
-    table, sorted_by = answer.table, ""
-    if sort is not None:
-        sorted_by, direction = _order(table, sort)
-        table = table.take(pc.sort_indices(table, [(sorted_by, direction)]))  # nulls are placed last
+    answers: list[Statistics] = []
+
+    def asked(*, with_histograms: bool) -> tuple[Statistics, Any, str]:
+        with mapper as map_ranges:
+            answer = statistics(run, selection, options, by=by, with_histograms=with_histograms, mapper=map_ranges)
+        answers.append(answer)
+        if sort is None:
+            return answer, answer.table, ""
+        sorted_by, direction = _order(answer.table, sort)
+        order = pc.sort_indices(answer.table, [(sorted_by, direction)])  # nulls are placed last
+        return answer, answer.table.take(order), sorted_by
 
     def members() -> dict[str, Any]:
+        answer, table, _ = asked(with_histograms=False)
         document = {"run": str(run.path), "problems": [*answer.problems, *answer.damage], "notes": answer.notes}
         return document | {"rows": table.slice(0, top or None).to_pylist()}
 
     def parts() -> Iterator[str | Table]:
-        asked = {word.strip() for words in by for word in words.split(",")}
+        answer, table, sorted_by = asked(with_histograms=True)
+        words = {word.strip() for words in by for word in words.split(",")}
         known = [name for name in _KEYS if name in table.column_names]
-        keys = [name for name in known if _TITLES.get(name, name) in asked or _is_worth_showing(table, name)]
+        keys = [name for name in known if _TITLES.get(name, name) in words or _is_worth_showing(table, name)]
         num_rows = table.num_rows
         is_first = top is not None or (sort is not None and last is None)
         shown = next((limit for limit in (top, last) if limit is not None), _SHOWN_ROWS) or num_rows
         rows = table.slice(0 if is_first else max(num_rows - shown, 0), shown)
         which, option = ("first", "--top") if is_first else ("last", "--last")
         cut = f", the {which} {shown} of {num_rows} rows ({option} 0 shows all)" if rows.num_rows < num_rows else ""
-        tensors = "global tensors" if across_ranks else "each rank's own"
+        tensors = "global tensors" if options.across_ranks else "each rank's own"
         title = f"{run.name}: statistics of {tensors}{cut}"
-        yield _table_of(rows, keys, sorted_by, title, has_types=not asked)
+        yield _table_of(rows, keys, sorted_by, title, has_types=not words)
         yield from (f"finding: {problem}" for problem in answer.problems)
         yield from (f"note: {note}" for note in answer.notes)
 
-    return Reply(members=members, parts=parts, exit_code=int(bool(answer.problems) or not answer.is_whole))
+    return Reply(
+        members=members,
+        parts=parts,
+        exit_code=lambda: int(any(answer.problems or not answer.is_whole for answer in answers)),
+    )
 
 
 def _order(table: Any, sort: str) -> tuple[str, str]:

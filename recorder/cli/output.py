@@ -11,10 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
-from ..run.reply import Aside, Reply, StateLine, Table, TableColumn
+from ..run.reply import Aside, LiveTable, Reply, StateLine, Table, TableColumn
 from ..system.text import for_json, printable, printable_line
 
 _DASH = "-"
@@ -27,6 +27,8 @@ _JOINTS = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
 """Matches the parts of a path or a name between which it may be folded."""
 _PIPE_LINES = 100
 _MAX_WIDTH = 10_000
+_BESIDE_ROWS = 7
+"""The lines of a terminal that a table which is followed leaves for titles and rules."""
 
 
 def print_table(table: Table) -> None:
@@ -84,6 +86,18 @@ def fitted(table: Table, width: int) -> list[Any]:
     if left_out:
         renderables.append(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
     return renderables
+
+
+def follow(live: LiveTable) -> None:
+    """Show a table on a terminal, and replace it until it is complete."""
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    # Ctrl-C is the usual way to end it.
+    with Live(console=console, auto_refresh=False) as shown, suppress(KeyboardInterrupt):
+        for table in live.tables(lambda: max(console.height - _BESIDE_ROWS, 1)):
+            shown.update(Group(*fitted(table, console.width)), refresh=True)
 
 
 def _printable_cells(table: Table) -> list[list[str]]:
@@ -200,6 +214,8 @@ def print_reply(reply: Reply, *, as_json: bool) -> int:
         for part in reply.parts():
             if isinstance(part, Table):
                 print_table(part)
+            elif isinstance(part, LiveTable):
+                follow(part) if sys.stdout.isatty() else print_table(next(part.tables(lambda: sys.maxsize)))
             elif isinstance(part, StateLine):
                 say_state(*part)
             elif isinstance(part, Aside):

@@ -1,31 +1,15 @@
-"""Finds the runs, modules and rows that a command line names, and answers ``show --where``."""
+"""Finds the runs and modules that a command line names."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
-
-import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, NotARunError, RunError
-from ..merge.unit import is_problem
 from ..rules import hint
-from ..run.finding import find_folder, find_run, is_same_folder, runs_in, typed_for
-from ..run.reply import Reply
+from ..run.finding import find_folder, find_run, is_same_folder, runs_in
 from ..run.run import Run, open_run
 from ..run.selection import Selection
-from ..sites import SITES
-from ..system.text import grouped
-
-_SITES = ("output", *(site for site in SITES if site != "output"))
-"""The sites in the order of printing: outputs first, because most questions are about outputs."""
-_VALUE = ("root", "name", "scope", "phase", "mode")
-_MOMENT = ("micro_step", "call", "repeat")
-_OF_STAGES = ("root", "micro_step")
-"""The columns in which chunks of one value may differ between pipeline stages."""
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:
@@ -98,83 +82,3 @@ def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
                 yield open_run(found.location)
         except RunError as error:
             problems.append(str(error))
-
-
-def modules_meant(run: Run, wanted: Selection) -> list[str]:
-    """Return the modules with rows that match a selection, by default all. LookupFailedError: no module matches."""
-    paths = wanted.modules(run.module_paths)
-    if not paths and wanted.module is not None:
-        command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
-        near = hint(wanted.module, run.module_paths, otherwise=f"; {command} lists the modules")
-        raise LookupFailedError(f"no module {wanted.module!r} in this run{near}")
-    return paths
-
-
-def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = None) -> Any:
-    """Return the selected rows, one row for each tensor; Arrow filters modules before Python filters other columns."""
-    expression = pc.field("part") == 0
-    if wanted.module is not None:
-        expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))
-    if more is not None:
-        expression &= more
-    return replace(wanted, module=None).narrow(run.table(columns, expression))
-
-
-def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
-    """Raise LookupFailedError with the most helpful reason why there is nothing to print."""
-    subject = "this run" if wanted.module is None else repr(wanted.module)
-    rows = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
-    step = str(wanted.step)
-    ended = run.ended_before(int(step)) if step.isdecimal() else ""
-    raise LookupFailedError(f"{replace(wanted, module=None).explain_nothing(rows, subject)}{'; ' * bool(ended)}{ended}")
-
-
-def site_order(site: str) -> tuple[int, str]:
-    """Return the key that sorts sites: outputs first, then in the order of the format."""
-    return (_SITES.index(site) if site in _SITES else len(_SITES), site)
-
-
-def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None) -> Reply:
-    """Return the reply of ``show --where`` about one site at one step, by default outputs at the last step.
-
-    The exit code is 1 if a chunk is missing or does not fit. A value that was recorded several times in the step is
-    shown once, as it was first recorded.
-    """
-    module_path, *others = modules_meant(run, wanted)
-    if others:
-        some = grouped([module_path, *others])
-        raise LookupFailedError(f"--where draws one module, and {wanted.module!r} means several: {', '.join(some)}")
-    table = rows_of(run, wanted, ["site", "step", "rank", "attempt", *_VALUE, *_MOMENT])
-    if not table.num_rows:
-        explain_nothing(run, wanted)
-    site = min(table.column("site").unique().to_pylist(), key=site_order)
-    table = table.filter(pc.field("site") == site)
-    step = pc.max(table.column("step")).as_py()
-    table = table.filter(pc.field("step") == step)
-    drawn = [
-        run.layout(module_path, site, step, layouts=layouts, stage=stage, **question)
-        for question in _questions(table, has_slices=run.view().has_pipeline, is_named=wanted.name is not None)
-    ]
-    return Reply(
-        members=lambda: {"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]},
-        parts=lambda: [
-            line for number, layout in enumerate(drawn) for line in [""] * (number > 0) + str(layout).splitlines()
-        ],
-        exit_code=int(bool(run.problems) or any(one.missing or (one.kind and is_problem(one.kind)) for one in drawn)),
-    )
-
-
-def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
-    """Return for each value the columns, of its first recording, that distinguish it from the other values.
-
-    `is_named` means that the table was filtered by name, so that the site may have values of other names.
-    """
-    of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
-    of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]
-    rows = table.group_by([*of_value, *of_moment], use_threads=False).aggregate([]).to_pylist()
-    differing = {name for name in (*of_value, *of_moment) if len({row[name] for row in rows}) > 1}
-    differing |= {"name"} if is_named else set()
-    firsts: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: [row[name] or 0 for name in of_moment]):
-        firsts.setdefault(tuple(row[name] for name in of_value), row)
-    return [{name: row[name] for name in differing} for row in firsts.values()]

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,9 +19,11 @@ from typing import Any
 
 from ..errors import ClusterError, NotARunError, WriteError
 from ..globalview.planner import check_overrides
+from ..run.reply import Progress, Reply, Report
 from ..run.run import Run
 from ..run.step_ranges import SEES_AS_HERE, RunAsOpened
 from ..system.executors import worker_name
+from ..system.text import counted, size
 from .output import Output, of_run, of_source, of_units, open_output
 from .unit import (
     UNKNOWN,
@@ -36,11 +38,6 @@ from .unit import (
     of_unknown_columns,
     read_report,
 )
-
-Report = Callable[[int], None]
-"""A function that is told the number of bytes merged since its last call."""
-Progress = Callable[[str, int], AbstractContextManager[Report]]
-"""A function that makes a `Report` from a title and the total number of bytes."""
 
 _SHARDS_PER_UNIT = 200
 """A task has one more unit per this many shards of the run: a worker opens the run for each task, at 0.3 ms a shard."""
@@ -94,12 +91,6 @@ class _Job:
         return {"loss": self.loss, "layouts": list(self.layouts)}
 
 
-@contextmanager
-def silent(title: str, total_bytes: int) -> Iterator[Report]:
-    """Report no progress."""
-    yield lambda num_bytes: None
-
-
 def merge_run(
     run: Run,
     out: Path,
@@ -109,7 +100,7 @@ def merge_run(
     helps: bool = True,
     loss: str = "mean",
     layouts: Sequence[str] = (),
-    progress: Progress = silent,
+    progress: Progress = lambda title, total_bytes: nullcontext(lambda num_bytes: None),
 ) -> MergeReport:
     """Write the global view of a run as a run of its own, or bring such a merged run up to date.
 
@@ -282,3 +273,71 @@ def _report_of(output: Output, name: str) -> UnitReport:
         return read_report(output.manifest_of(name))
     except (KeyError, TypeError):
         return UNKNOWN
+
+
+_MAX_SHOWN = 3
+_KINDS = {
+    "corrupt": "not readable",
+    "inconsistent": "refused, because the ranks' chunks do not fit",
+    "layout_changes": "alike on all ranks at some steps, and not at others",
+    "replicas_differ": "replicas that differ",
+    "buffers_differ": "buffers that differ between ranks (the first rank's is taken)",
+    "partial": "partial, because ranks are missing",
+    "unknown_encoding": "without their values, which a later version of recorder wrote in a way unknown to this one",
+    "unknown_column": "without columns that a later version of recorder has written",
+    "stranger": "left out, because it belongs to another run",
+    "per_rank": "kept per rank",
+    "inferred": "put together as their shapes suggest, and nothing else says",
+    "between_stages": "kept per rank, because it goes from one pipeline stage to another",
+    "superseded": "left out, because a newer attempt recorded the same steps",
+}
+"""The text for each kind of finding. A kind without a text is printed by its name."""
+_OF_WRITERS = ("stranger", "superseded")
+"""The kinds of findings that count units of work, not rows, so that their counts are not printed as numbers of rows."""
+_NO_FINDINGS = "no findings (of ranks that are missing, replicas that differ, and layouts that contradict each other)"
+
+
+def reply_of(run: Run, report: MergeReport) -> Reply:
+    """Return the reply of `recorder merge`. The exit code is 1 if findings mean an error or missing rows."""
+    members = {
+        "run": str(run.path), "out": str(report.path), "tensors": report.num_tensors, "rows": report.num_rows,
+        "payload_bytes": report.source_bytes, "bytes_in": run.size_bytes, "bytes_out": report.written_bytes,
+        "merged_bytes": report.merged_bytes, "seconds": report.elapsed_s, "units": report.num_units,
+        "kept_units": report.num_kept_units, "problems": report.num_problems, "findings": report.findings,
+    }  # fmt: skip
+    return Reply(members=lambda: members, parts=lambda: _lines(run, report), exit_code=int(report.num_problems > 0))
+
+
+def _lines(run: Run, report: MergeReport) -> Iterator[str]:
+    for kind, entry in report.findings.items():
+        how_many = "" if kind in _OF_WRITERS else f": {counted(entry['count'], 'row')}"
+        yield f"{'finding' if entry['num_problems'] else 'note'}: {_KINDS.get(kind, kind)}{how_many}"
+        for example in entry["first"][:_MAX_SHOWN]:
+            yield f"  {_describe(example)}"
+        if len(entry["first"]) > _MAX_SHOWN:
+            yield "  and more"
+    recording = [writer for writer in run.writers if writer.state == "recording"]
+    if recording:
+        yield f"note: {counted(len(recording), 'writer')} still at work; merge again for later rows"
+    for ending in run.endings:
+        yield f"note: {ending}"
+    num_dropped = sum(writer.balance.num_dropped for writer in run.writers)
+    if num_dropped:
+        yield f"note: {counted(num_dropped, 'row')} had been dropped while it was recorded; recorder doctor says why"
+    kept = f", {report.num_kept_units} of {counted(report.num_units, 'unit')} kept" if report.num_kept_units else ""
+    is_measurable = report.merged_bytes >= 1e6 and report.elapsed_s >= 1
+    rate = f", {report.merged_bytes / 1e6 / report.elapsed_s:.0f} MB/s" if is_measurable else ""
+    yield (
+        f"{report.path}: {counted(report.num_tensors, 'tensor')} of {counted(len(run.ranks), 'rank')}, "
+        f"{size(report.source_bytes)} of values, {size(run.size_bytes)} in, {size(report.written_bytes)} out{kept}; "
+        f"{size(report.merged_bytes)} merged in {report.elapsed_s:.1f} s{rate}"
+    )
+    verdict = counted(report.num_problems, "finding") if report.num_problems else _NO_FINDINGS
+    yield f"{report.path.name}: {verdict}"
+
+
+def _describe(example: dict[str, Any]) -> str:
+    if example["step"] is None or (example["step"] < 0 and not example["module_path"]):
+        return str(example["text"])
+    where = ":".join(str(example[name]) for name in ("module_path", "site", "name") if example[name])
+    return f"step {example['step']} {where}: {example['text']}"

@@ -7,7 +7,8 @@ notebook, every text that comes from a file is escaped.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,7 +89,18 @@ class Aside(NamedTuple):
     text: str
 
 
-Part = str | StateLine | Aside | Table
+class LiveTable(NamedTuple):
+    """A table that a terminal replaces until it is complete or is interrupted; elsewhere it is printed once."""
+
+    tables: Callable[[Callable[[], int]], Iterator[Table]]
+    """A function that yields tables as time goes by. Its argument says how many rows fit on the terminal at present."""
+
+
+Part = str | StateLine | Aside | Table | LiveTable
+Report = Callable[[int], None]
+"""A function that takes the number of bytes handled since its last call; several threads may call it."""
+Progress = Callable[[str, int], AbstractContextManager[Report]]
+"""A function that makes a `Report` from a title and the total number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

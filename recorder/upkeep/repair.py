@@ -13,7 +13,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..columns import PAYLOAD, note_members
-from ..errors import CorruptError, RunError
+from ..errors import CorruptError, LookupFailedError, RunError
 from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
 from ..read.shard import Salvaged, Shard, open_sealed, salvage
 from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY
 from ..read.writers import RecordedWriter
-from ..run.run import Run
+from ..run.finding import scheme_of
+from ..run.reply import Progress, Reply, Report, Table, table_of
+from ..run.run import Run, open_run
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
 from ..system.processes import locked_folder
+from ..system.text import counted, size
 from ..write.file import Disk, PageMemory, publish
 from ..write.shard import BatchFile, Index, IpcFormat
 
@@ -40,9 +44,6 @@ _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
 _MEMORY_BYTES = 8 << 20
 _QUIET_S = 60.0
 """A writer whose files changed within this many seconds counts as alive, even under `assume_dead`."""
-
-Report = Callable[[int], None]
-"""A function that takes the number of bytes of shards handled since its last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,3 +346,49 @@ def _without_payloads(batch: Any, schema: Any) -> pa.RecordBatch:
         else:
             columns.append(pa.array(notes, field.type) if field.name == "note" else batch.column(field.name))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def repair_reply(path: str | None, *, is_dry: bool, assume_dead: bool, progress: Progress) -> Reply:
+    """Repair a run as `repair_run` does, and return the reply of `recorder repair`."""
+    if path is not None and scheme_of(path) is not None:  # before any request to the store
+        raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
+    run = open_run(path)
+    open_bytes = sum(shard.size_bytes for writer in run.writers for shard in writer.all_shards)
+    with progress("repair", open_bytes) as report:
+        outcomes = list(repair_run(run, is_dry=is_dry, assume_dead=assume_dead, report=report))
+    counts = Counter(outcome.what for outcome in outcomes)
+    entries = [
+        {"what": one.what, "path": str(one.path), "rows": one.rows, "bytes": one.num_bytes, "text": one.text}
+        for one in outcomes
+    ]
+    verdict = f"{run.name}: {_verdict(outcomes, counts)}{' (dry run: nothing was changed)' if is_dry else ''}"
+    return Reply(
+        members=lambda: {"run": str(run.path), "dry_run": is_dry, "outcomes": entries},
+        parts=lambda: [*([_table(run, outcomes)] if outcomes else []), verdict],
+        exit_code=2 if counts["failed"] else int(counts["lost"] > 0),
+    )
+
+
+def _table(run: Run, outcomes: list[Outcome]) -> Table:
+    rows = []
+    for outcome in outcomes:
+        path = outcome.path.relative_to(run.path) if outcome.path.is_relative_to(run.path) else outcome.path
+        num_rows = f"{outcome.rows:,}" if outcome.rows else ""
+        num_bytes = size(outcome.num_bytes) if outcome.num_bytes else ""
+        rows.append([outcome.what, str(path), num_rows, num_bytes, outcome.text])
+    titles = ("what", "file", "rows", "size", "why")
+    return table_of(titles, rows, numbers=("rows", "size"), prose=("why",), drops=("rows", "size"))
+
+
+def _verdict(outcomes: list[Outcome], counts: Counter[str]) -> str:
+    rows = sum(outcome.rows for outcome in outcomes if outcome.what == "sealed")
+    they = "it" if counts["skipped"] == 1 else "they"
+    texts = {
+        "sealed": f"{counted(counts['sealed'], 'shard')} sealed with {counted(rows, 'row')}",
+        "indexed": f"{counted(counts['indexed'], 'index file')} made",
+        "removed": f"{counted(counts['removed'], 'file')} removed",
+        "skipped": f"{counted(counts['skipped'], 'writer')} left alone, because {they} may be alive",
+        "lost": f"{counts['lost']} lost for good",
+        "failed": f"{counted(counts['failed'], 'file')} not repaired, because the disk refused",
+    }
+    return ", ".join(text for what, text in texts.items() if counts[what]) or "nothing to repair"

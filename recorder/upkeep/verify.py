@@ -21,14 +21,13 @@ from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_ba
 from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.writers import RecordedWriter
 from ..run.notes import absence, strays, unsealed_note
+from ..run.reply import Progress, Reply, Report
 from ..run.run import Run
 from ..storage.locations import LOCAL, Location, store_of
 from ..storage.untrusted_files import ByteSource
 from ..system.processes import available_cores
-from ..system.text import counted
+from ..system.text import counted, size
 
-Report = Callable[[int], None]
-"""A function that takes the number of bytes checked since its last call; several threads call it."""
 Each = Callable[[Callable[[ShardRows], list["VerifyResult"]], Iterable[ShardRows]], Iterable[list["VerifyResult"]]]
 """A function like `map`, which may call its function in several threads."""
 _MAX_THREADS = 4
@@ -57,6 +56,30 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Verify
         yield VerifyResult(False, note)
     if absent := absence(run):
         yield VerifyResult(False, f"{run.path}: not looked at: {absent}")
+
+
+def verify_reply(run: Run, progress: Progress) -> Reply:
+    """Read every byte of a run, and return the reply of `recorder verify`."""
+    total_bytes = run.size_bytes
+    with progress("verify", total_bytes) as report:
+        findings = list(verify(run, report))
+    num_faults = sum(finding.is_fault for finding in findings)
+    num_shards = sum(len(writer.all_shards) for writer in run.writers)
+    checked = f"{counted(num_shards, 'shard')}, {counted(run.num_all_rows, 'row')}, {size(total_bytes)} checked"
+    verdict = counted(num_faults, "fault") if num_faults else "no faults"
+    return Reply(
+        members=lambda: {
+            "run": str(run.path),
+            "rows": run.num_all_rows,
+            "bytes": total_bytes,
+            "findings": [{"fault": finding.is_fault, "text": finding.text} for finding in findings],
+        },
+        parts=lambda: [
+            *(f"{'fault' if finding.is_fault else 'note'}: {finding.text}" for finding in findings),
+            f"{run.name}: {checked}: {verdict}",
+        ],
+        exit_code=int(num_faults > 0),
+    )
 
 
 @contextmanager

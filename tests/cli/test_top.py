@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recorder.cli.commands import watching as top
-from recorder.cli.output import fitted
+from recorder.cli.output import fitted, follow
+from recorder.run import listing
+from recorder.run.listing import RanksTop
+from recorder.run.reply import LiveTable
 from recorder.run.status import RunWatch
 from tests.rigs.command_line import Cli, on_a_terminal
 from tests.rigs.handmade import make_run
@@ -81,10 +83,10 @@ def test_where_ranks_do_not_fit_the_worst_and_slowest_stay_and_the_rest_are_coun
     show(run, 50, step=1050, dropped={"pool_full": 1}, **RATES)
     show(run, 60, step=3, **RATES)
     ranks = RunWatch(run).look()
-    table = top._table(run.name, ranks, 64, 6)
+    table = listing._table(run.name, ranks, 64, 6)
     assert [row[0] for row in table.rows] == ["40", "50", "60", "0", "1", "..."]
     assert table.rows[-1][:3] == ["...", "59 more: 59 recording", "1002..1063"]
-    assert [row[0] for row in top._table(run.name, ranks, 64, 64).rows] == [str(rank) for rank in range(64)]
+    assert [row[0] for row in listing._table(run.name, ranks, 64, 64).rows] == [str(rank) for rank in range(64)]
 
 
 def test_hostile_text_reaches_no_terminal(cli: Cli, tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_a_terminal_follows_a_run_until_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", world_size=2)
-    monkeypatch.setattr(top, "_OVER_AFTER_S", 0.0)
+    monkeypatch.setattr(listing, "_OVER_AFTER_S", 0.0)
     ticks = iter(range(100))
 
     def sleep(seconds: float) -> None:
@@ -115,8 +117,9 @@ def test_a_terminal_follows_a_run_until_it_is_over(
             case 3:
                 show(run, 1, state="closed", step=11)
 
-    ranks = top._follow(RunWatch(run), "run", 2, sleep)
-    assert [one.status.step for one in ranks] == [10, 11]
+    top = RanksTop(run, "run", 2)
+    follow(LiveTable(lambda max_rows: top.tables(max_rows, sleep)))
+    assert [one.status.step for one in top.ranks] == [10, 11]
     assert next(ticks) in (4, 5)
     assert "2 of 2 ranks: 2 closed" in capsys.readouterr().out
 
@@ -128,7 +131,9 @@ def test_ctrl_c_leaves_the_last_picture_and_no_traceback(tmp_path: Path, capsys:
     def sleep(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    assert [one.rank for one in top._follow(RunWatch(run), "run", 1, sleep)] == [0]
+    top = RanksTop(run, "run", 1)
+    follow(LiveTable(lambda max_rows: top.tables(max_rows, sleep)))
+    assert [one.rank for one in top.ranks] == [0]
     assert "1 recording" in capsys.readouterr().out
 
 
@@ -147,7 +152,7 @@ def test_thousands_of_ranks_are_looked_at_in_less_than_two_seconds(tmp_path: Pat
     watch.look()
     began_s = os.times()
     ranks = watch.look()
-    fitted(top._table(run.name, ranks, 4096, 40), 120)
+    fitted(listing._table(run.name, ranks, 4096, 40), 120)
     ended_s = os.times()
     assert len(ranks) == 4096
     assert ended_s.user + ended_s.system - began_s.user - began_s.system < 2.0
@@ -189,7 +194,7 @@ def test_statuses_that_change_while_they_are_read_are_never_torn_for_people(tmp_
 
 def test_a_narrow_terminal_keeps_rank_state_and_step(run: Path) -> None:
     console = Console(width=40, record=True, file=io.StringIO())
-    for piece in fitted(top._table(run.name, RunWatch(run).look(), 4, 10), 40):
+    for piece in fitted(listing._table(run.name, RunWatch(run).look(), 4, 10), 40):
         console.print(piece)
     text = console.export_text()
     assert "recording" in text and "118" in text and "left out" in text

@@ -9,7 +9,7 @@ import torch
 
 import recorder
 from recorder.analyze.first.first import first
-from recorder.cli.commands.watching import ls_command
+from recorder.cli.commands.showing import ls_command
 from recorder.cli.output import print_reply
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS

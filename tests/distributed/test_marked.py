@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.first.first import first
+from recorder.analyze.layouts import layouts, reply_of
 from recorder.capture.marks import cut_calls
-from recorder.cli.commands.layouts import layouts, reply_of
 from recorder.merge.merge import merge_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS

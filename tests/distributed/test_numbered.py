@@ -10,7 +10,7 @@ import pytest
 import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.first.first import first
-from recorder.cli.commands.layouts import layouts
+from recorder.analyze.layouts import layouts
 from recorder.merge.merge import merge_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS

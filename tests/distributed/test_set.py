@@ -16,8 +16,8 @@ import torch
 import recorder
 from recorder.analyze.doctor.expected import compare
 from recorder.analyze.doctor.reply import checks_of
+from recorder.cli.commands.showing import ls_command, top_command
 from recorder.cli.commands.telling import set_command
-from recorder.cli.commands.watching import ls_command, top_command
 from recorder.cli.output import print_reply
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, command_name

@@ -12,7 +12,7 @@ import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.doctor.expected import compare
 from recorder.analyze.first.first import first
-from recorder.cli.commands.layouts import layouts
+from recorder.analyze.layouts import layouts
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 

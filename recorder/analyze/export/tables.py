@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from ...columns import METADATA_COLUMNS, SCHEMA
 from ...errors import CorruptError, LookupFailedError, UnsupportedError, not_installed
+from ...run.listing import state_of
 from ...run.notes import damages, strays
 from ...run.probe import PROBE_SCHEMA, probe_tables
 from ...run.run import Run
@@ -76,12 +77,6 @@ def tables_of(
             if "created" in TABLES[name].names:
                 known["created"] = pa.repeat(created, len(part))
             yield name, pa.table([known[field.name].cast(field.type) for field in TABLES[name]], TABLES[name])
-
-
-def state_of(run: Run) -> str:
-    """Return the worst state of the run's writers."""
-    states = {writer.state for writer in run.writers}
-    return next((one for one in ("unclosed", "recording", "closed") if one in states), "empty")
 
 
 def _run(run: Run, max_rows: int) -> Iterator[Any]:

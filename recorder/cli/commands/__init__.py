@@ -1,4 +1,4 @@
-"""The commands, several of one subject in a file: their options, their help, and what they print.
+"""The commands, several of one subject in a file: their options, their help, and the question that each asks.
 
 The file of a command NAME holds a function ``NAME_command``, whose signature gives the command's options and whose
 docstring is the command's help. The function returns a `Reply`, which `app` prints and for which `app` adds the option
@@ -42,10 +42,8 @@ COMMANDS = {
 """The first line of each command's help, by the name of the command, in the order of ``recorder --help``."""
 FILES = {
     "starting": ("help", "run", "init", "config"),
-    "watching": ("ls", "top"),
-    "showing": ("show", "stats"),
+    "showing": ("ls", "show", "stats", "layouts", "top"),
     "judging": ("first", "check", "doctor"),
-    "layouts": ("layouts",),
     "comparing": ("diff", "align"),
     "pages": ("report", "view"),
     "exporting": ("export", "checkpoint", "sql", "catalog"),

@@ -18,7 +18,7 @@ import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.step_range import Diff
 from recorder.analyze.first.first import first
-from recorder.cli.commands.watching import ls_command
+from recorder.cli.commands.showing import ls_command
 from recorder.cli.output import print_reply
 from recorder.merge.merge import merge_run
 from tests.campaigns.diff import injected, judging

@@ -1,24 +1,29 @@
-"""Answers `recorder layouts`: how values are split over ranks, how that is known, and the first contradiction.
+"""Answers `recorder layouts` and `recorder show --where`: how values are split over ranks, and how that is known.
 
 The module must never read a payload where the rows decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from ...errors import NotARunError
-from ...run.notes import RowFinding, damage, left_out
-from ...run.reply import Reply, Table, plain, table_of
-from ...run.run import Run, open_run
-from ...system.text import counted
-from .. import options
+import pyarrow.compute as pc
 
-EXAMPLES = {
-    "layouts": ("recorder layouts recordings", "recorder layouts @-2 --json"),
-}
+from ..errors import LookupFailedError, NotARunError
+from ..merge.unit import is_problem
+from ..run.notes import RowFinding, damage, left_out
+from ..run.reply import Reply, Table, plain, table_of
+from ..run.run import Run
+from ..run.selection import Selection
+from ..system.text import counted, grouped
+from .modules import explain_nothing, modules_meant, rows_of, site_order
 
+_VALUE = ("root", "name", "scope", "phase", "mode")
+_MOMENT = ("micro_step", "call", "repeat")
+_OF_STAGES = ("root", "micro_step")
+"""The columns in which chunks of one value may differ between pipeline stages."""
 _CONTRADICTIONS = ("replicas_differ", "inconsistent", "layout_changes")
 """The kinds of findings in which the ranks' values contradict what is known of their layout."""
 
@@ -114,16 +119,49 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
     return Reply(members=members, parts=parts, exit_code=int(bool(run.problems) or answer.contradiction is not None))
 
 
-def layouts_command(path: options.RunPath = None) -> Reply:
-    """Say how values lie over ranks, and how that is known.
+def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None) -> Reply:
+    """Return the reply of ``show --where`` about one site at one step, by default outputs at the last step.
 
-    Each line counts values that lie in one way: their placements over the ranks that share a batch, and the dim along
-    which the batches of other ranks lie. The ground is what rows or wrappers say (dtensor, fsdp, ddp), what a
-    framework's marks and process groups say (marked; of DeepSpeed's ZeRO zero), what equal values or shapes suggest
-    (inferred), or what is assumed. `recorder show MODULE --where` draws one value. The command looks at the first
-    steps of the run, up to 200,000 rows of all ranks, and says which.
-
-    Exit code 1: the ranks' values contradict a layout, of which the first value is named, or the run is damaged.
+    The exit code is 1 if a chunk is missing or does not fit. A value that was recorded several times in the step is
+    shown once, as it was first recorded.
     """
-    run = open_run(path)
-    return reply_of(run, layouts(run))
+    if wanted.module is None:
+        raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
+    module_path, *others = modules_meant(run, wanted)
+    if others:
+        some = grouped([module_path, *others])
+        raise LookupFailedError(f"--where draws one module, and {wanted.module!r} means several: {', '.join(some)}")
+    table = rows_of(run, wanted, ["site", "step", "rank", "attempt", *_VALUE, *_MOMENT])
+    if not table.num_rows:
+        explain_nothing(run, wanted)
+    site = min(table.column("site").unique().to_pylist(), key=site_order)
+    table = table.filter(pc.field("site") == site)
+    step = pc.max(table.column("step")).as_py()
+    table = table.filter(pc.field("step") == step)
+    drawn = [
+        run.layout(module_path, site, step, layouts=layouts, stage=stage, **question)
+        for question in _questions(table, has_slices=run.view().has_pipeline, is_named=wanted.name is not None)
+    ]
+    return Reply(
+        members=lambda: {"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]},
+        parts=lambda: [
+            line for number, layout in enumerate(drawn) for line in [""] * (number > 0) + str(layout).splitlines()
+        ],
+        exit_code=int(bool(run.problems) or any(one.missing or (one.kind and is_problem(one.kind)) for one in drawn)),
+    )
+
+
+def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
+    """Return for each value the columns, of its first recording, that distinguish it from the other values.
+
+    `is_named` means that the table was filtered by name, so that the site may have values of other names.
+    """
+    of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
+    of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]
+    rows = table.group_by([*of_value, *of_moment], use_threads=False).aggregate([]).to_pylist()
+    differing = {name for name in (*of_value, *of_moment) if len({row[name] for row in rows}) > 1}
+    differing |= {"name"} if is_named else set()
+    firsts: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: [row[name] or 0 for name in of_moment]):
+        firsts.setdefault(tuple(row[name] for name in of_value), row)
+    return [{name: row[name] for name in differing} for row in firsts.values()]

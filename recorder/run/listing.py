@@ -1,7 +1,6 @@
-"""Lists runs and their writers, and shows a run while it is recording, one line for each rank.
+"""Answers `recorder ls` and `recorder top`: the runs of a folder, the writers of a run, and its ranks while it records.
 
-On a terminal the table of `top` is updated until the run is over; elsewhere it is printed once. `top` opens no shard,
-so that thousands of ranks cost little.
+`top` opens no shard, so that thousands of ranks cost little.
 """
 
 from __future__ import annotations
@@ -10,36 +9,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
-from ...errors import RunError
-from ...run import finding, notes
-from ...run.finding import Location, RunManifest, find_folder, find_run
-from ...run.reply import Reply, Table, TableColumn, table_of
-from ...run.run import RecordedWriter, Run, open_location, open_run
-from ...run.status import RankNow, RunWatch, Status, find_silent
-from ...system.text import counted, moment, named, printable, size, span
-from .. import options
-from ..output import fitted
-
-EXAMPLES = {
-    "ls": ("recorder ls recordings", "recorder ls @-1 --json"),
-    "top": ("recorder top recordings", "recorder top @-1 --once"),
-}
-
-_STATES = ("unclosed", "recording", "closed")
-"""The states of writers, the worst first. A run has the state of its worst writer."""
+from ..errors import RunError
+from ..system.text import counted, moment, named, printable, size, span
+from . import finding, notes
+from .finding import Location, find_folder, find_run
+from .reply import LiveTable, Reply, Table, table_of
+from .run import RecordedWriter, Run, open_location, open_run
+from .status import RankNow, RunWatch, Status, find_silent
 
 
-def ls_command(
-    path: Annotated[
-        str | None, options.run_argument("PATH", "A run, or a folder of runs; without: RECORDER_DIR.")
-    ] = None,
-) -> Reply:
-    """List the runs of a folder, or the writers of a run."""
+def ls_reply(path: str | None) -> Reply:
+    """Return the reply of `recorder ls` about the runs of a folder, or about the writers of a run."""
     folder = find_folder(path)
     return _writers_reply(open_run(path)) if folder is None else _runs_reply(folder)
 
@@ -96,39 +80,30 @@ def _row(summary: dict[str, Any], steps: str, state: str, directory: str) -> lis
 
 def _summary(run: Run) -> dict[str, Any]:
     run.load_balances()
-    states = [writer.state for writer in run.writers]
     dropped: Counter[str] = Counter()
     for writer in run.writers:
         dropped.update(writer.balance.dropped)
     num_open_rows, num_open_files = notes.unsealed(run)
     return {
-        "run": run.path.name,
-        "name": run.name,
-        "run_id": run.run_id,
-        "path": str(run.path),
-        "started_ns": run.started_ns,
-        "world_size": run.world_size,
-        "ranks": run.ranks,
-        "steps": run.steps,
-        "rows": run.num_all_rows,
-        "probe_rows": run.num_all_rows - run.num_rows,
-        "bytes": run.size_bytes,
-        "dropped": dict(dropped),
-        "suspect_rows": sum(writer.balance.suspect for writer in run.writers),
+        "run": run.path.name, "name": run.name, "run_id": run.run_id, "path": str(run.path),
+        "started_ns": run.started_ns, "world_size": run.world_size, "ranks": run.ranks, "steps": run.steps,
+        "rows": run.num_all_rows, "probe_rows": run.num_all_rows - run.num_rows, "bytes": run.size_bytes,
+        "dropped": dict(dropped), "suspect_rows": sum(writer.balance.suspect for writer in run.writers),
         "passed_rows": sum(writer.balance.passed for writer in run.writers),
-        "dumps": list(map(notes.dump_members, run.dumps)),
-        "open_rows": num_open_rows,
-        "open_files": num_open_files,
-        "state": next((state for state in _STATES if state in states), "empty"),
-        "jitter": run.jitter,
-        "jitter_moved": run.jitter_moved,
+        "dumps": list(map(notes.dump_members, run.dumps)), "open_rows": num_open_rows, "open_files": num_open_files,
+        "state": state_of(run), "jitter": run.jitter, "jitter_moved": run.jitter_moved,
         "commands": [
             notes.command_members(one) | {"answers": notes.answer_members(run, one)} for one in run.commands.sound
         ],
         "proof": None if run.proof is None else {"verdict": run.proof.verdict, "text": run.proof.text},
-        "problems": notes.damages(run),
-        "endings": run.endings,
-    }
+        "problems": notes.damages(run), "endings": run.endings,
+    }  # fmt: skip
+
+
+def state_of(run: Run) -> str:
+    """Return the worst state of the run's writers."""
+    states = {writer.state for writer in run.writers}
+    return next((one for one in ("unclosed", "recording", "closed") if one in states), "empty")
 
 
 def _writers_reply(run: Run) -> Reply:
@@ -214,23 +189,14 @@ def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
     steps = writer.column("step").to_numpy()
     return {
-        "rank": writer.rank,
-        "writer": writer.name,
-        "host": writer.manifest.host or None,
-        "pid": writer.manifest.pid or None,
-        "attempt": writer.attempt,
-        "started_ns": writer.started_ns,
-        "steps": [int(step) for step in np.unique(steps)],
-        "rows": writer.num_rows,
-        "bytes": writer.size_bytes,
-        "dropped": writer.balance.dropped,
-        "retired_rows": writer.balance.retired_rows,
-        "suspect_rows": writer.balance.suspect,
-        "passed_rows": writer.balance.passed,
-        "missing_rows": writer.balance.num_missing if writer.state == "unclosed" else 0,
-        "state": writer.state,
+        "rank": writer.rank, "writer": writer.name, "host": writer.manifest.host or None,
+        "pid": writer.manifest.pid or None, "attempt": writer.attempt, "started_ns": writer.started_ns,
+        "steps": [int(step) for step in np.unique(steps)], "rows": writer.num_rows, "bytes": writer.size_bytes,
+        "dropped": writer.balance.dropped, "retired_rows": writer.balance.retired_rows,
+        "suspect_rows": writer.balance.suspect, "passed_rows": writer.balance.passed,
+        "missing_rows": writer.balance.num_missing if writer.state == "unclosed" else 0, "state": writer.state,
         "sites": sorted(site for site in writer.column("site").unique().to_pylist() if site),
-    }
+    }  # fmt: skip
 
 
 _REFRESH_S = 1.0
@@ -240,84 +206,50 @@ _BAR = 10
 _BADNESS = {"killed": 0, "failed": 1, "silent": 2, "starting": 4, "recording": 4, "closed": 5}
 _DROPPING = 3
 _FINDINGS = ("killed", "failed", "silent")
-_COLUMNS = (
-    TableColumn(title="rank", is_number=True),
-    TableColumn(title="state", is_whole=True),
-    TableColumn(title="step", is_number=True),
-    TableColumn(title="steps/s", is_number=True, drop=2),
-    TableColumn(title="MB/s", is_number=True, drop=3),
-    TableColumn(title="pool", is_whole=True, drop=4),
-    TableColumn(title="waited", is_number=True, drop=1, dull="0.0 s"),
-    TableColumn(title="dropped", is_prose=True, dull="0"),
-    TableColumn(title="size", is_number=True, drop=5),
-    TableColumn(title="disk left", is_number=True, drop=6),
-)
+_TITLES = ("rank", "state", "step", "steps/s", "MB/s", "pool", "waited", "dropped", "size", "disk left")
 
 
-def top_command(
-    path: options.RunPath = None,
-    once: Annotated[bool, typer.Option("--once", help="Show one snapshot, as in a pipe.")] = False,
-) -> Reply:
-    """Watch a run while it records, one line a rank.
-
-    It ends with the run, or on Ctrl-C. The column pool shows how full the memory for records on their way to disk is,
-    and waited how long training waited for room in that memory. A line for several ranks shows the lowest steps/s, the
-    fullest pool and the least disk left.
-
-    Exit code 1: a rank was killed, is silent, has given up or has dropped values.
-    """
-    return top_reply(*find_run(path), once=once)
-
-
-def top_reply(run: Location, manifest: RunManifest, *, once: bool) -> Reply:
-    """Return the reply that prints a run once or, on a terminal, until the run is over."""
-    watch, name, world_size = RunWatch(run), manifest.name or run.name, manifest.world_size or 0
-    ranks: list[RankNow] = []
-
-    def members() -> dict[str, Any]:
-        ranks.extend(watch.look())
-        return {
-            "run": run.name, "path": str(run), "world_size": world_size or None, "is_over": _is_over(ranks),
-            "states": _count_states(ranks), "ranks": [rank.members() for rank in ranks], "name": name,
-        }  # fmt: skip
-
-    def parts() -> Iterator[Table]:
-        if once or not sys.stdout.isatty():
-            ranks.extend(watch.look())
-            yield _table(name, ranks, world_size, len(ranks))
-        else:
-            ranks.extend(_follow(watch, name, world_size, time.sleep))
-
+def top_reply(path: str | None, *, once: bool) -> Reply:
+    """Return the reply of `recorder top`, which a terminal shows until the run is over, except with `once`."""
+    location, manifest = find_run(path)
+    top = RanksTop(location, manifest.name or location.name, manifest.world_size or 0)
     return Reply(
-        members=members,
-        parts=parts,
-        exit_code=lambda: int(any(rank.state in _FINDINGS or rank.status.num_dropped for rank in ranks)),
+        members=top.members,
+        parts=lambda: [next(top.tables()) if once else LiveTable(top.tables)],
+        exit_code=lambda: int(any(rank.state in _FINDINGS or rank.status.num_dropped for rank in top.ranks)),
     )
 
 
-def _follow(watch: RunWatch, name: str, world_size: int, sleep: Callable[[float], None]) -> list[RankNow]:
-    from rich.console import Console, Group
-    from rich.live import Live
+class RanksTop:
+    """The ranks of a run as they were last seen, and the tables that show them."""
 
-    console = Console(highlight=False)
-    ranks = watch.look()
-    until_s = time.monotonic() if _is_over(ranks) else None  # a run that is already over is printed once
-    with Live(console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                table = _table(name, ranks, world_size, max(console.height - 7, 1))
-                live.update(Group(*fitted(table, console.width)), refresh=True)
-                if until_s is not None and time.monotonic() >= until_s:
-                    break
-                sleep(_REFRESH_S)
-                ranks = watch.look()
-                if not _is_over(ranks):
-                    until_s = None
-                elif until_s is None:
-                    until_s = time.monotonic() + _OVER_AFTER_S
-        except KeyboardInterrupt:
-            pass  # Ctrl-C is the usual way to end it
-    return ranks
+    def __init__(self, run: Location, name: str, world_size: int) -> None:
+        self.ranks: list[RankNow] = []
+        self._watch, self._name, self._world_size = RunWatch(run), name, world_size
+
+    def members(self) -> dict[str, Any]:
+        run, self.ranks = self._watch.run, self._watch.look()
+        return {
+            "run": run.name, "path": str(run), "world_size": self._world_size or None, "is_over": _is_over(self.ranks),
+            "states": _count_states(self.ranks), "ranks": [rank.members() for rank in self.ranks], "name": self._name,
+        }  # fmt: skip
+
+    def tables(
+        self, max_rows: Callable[[], int] = lambda: sys.maxsize, sleep: Callable[[float], None] = time.sleep
+    ) -> Iterator[Table]:
+        """Yield a table of the ranks now, and a new one each second until the run is over."""
+        self.ranks = self._watch.look()
+        until_s = time.monotonic() if _is_over(self.ranks) else None  # a run that is already over is shown once
+        while True:
+            yield _table(self._name, self.ranks, self._world_size, max_rows())
+            if until_s is not None and time.monotonic() >= until_s:
+                return
+            sleep(_REFRESH_S)
+            self.ranks = self._watch.look()
+            if not _is_over(self.ranks):
+                until_s = None
+            elif until_s is None:
+                until_s = time.monotonic() + _OVER_AFTER_S
 
 
 def _is_over(ranks: Sequence[RankNow]) -> bool:
@@ -334,7 +266,11 @@ def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> T
     if rest:
         states = ", ".join(f"{count} {state}" for state, count in _count_states(rest).items())
         rows.append(["...", f"{len(rest)} more: {states}", *_line_of(rest)])
-    return Table(_COLUMNS, rows, title=_headline(name, ranks, world_size), subtitle=_accounts(ranks))
+    return table_of(
+        _TITLES, rows, numbers={*_TITLES} - {"state", "pool", "dropped"}, whole=("state", "pool"), prose=("dropped",),
+        drops=("disk left", "size", "pool", "MB/s", "steps/s", "waited"), dull={"waited": "0.0 s", "dropped": "0"},
+        title=_headline(name, ranks, world_size), subtitle=_accounts(ranks),
+    )  # fmt: skip
 
 
 def _trouble(rank: RankNow) -> tuple[int, int, float, int]:
@@ -350,13 +286,14 @@ def _count_states(ranks: Iterable[RankNow]) -> dict[str, int]:
 
 def _line_of(ranks: Sequence[RankNow]) -> list[str]:
     known = [rank.status for rank in ranks if rank.status.has_step]
+    steps = [status.step for status in known]
     alive = [rank.status for rank in ranks if rank.state == "recording" and rank.status.has_step]
     left = [status.free_bytes for status in known if status.free_bytes is not None]
     dropped: Counter[str] = Counter()
     for rank in ranks:
         dropped.update(rank.status.dropped)
     return [
-        _between([status.step for status in known]) if known else "",
+        span(range(min(steps), max(steps) + 1)) if known else "",
         f"{min(status.steps_per_s for status in alive):.2f}" if alive else "",
         f"{sum(status.bytes_per_s for status in alive) / 1e6:.1f}" if alive else "",
         _bar(max(map(_fill, alive))) if alive else "",
@@ -374,11 +311,6 @@ def _state(rank: RankNow) -> str:
     if rank.num_alive > 1:
         return f"{state} ({rank.num_alive} at once)"
     return f"{state} (start {rank.num_writers})" if rank.num_writers > 1 else state
-
-
-def _between(steps: Sequence[int]) -> str:
-    first, last = min(steps), max(steps)
-    return str(first) if first == last else f"{first}..{last}"
 
 
 def _fill(status: Status) -> float:
@@ -400,7 +332,7 @@ def _accounts(ranks: Sequence[RankNow]) -> str:
     if not ranks:
         return "no rank has begun yet"
     cells = _line_of(ranks)
-    by_title = dict(zip((column.title for column in _COLUMNS[2:]), cells, strict=True))
+    by_title = dict(zip(_TITLES[2:], cells, strict=True))
     rates = f", {by_title['steps/s']} steps/s, {by_title['MB/s']} MB/s" if by_title["steps/s"] else ""
     longest_s = max(rank.status.longest_wait_s for rank in ranks)
     waits = f", waited {by_title['waited']} (longest {longest_s:.1f} s)" if longest_s else ""
