@@ -264,14 +264,11 @@ class TensorLayout:
             return []
         down, across = (cut[0], cut[1]) if len(cut) == 2 else (None, cut[0])
         rows = starts[down] if down is not None else [0]
-        cells = [
-            [
-                _together([p for p in self.pieces if p.offsets is not None and all(p.shape)
-                           and p.offsets[across] == column and (down is None or p.offsets[down] == row)])
-                for column in starts[across]
-            ]
-            for row in rows
-        ]  # fmt: skip
+        held: dict[tuple[int, int], list[LayoutChunk]] = {}
+        for chunk in self.pieces:
+            if chunk.offsets is not None and all(chunk.shape):
+                held.setdefault((0 if down is None else chunk.offsets[down], chunk.offsets[across]), []).append(chunk)
+        cells = [[_together(held.get((row, column), [])) for column in starts[across]] for row in rows]
         width = max(len(cell) for line in cells for cell in line)
         if len(starts[across]) * (width + 3) > _MAX_CHARACTERS:
             return []

@@ -313,29 +313,8 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
         return None
     names, bands, ticks = [], list[npt.NDArray[np.uint8]](), list[tuple[float, str]]()
     for _, name, own, values, is_bad in sorted(rows, key=lambda row: row[0])[:_MAX_BANDS]:
-        is_known = ~np.isnan(values) | is_bad
-        xs, values = own[is_known].astype(np.float64), values[is_known]
-        pixels = np.full((_BAND, _WIDTH, 3), 255, np.uint8)
-        low, high = (float(end(values)) if (~np.isnan(values)).any() else 0.0 for end in (np.nanmin, np.nanmax))
-        if of_objectives and ".cosine." in name:
-            low, high = -1.0, 1.0
-        elif low == high:
-            low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
-
-        def height(value: Any, low: float = low, high: float = high) -> Any:
-            return 10 + (_BAND - 20) * (high - value) / (high - low)
-
-        for tick in _round_numbers(low, high):
-            pixels[round(height(tick))] = _HOLE
-            ticks.append((len(bands) * _BAND + height(tick), f"{tick:.4g}"))
-        if len(xs) == 1:
-            xs, values = np.array([xs[0] - 0.2, xs[0] + 0.2]), values.repeat(2)
-        y = np.interp(at, xs, height(values), np.nan, np.nan) if len(xs) else np.full(_WIDTH, np.nan)
-        rise = np.nan_to_num(np.abs(np.gradient(y)))
-        pixels[np.abs(np.arange(_BAND)[:, None] - y) <= 1 + rise / 2] = _LINE
-        bars = np.searchsorted(at, own[is_bad])[:, None] + [-1, 0, 1]
-        pixels[:, np.clip(bars, 0, _WIDTH - 1)] = _BAD
-        pixels[-1] = _HOLE
+        pixels, of_band = _band(own, values, is_bad, at, is_cosine=of_objectives and ".cosine." in name)
+        ticks += [(len(bands) * _BAND + middle, text) for middle, text in of_band]
         names.append(name.removeprefix("objective."))
         bands.append(pixels)
     num_more = len(rows) - len(bands)
@@ -343,6 +322,36 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
     kinds = [(_BAD, "NaN or infinite")] if any(row[-1].any() for row in rows) else []
     more = f"; {counted(num_more, 'more number')} not drawn" if num_more else ""
     return _Drawn(title=title + more, names=names, pixels=np.concatenate(bands), kinds=kinds, ticks=ticks)
+
+
+def _band(
+    steps: npt.NDArray[np.int64], values: _Floats, is_bad: npt.NDArray[np.bool_], at: _Floats, *, is_cosine: bool
+) -> tuple[npt.NDArray[np.uint8], list[tuple[float, str]]]:
+    """Draw one number, and return the band and the numbers of its axis, each after its distance from the band's top."""
+    is_known = ~np.isnan(values) | is_bad
+    xs, values = steps[is_known].astype(np.float64), values[is_known]
+    pixels = np.full((_BAND, _WIDTH, 3), 255, np.uint8)
+    low, high = (float(end(values)) if (~np.isnan(values)).any() else 0.0 for end in (np.nanmin, np.nanmax))
+    if is_cosine:
+        low, high = -1.0, 1.0
+    elif low == high:
+        low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
+
+    def height(value: Any) -> Any:
+        return 10 + (_BAND - 20) * (high - value) / (high - low)
+
+    ticks = [(height(tick), f"{tick:.4g}") for tick in _round_numbers(low, high)]
+    for middle, _ in ticks:
+        pixels[round(middle)] = _HOLE
+    if len(xs) == 1:
+        xs, values = np.array([xs[0] - 0.2, xs[0] + 0.2]), values.repeat(2)
+    y = np.interp(at, xs, height(values), np.nan, np.nan) if len(xs) else np.full(_WIDTH, np.nan)
+    rise = np.nan_to_num(np.abs(np.gradient(y)))
+    pixels[np.abs(np.arange(_BAND)[:, None] - y) <= 1 + rise / 2] = _LINE
+    bars = np.searchsorted(at, steps[is_bad])[:, None] + [-1, 0, 1]
+    pixels[:, np.clip(bars, 0, _WIDTH - 1)] = _BAD
+    pixels[-1] = _HOLE
+    return pixels, ticks
 
 
 def _order(name: str, mode: str) -> int:
