@@ -87,7 +87,7 @@ class Column:
     degree: int = 1
     """The exponent k of a statistic: if all elements are multiplied by f, the statistic is multiplied by f ** k."""
     has_sign: bool = True
-    """True if the sign of a factor counts; False if only its magnitude counts, as for `std`."""
+    """If elements are multiplied by f, the statistic is multiplied by f**degree (True) or abs(f)**degree (False)."""
     is_nonfinite: bool = False
     """True if the column counts NaN or infinite elements, which the statistics leave out."""
 

@@ -22,11 +22,11 @@ KEEP_STATS = 2
 KEEP_FINGERPRINT = 4
 """The bit in `keep` for the fingerprint column."""
 KEEP_HISTOGRAM = 8
-"""The bit in `keep` for the histogram column, and for the statistics, which count the zeros and NaN."""
+"""The bit in `keep` for the histogram column and for the statistics, which count zeros and NaN for the histogram."""
 KEEP_REPLAY = 16
 """The bit in `keep` for what a replay of the module's call needs: data at site ``call``, values and gradients."""
 KEEP_UNITS = 32
-"""The bit in `keep` for the column of sums for each unit, and for the statistics."""
+"""The bit in `keep` for the column of sums over each unit (channel or neuron), and for the statistics."""
 KEEP_RING = 64
 """The bit in `keep` for a payload that waits in memory until a trigger asks for it. Never with `KEEP_TENSOR`."""
 KEEP_PROBE = 128

@@ -250,7 +250,7 @@ class Rule:
     """The numbers of the calls within a micro-step that are selected; an evaluation loop has many calls in a step."""
     keep: int = KEEP_STATS
     unit_dim: int | None = None
-    """The dim along which units lie for ``keep=units``; None for the usual dim of the module's class."""
+    """The dim along which units (channels) lie for ``keep=units``; None for the usual dim of the module's class."""
     before: int = 4
     """The number of steps before a trigger that are written, for ``keep=ring``."""
     after: int = 2

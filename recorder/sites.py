@@ -141,9 +141,9 @@ CALL = "call"
 PROBE = "probe"
 """The site of the rows of `keep=probe`, and the kind of their shards. A row has one value's numbers over many steps."""
 UPDATE = "update"
-"""The site, in the probe, of numbers that say how far an update has moved each parameter."""
+"""The site of those numbers of the probe that say how far an optimizer's step has moved each parameter."""
 TOKENS = "tokens"
-"""The site of the rows of `keep=tokens`, in the probe's shards. A row has one value's sketches over several calls."""
+"""The site of rows of `keep=tokens`, in the probe's shards. A row has a value's sketches (digests) of several calls."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
 """The sites whose tensors a replay takes, or compares its results with."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}

@@ -197,7 +197,7 @@ class Capture:
             stager.look()
 
     def fetch(self) -> None:
-        """Put every value that is held back (by probe, tokens, losses, aliases, stagers) on the channel. May block."""
+        """Put on the channel the values that probe, stagers and other parts of the capture still hold. May block."""
         if self.probe is not None:
             self._ask_probe(self.probe.flush)
         if self._token_blocks is not None:

@@ -139,7 +139,7 @@ class TapsByHand:
         self._objectives = objectives
 
     def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Record a tensor by name, and with the phase ``backward`` the gradient that arrives at the tensor."""
+        """Record a tensor under a name, and the tensor's gradient, once it arrives, in a row of phase ``backward``."""
         capture = self._capture
         root, path = self._locate(module)
         rule_set = capture.selection.rule_set_of_name("tap", name)
@@ -287,7 +287,7 @@ def _leave_own_frame_out(error: BaseException) -> None:
 
 
 def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
-    """Let dynamo run a function uncompiled, for a backward that is called between two of dynamo's graphs."""
+    """Keep dynamo from compiling a function of ours that runs when a compiled program calls backward."""
     dynamo: Any = torch._C._dynamo.eval_frame
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)

@@ -80,7 +80,7 @@ class LastGradient(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
-        """Return a copy of the first small gradient in host memory; None if there is none.
+        """Return a copy of the first gradient that is small and lies in host memory; None if no gradient qualifies.
 
         Args:
             parameters: the parameters of one optimizer.

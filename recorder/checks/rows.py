@@ -316,7 +316,7 @@ def ends(lanes: Integers) -> Flags:
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return, for each row, the number in the previous row of the same value and rank, by which rows are sorted."""
+    """Return, for each row, the previous number in the same lane (value and rank). The rows are sorted by lane."""
     before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]

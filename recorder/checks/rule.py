@@ -28,7 +28,7 @@ class Severity(IntEnum):
     NOTE = 0
     """A finding that is worth knowing, although a sound training may have it, too."""
     WARNING = 1
-    """A finding that probably is a mistake."""
+    """A finding that a mistake in the training has probably caused."""
     ERROR = 2
     """A finding that proves that the training is broken."""
 

@@ -36,7 +36,7 @@ _CARRYING_S = 15.0
 _YOUNG_S = 8.0
 """A rank is young while its speed was measured over fewer seconds than this: the first steps are the slowest."""
 _WATCHED_S = 0.5
-"""The least seconds for which a young rank's steps are watched to measure its speed."""
+"""The speed of a rank that started recently is measured over at least this many seconds."""
 _PACE_S = 10.0
 """The most seconds to wait for the speed of a young run: a few times `status_interval_s`, which is 2 s."""
 _SILENT = ("silent", "starting")

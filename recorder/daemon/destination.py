@@ -110,7 +110,7 @@ class Bucket:
         self._client.renew()
 
     def check(self) -> None:
-        """Check that the store honours the conditions of uploads, else raise StoreError; later checks cost one GET."""
+        """Raise StoreError unless the store obeys conditional uploads, such as If-Match. Later checks cost one GET."""
         held = self.get(_PROBE)
         if held is None or held[0] != _JUDGES:
             self._try_conditions()

@@ -81,7 +81,7 @@ class FleetDocument:
     """This node's document in the fleet's index, with an entry for each run, also for runs that have left the node."""
 
     def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
-        """Make no request yet. Once a second daemon writes this document, `clashes` is called with its host's name."""
+        """Make no request yet. If another daemon writes the node's document, `clashes` gets that daemon's host name."""
         self._destination = destination
         self._key = f"{FLEET}/{node}.json"
         self._clashes = clashes

@@ -64,7 +64,7 @@ _DROP_REASONS = (
     *("pool_full", "ring_full", "disk_full", "disk_floor", "quota", "no_memory", "write_error:EIO"),
     *("interrupted", "abandoned_at_close", "writer_error", "writer_dead"),
 )
-"""Reasons for dropped rows that are served as 0 until rows are dropped. FORMAT.md allows further reasons."""
+"""The reasons whose counts of dropped rows are served as 0 before a row is dropped. FORMAT.md allows more reasons."""
 
 _LIVE_RULES = (("nonfinite", "error", ""), ("spike", "warning", ""), ("jump", "warning", ""))
 """Rule, severity and module of the findings in training whose counts are served as 0 before there is a finding."""

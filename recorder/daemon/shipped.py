@@ -245,7 +245,7 @@ class ShippedRun:
     # The methods that look at the destination.
 
     def identify(self) -> bool:
-        """Tell whether the run may be shipped: the destination has no other run of its name, and has not pruned it."""
+        """Return whether to ship the run: the destination has no other run of its name, and has not pruned the run."""
         with self.open() as folder, folder.open(RUN_MANIFEST) as file:
             local = parse_json(file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES)), file.where)
             self.manifest = file.stamp

@@ -134,7 +134,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """A log handler that writes each line to the `sys.stderr` of that moment."""
+    """A log handler that looks up `sys.stderr` again for each line."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -59,7 +59,7 @@ def batch_crcs(batch: pa.RecordBatch) -> Crcs:
 def seal_metadata(
     *, number: int, num_batches: int, ledger: Mapping[str, object], has_file_crc: bool = False
 ) -> dict[bytes, bytes]:
-    """Return the `custom_metadata` of a seal (last batch, 0 rows); `has_file_crc`: the footer will have a checksum."""
+    """Return the `custom_metadata` of a seal (a shard's last batch); with `has_file_crc` the footer has a checksum."""
     if num_batches != number + 1:
         raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
     fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches}

@@ -64,7 +64,7 @@ class BatchDims(NamedTuple):
     dims: frozenset[int]
     """The dims with the sizes of the batches, and also dim 0 if its sizes are a multiple of the batches' sizes."""
     first: int | None
-    """The first dim that has exactly the sizes of the batches; None if no dim is known to have them."""
+    """The first dim along which each rank's tensor is as long as the rank's batch; None if no such dim is known."""
     are_single: bool
     """True if each of several ranks has one sample, and their samples differ."""
 

@@ -195,9 +195,9 @@ class RowFinding(NamedTuple):
     """A finding about the rows of ranks that is shown to the user."""
 
     kind: str
-    """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``,
-    ``stranger``, ``layout_changes`` (ranks have equal values at some steps only) or ``alone`` (the other ranks never
-    ran the module)."""
+    """One of ``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded`` (by a
+    later attempt), ``stranger`` (of another run), ``layout_changes`` (ranks have equal values at some steps only) and
+    ``alone`` (other ranks did not run the module)."""
     step: int
     module_path: str
     site: str

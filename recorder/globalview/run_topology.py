@@ -284,7 +284,7 @@ Ranks = tuple[int, ...]
 
 
 class RankStatement(NamedTuple):
-    """What the manifest of one rank says about a root and the ranks that share it."""
+    """What one rank's manifest says about a root (a module under hooks) and about the ranks that train it together."""
 
     rank: int
     source: str
@@ -511,7 +511,7 @@ def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tu
 
 
 def _expert_of(modules: _Names, root: str, module_path: str) -> str:
-    """Return the path of the outermost of `modules` that contains a module, or else the module's own path."""
+    """Return the outermost path in `modules` that is or contains `module_path`, or else `module_path` itself."""
     above = [path for path in _with_above(module_path) if (root, path) in modules]
     return above[-1] if above else module_path
 

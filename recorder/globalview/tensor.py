@@ -123,7 +123,7 @@ def histogram_of(
 
 
 def units_of(loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool) -> Units:
-    """Return the sums over the units of the value that a query selects; arguments and errors as for `histogram_of`."""
+    """Return the sums over each unit (channel) of a query's value; arguments and errors are those of `histogram_of`."""
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "units", tensor_rows, "sums of its units", "them")
     try:
@@ -211,7 +211,7 @@ class TensorLayout:
     why: str
     """Why the chunks form no single tensor; empty if they do."""
     kind: str
-    """The kind of finding that a merge reports if there is no single tensor, such as ``per_rank``; else empty."""
+    """The kind of finding, such as ``per_rank``, that a merge reports if chunks form no single tensor; else empty."""
     scale: str | None
     mesh_shape: Ints | None
     pieces: tuple[LayoutChunk, ...]

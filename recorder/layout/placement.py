@@ -312,7 +312,7 @@ RANK_BOUND = {
 }
 """The keys in a row's `note` that forbid joining the row's chunk with other ranks' chunks, each with the reason."""
 TURNED = "turned"
-"""The key in the `note` of a row that no rule asked for: one rank wrote it because its value turned NaN or infinite."""
+"""The key in a row's `note` if no rule asked for the row: one rank wrote the row as the value turned non-finite."""
 OF_ONE_RANK = "of_one_rank"
 """The key in the `note` of a row that one rank alone has, because the optimizer distributes parameters over ranks."""
 MAX_NAMED = 8
@@ -342,7 +342,7 @@ class Term(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """A region of the global tensor and the chunks whose sum fills it; a single chunk with factor 1 is copied."""
+    """A region of the global tensor, and the chunks whose weighted sum fills it. One chunk of factor 1 is copied."""
 
     region: Region
     terms: tuple[Term, ...]

@@ -41,7 +41,7 @@ class Region(NamedTuple):
     """The elements of the global tensor that one local tensor has: either `run` or `boxes`."""
 
     run: Range | None
-    """The range of the flattened global tensor that a local tensor with one dim has; None for boxes."""
+    """The local tensor's range in the flattened global tensor; None if the local tensor has `boxes` instead."""
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0

@@ -134,7 +134,7 @@ class Carrier:
             self._events.add("uncarried", text)
 
     def _is_first(self, store: JobStore, run_dir: Path) -> bool:
-        """Register this rank's directory in the store; return whether this rank carries for the directory.
+        """Register this rank's directory in the store; return True if this rank is the first to register the directory.
 
         Two ranks have the same directory if they read the same manifest of the run, which contains the time of its
         writing in nanoseconds.

@@ -210,7 +210,7 @@ ROW_BYTES = 100
 HISTOGRAM_BYTES = 40
 """The bytes that a histogram adds to a row on disk; 37 to 46 were measured."""
 UNIT_BYTES = 19
-"""The bytes that the sums of one unit add to a row on disk."""
+"""The bytes that the sums of one unit (channel or neuron) add to a row on disk."""
 PROBE_BYTES = 5
 """The bytes that the probe of a value adds to the disk at each step."""
 _AHEAD = (100, 1000)

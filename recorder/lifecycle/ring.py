@@ -203,8 +203,8 @@ _MAX_ASKED = 64
 _DUE = ("exception", "signal", "user")
 """The kinds of trigger that are obeyed even soon after another trigger, as the process ends or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
-"""Ranks that find the same reason at once notify the other ranks at different times, spaced like multiples of the
-golden ratio, so that most ranks are notified before their own turn. Of 4,096 ranks about 20 send, within 4 s."""
+"""Ranks that find a reason for a dump at once notify the other ranks at different times: the fractional parts of
+multiples of the golden ratio. So most ranks are notified before their turn: of 4,096 about 20 send, within 4 s."""
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
 OWN_RULE = "own rule"

@@ -109,7 +109,7 @@ class Weights(ctypes.Structure):
 
 
 class UnitAddresses(ctypes.Structure):
-    """The addresses of the sums over the values of each unit, as `struct units` in `kernels.c`."""
+    """The addresses of the sums over the values of each unit (channel or neuron), as `struct units` in `kernels.c`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sums", "squares", "peaks", "zeros")),
@@ -169,7 +169,7 @@ class ManyTensors:
     """The dtypes and sizes of many tensors that are summed together again and again, wherever the tensors lie."""
 
     def __init__(self, plans: Sequence[LoopsPlan]) -> None:
-        """Take one plan for each tensor; the plans are kept alive, because their tables are read."""
+        """Take one plan for each tensor. The plans are kept alive, because the C code reads tables in the plans."""
         self.plans = plans
         self.measuring = np.zeros(len(plans), _MEASURING_ITEMS)
         self.measuring["items"], self.measuring["kind"] = [one.items for one in plans], [one.kind for one in plans]
@@ -265,9 +265,9 @@ class Kernels:
     ) -> None:
         """Write the results of a plan, for a tensor with contiguous elements at the address `at`, to the address `out`.
 
-        At `out`, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and the three sums and the
-        zeros of the units. `num_threads` threads of the loaded OpenMP runtime measure; their number does not change the
-        bits. A tensor of at most `held_bytes` is measured with the interpreter's lock held.
+        At `out`, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and for each unit (channel)
+        three sums and the count of zeros. `num_threads` threads of the loaded OpenMP runtime measure; their
+        number does not change the bits. A tensor of at most `held_bytes` is measured with the interpreter's lock held.
         """
         bins = out + _STATISTICS.size
         sums = bins + 8 * plan.num_bins

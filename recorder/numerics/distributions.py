@@ -1,4 +1,4 @@
-"""Compares and draws the histograms and units of rows: shares, dead units, distances, lines of block characters.
+"""Compares and draws histograms and units (channels) of rows: shares, dead units, distances, block characters.
 
 A missing or damaged histogram is None here; `recorder verify` reports damage.
 """

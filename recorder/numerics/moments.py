@@ -1,9 +1,9 @@
 """Combines statistics: of a tensor's pieces, of its chunks, or of any rows.
 
 `Combine` in the registry of columns says which columns are added, and from which the least or greatest value is taken.
-The formulae of `Combine.MOMENTS` are here, and the sums of histograms and of units. Means and standard deviations are
-exact to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque, Updating formulae and
-a pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
+The formulae of `Combine.MOMENTS` are here, and the sums of histograms and of units (channels). Means and standard
+deviations are exact to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque,
+Updating formulae and a pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
 """
 
 from __future__ import annotations

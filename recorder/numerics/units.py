@@ -1,7 +1,7 @@
-"""Sums over the values of each unit of a tensor (a neuron, a channel, a head), and the sketch of each token.
+"""Sums over the values of each unit of a tensor, and the sketch of each token.
 
-Units are the indices along one dim; see "Units" in FORMAT.md. Their sums add up over chunks, ranks, steps and runs, as
-histograms do.
+A unit is all elements at one index along one dim: a neuron, a channel or a head; see "Units" in FORMAT.md. The sums of
+units add up over chunks, ranks, steps and runs, as histograms do.
 
 The sketch of a value is eight numbers for each token; two sketches differ by about as much as the values do. Each
 number is the sum of a token's elements with signs that depend on an element's position alone (Achlioptas,

@@ -1,8 +1,7 @@
-"""Clocks that give a value its time: the step, and within the step the slice (a forward and its backward).
+"""Clocks that give a value its time: the step, and in the step the slice (one forward of a root and its backward).
 
 `step` counts the attempted steps of one optimizer. It advances at the first forward with gradients after such a step. A
-slice ends when a gradient has arrived at an output of the slice and the root is called again. Nothing here may touch a
-device.
+slice ends when a gradient has arrived at an output and the root is called again. Nothing here may touch a device.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from ..records import Moment
 
 
 class Slice:
-    """One forward of a root, or several forwards before a backward. `micro_step` is the index of a slice in its step.
+    """A slice of a step: one forward of a root and its backward, or several forwards before one backward.
 
-    A slice counts the calls of modules and taps, so that rows have unique keys. The counts are kept here and not with
-    the hooks, because a program switches between the slices of a step, as from training to `no_grad` and back. In the
-    methods, `key` names one module or one tap.
+    `moment.micro_step` is the index of the slice in its step. A slice counts the calls of modules and taps, so that
+    rows have unique keys. The counts are kept here and not with the hooks, because a program switches between the
+    slices of a step, as from training to `no_grad` and back. In the methods, `key` names one module or one tap.
     """
 
     __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "used")
@@ -81,7 +80,7 @@ class Clock:
         self.num_optimizer_steps = 0
         self._has_stepped = False
         self.going_back: Slice | None = None
-        """The slice (a forward) that got a gradient last; a pipeline stage runs other forwards before its backward."""
+        """The slice (a forward and its backward) whose backward began last; a pipeline may have begun newer slices."""
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer whose steps count has attempted a step."""
@@ -186,7 +185,7 @@ class RootClock:
         self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
-        """Return the slice (forward and backward) of a submodule's call: of the root's call, else the mode's latest."""
+        """Return the slice (forward and backward) of the root's call under way, or else the mode's latest slice."""
         active = self._of_thread.active
         if active is not None:
             return active
@@ -199,7 +198,7 @@ class RootClock:
         return current
 
     def recomputed(self, *, in_pipeline: bool = False) -> Slice:
-        """Return the slice (forward and backward) of a recompute: in a pipeline the one going back, else the latest."""
+        """Return a recompute's slice (forward and backward): `Clock.going_back` in a pipeline, else the latest."""
         if in_pipeline and self._clock.going_back is not None:
             return self._clock.going_back
         if self._latest is None:

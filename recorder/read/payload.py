@@ -35,7 +35,7 @@ _AT_ONCE = 16
 _BATCH_BYTES = 8 << 20
 """The size that is assumed for a batch before it is read, unless a row in it is known to be larger."""
 _Key = tuple[int, int]
-"""A batch: the `id` of its `ShardRows`, which live as long as the rows, and its number in the shard."""
+"""The key of a batch: the `id` of its shard's `ShardRows`, which the rows keep alive, and the batch's number."""
 
 
 class Payloads:

@@ -366,7 +366,7 @@ def in_order(run: Run, series: Iterable[DrawnSeries]) -> list[str]:
 
 
 def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
-    """Return why a module's parameters have no rows of an optimizer's step; empty if they have, or if unknown."""
+    """Return why no optimizer's step recorded a module's parameters; empty if one did, or if the reason is unknown."""
     if "param" not in info.sites or not info.params:
         return ""
     if len(info.params) == len(info.frozen):

@@ -1,4 +1,4 @@
-"""Collects histograms and units of series, for the steps and ranks that the page draws, and makes pictures of tensors.
+"""Collects histograms and units (channels) for the steps and ranks that the page draws, and makes pictures of tensors.
 
 Pictures are made of recorded tensors: first filters, then inputs, feature maps, attention maps, and the spectra of
 weights. Except for weights, payloads come from one rank, for at most `_MAX_SERIES` tensors of a kind at two steps each.
@@ -349,9 +349,10 @@ _Made = tuple[str, npt.NDArray[np.uint8], _Range, int]
 
 
 def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | None:
-    """Return a picture's kind, uint8 tiles (number, row, column, colour), range of values, and number of all tiles.
+    """Return a picture's kind, its tiles, their range of values, and how many tiles the whole tensor would make.
 
-    `was_attention` is True if the same series was drawn as attention at an earlier step. None: nothing can be drawn.
+    The tiles are uint8, of shape (tiles, rows, columns, colours). None is returned if nothing can be drawn.
+    `was_attention` is True if the same series was drawn as attention at an earlier step.
     """
     if array.size == 0 or array.dtype.kind == "c":
         return None

@@ -436,7 +436,7 @@ class StatisticsBlocks:
         return chosen, np.where(sizes < _LARGEST, sizes, np.nan)
 
     def further_blocks(self) -> Iterator[PageBlock]:
-        """Yield the blocks of histograms, of units, and, if there are many ranks, of each rank's deviations."""
+        """Yield blocks of histograms, of units (channels), and, if there are many ranks, of each rank's deviations."""
         if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
             yield histograms
         if (units := self.units.block(f"{self._prefix}units")) is not None:

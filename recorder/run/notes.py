@@ -1,4 +1,4 @@
-"""Sentences about a run and its rows that several commands print, such as missing ranks, jitter, dumps and commands."""
+"""Sentences that subcommands print about a run: on missing ranks, jitter, dumps, and commands sent to the run."""
 
 from __future__ import annotations
 

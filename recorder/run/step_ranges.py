@@ -50,8 +50,8 @@ class Mapper(Protocol):
     ) -> Iterator[T]:
         """Yield the results in the order of the ranges. Only few results are computed ahead of the caller.
 
-        `make`, a class or a function of a module, is called once in each process with `arguments`, each of which is a
-        run, a tuple of runs, or plain data. It returns the function that is called with each of the `ranges`.
+        In each process, `make` is called once with `arguments` (runs, tuples of runs, plain data), and the function
+        that `make` returns is called with each of the `ranges`. `make` is a class or function at module level.
         """
 
 

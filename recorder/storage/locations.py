@@ -34,7 +34,7 @@ _WHOLE_BYTES = 512 << 10
 _BLOCK_BYTES = 64 << 10
 """The least bytes of a request: they cover the schema, footer and seal of a shard, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
-"""The least bytes of a request to an object without payloads; most of its bytes are needed sooner or later."""
+"""The least bytes of a request to an object without payloads, because most of the object is needed sooner or later."""
 _MAX_KEPT_BYTES = 256 << 20
 """The most bytes of blocks that a store keeps for later reads. Larger blocks are payloads, which their readers keep."""
 

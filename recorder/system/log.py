@@ -230,7 +230,7 @@ class _HeldBack:
     def __init__(self) -> None:
         self.num_lines = 0
         self.num_unkept = 0
-        """The number of events without an entry of their own that a logged count has already included."""
+        """The number of events, among those without an entry of their own, that the counts logged so far include."""
         self.level = logging.INFO
 
 

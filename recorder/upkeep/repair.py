@@ -127,7 +127,7 @@ def _changed_s(directory: Path) -> float:
 
 
 def _set_back(directory: Path, changed_s: float) -> None:
-    """Set times of files that are newer than `changed_s` back to it: a remote writer must not seem to be active."""
+    """Set file times after `changed_s` back to `changed_s`, so that a remote writer does not seem to be active."""
     for name in [*LOCAL.list_directory(directory, directories=False), "."]:
         path = directory / name
         if path.stat(follow_symlinks=False).st_mtime > changed_s:

@@ -110,7 +110,7 @@ class Ring:
     """The records of the last steps. Any thread may call `ask` and `is_wanted`; the writer thread does the rest."""
 
     window: RingWindow
-    """The steps that are kept before the current step; the caller of `ask` chooses the steps after a trigger."""
+    """The ring keeps `window.before` steps before the current step. The caller of `ask` names the steps to write."""
     room: Room
     hold_s: float
     """The seconds for which steps before the window are kept, too, if there is `room`."""

@@ -270,9 +270,9 @@ class BatchFile:
         self.num_rows += batch.num_rows
 
     def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
-        """Append a batch that contains its payload, in the layout that a writer's batches have.
+        """Append to the shard a batch that contains its payload, in the layout that a writer's batches have.
 
-        `ledger` includes this batch. The payload is copied to `memory`, which must not be the file's own.
+        `ledger` includes this batch. The payload is copied to `memory`, which must not be the file's own buffer.
         """
         data_field = batch.schema.get_field_index("data")
         validity, offsets, values = batch.column(data_field).buffers()

@@ -185,7 +185,7 @@ def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[To
 
 
 class TokenAt(NamedTuple):
-    """One token of one sample, and how far a value is apart there."""
+    """One token of one sample, and how far trainer and engine are apart in a value of this token."""
 
     sample: str
     position: int

@@ -85,7 +85,7 @@ class TokensOfCall(NamedTuple):
     at: Integers
     """The flat index of the token in `grid`."""
     samples: Integers
-    """The number of the token's sample, in the order in which the run's samples begin."""
+    """The index of each token's sample; a run's samples are numbered in the order in which they begin."""
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
     hashes: npt.NDArray[np.uint64]

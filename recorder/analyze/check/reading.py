@@ -2,8 +2,8 @@
 
 Rows of recomputed forwards are left out, because they repeat values of the forward. Of a step that a restart repeated,
 only the rows of the newer attempt are read. If a value has no row at a step, the probe's number of the value at this
-step becomes a row. Some columns are numbers computed from the bytes of histograms and of sums of units. In these
-columns a row is null if it has no bytes, or if the number cannot be computed. No Python loop runs over rows.
+step becomes a row. Some columns are numbers computed from the bytes of histograms and of sums of units (channels). They
+are null in a row without these bytes, or if the number cannot be computed. No Python loop runs over rows.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _MIN_ALIKE = 3
 MAX_STEPS = 32
 """At most this many differing steps are searched for culprits: at later steps, every difference is inherited."""
 _MAX_FOLLOWING = 256
-"""If no recorded input shows the module that takes an output, it is searched among this many following outputs."""
+"""If inputs are not recorded, the module that takes an output is sought among this many of the following outputs."""
 
 Value = tuple[str, str, str, str]
 

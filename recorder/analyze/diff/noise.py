@@ -1,7 +1,7 @@
-"""Recognises differences that noise alone explains: a repeat or a perturbed twin of the first run differs as much.
+"""Recognises differences due to noise alone: the first run differs as much from its own repeat or perturbed twin.
 
-Noise is measured for each tensor and step. Where it is too small, by chance or because a perturbation did not reach the
-tensor, the median noise of the same site and step is used.
+Noise is measured for each tensor and step. The median noise of the same site and step is used where the median is
+larger: a tensor may have little noise by chance, or because a perturbation did not reach the tensor.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BeyondNoise:
 
     @property
     def drifted(self) -> Drifted | None:
-        """The parameters that drifted, because of which smaller errors are hidden; None if no parameter drifted."""
+        """A summary of the parameters that drifted and so hide smaller errors; None if no parameter drifted."""
         if self._first_drift is None:
             return None
         factor = max(self._factors.values(), default=1.0)

@@ -1,4 +1,4 @@
-"""Makes the output of `recorder diff`: the verdict, its reasons, tables of modules, values, histograms and units."""
+"""Makes the output of `recorder diff`: verdict, reasons, tables of modules, values, histograms, units (channels)."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Uneven(NamedTuple):
 
 
 class LackingRows(NamedTuple):
-    """A count of the global rows of a merged run that lack the same ranks."""
+    """The number of global rows of a merged run that lack the ranks `missing`, and the steps of these rows."""
 
     missing: list[int]
     num_rows: int

@@ -116,7 +116,7 @@ _CERTAIN = np.array([_CODE[key] for key in (
     *HIDDEN, "untapped", "unused", "no_gradient", "tied", "in_no_optimizer", "not_optimized",
     "no_param_gradient", "no_state",
 )])  # fmt: skip
-"""Reasons that other rows of the same step prove, even if some rows were lost."""
+"""Reasons for a missing row that are certain even if rows were lost, because the step's other rows prove them."""
 _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
 _UNCALLED = np.array([_CODE[key] for key in (
     "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
@@ -387,7 +387,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
         return np.isin(site, [SLOT_SITES.index(name) for name in names])[:, None]
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
-        """Return two masks of the parameters at site `name`: with a value at site `other`; selected at site `other`."""
+        """Return two masks of parameters at site `name`: those recorded at site `other`, and those selected there."""
         is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
         there, chosen = np.zeros_like(is_updated), np.zeros((len(site), 1), bool)
         there[is_site] = block.recorded[block.rows[is_site] - distance]

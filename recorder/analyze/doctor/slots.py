@@ -266,7 +266,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
 
 
 def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
-    """Return the slots (sites of modules) of a rule; None if a regular expression cannot be judged in bounded time."""
+    """Return which slots (sites of modules) match a rule; None if an expression cannot be matched in bounded time."""
     expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
     is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
     try:

@@ -162,7 +162,7 @@ def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]
 
 
 def _tag(row: Mapping[str, Any]) -> str:
-    """Return a value's tag: the site and the module, as ``output/blocks.0.mlp.up``, then name and unusual columns."""
+    """Return a value's tag: ``site/module/name``, and then ``key=value`` for each column with an unusual value."""
     path = as_level(row["module_path"]) or ("" if row["site"] == "scalar" else ROOT)
     levels = [as_level(row["site"]), path, as_level(row["name"])]
     return "/".join([*filter(None, levels), *unusual_levels({**row, "rank": None})])

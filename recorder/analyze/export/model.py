@@ -103,7 +103,7 @@ def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, .
 
 
 def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of some spans, end to end, in arrays of these sizes. Each array is overwritten by the next.
+    """Yield the bytes of all spans, end to end, in arrays of these sizes. An array is valid until the next is yielded.
 
     All arrays share one buffer, because `torch.save` may keep its argument until a garbage collection (torch 2.9).
     """

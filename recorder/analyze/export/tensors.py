@@ -181,7 +181,7 @@ class Tensors:
             yield one
 
     def entries(self, partial: MissingRanks) -> list[Entry]:
-        """Return the selected tensors that have values, in order; ranks that selected rows lack are added to `partial`.
+        """Return the selected tensors with values, in order. Ranks that selected rows do not have go into `partial`.
 
         Raises LookupFailedError if nothing is selected, or no selected row has values.
         """

@@ -165,7 +165,7 @@ class Timeline:
         return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
 
     def before(self, rank: int | None) -> Timeline:
-        """Return the timeline of a rank for all earlier steps; in a merged run, it includes the rows for all ranks."""
+        """Return a rank's timeline over all steps before this range; a merged run's rows for all ranks are included."""
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]

@@ -129,7 +129,7 @@ def is_leftover(launch: Observed) -> bool:
 
 
 def start_of(killed: Observed, resumed: Observed) -> int | None:
-    """Return the killed launch's update with which the resumed launch continues, by index; None if it starts anew."""
+    """Return the index of the killed launch's update that the resumed launch makes first; None if it starts anew."""
     votes = votes_of(killed, resumed)
     if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
         return None

@@ -1,4 +1,4 @@
-"""Perturbs a root's inputs in the last place to show the effect of noise; nothing else changes training on purpose.
+"""Perturbs a root's inputs in the last place to show noise's effect; only this module changes training on purpose.
 
 The last place is one machine epsilon of the type in which the model computes; autocast may make this type shorter than
 the input's own type. Only the seed and the shape decide how each element is moved. So a recomputed block gets the
@@ -88,7 +88,7 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
 def _copied(value: Any) -> Any:
     if not any(placement.is_partial() for placement in value.placements):
         return value.clone()
-    # The local tensor is cloned, because to clone a DTensor torch would first reduce a partial sum.
+    # The local tensor is cloned, because torch would reduce the partial sum before it clones the DTensor.
     local = value.to_local().clone()
     mesh, placements = value.device_mesh, value.placements
     return type(value).from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())

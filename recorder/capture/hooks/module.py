@@ -38,7 +38,7 @@ from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch
 from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
-"""A call of a module: its `Slice` (a micro-step), phase, call index, and the result of `Slice.new_graph`."""
+"""A module's call: `Slice` (a forward of the root and its backward), phase, index, `Slice.new_graph`'s result."""
 _UNKNOWN = None, NOTHING
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
@@ -83,7 +83,7 @@ class HookedModule:
     def __init__(self, root: CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None) -> None:
         self.capture = root.capture
         self._cut = cut
-        """How the module cuts its inputs and outputs over ranks, by its or its parent's attributes; None if unknown."""
+        """How inputs and outputs are cut over ranks, if attributes of the module or of its parent tell; else None."""
         self.root = root
         self.root_name = root.name
         self.node_path = node.path

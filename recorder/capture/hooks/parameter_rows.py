@@ -7,8 +7,8 @@ wrapper, a module or a parameter.
 Under ZeRO and Megatron, each rank's optimizer holds only this rank's elements of parameters, often in a wider type.
 DeepSpeed keeps them in one flat tensor, and notes at each parameter where its elements lie (0.19.8:
 `utils/tensor_fragment.py`, `runtime/zero/stage3.py`). Megatron-Core's distributed optimizer has a tensor per parameter,
-and its DDP has the ranges (0.20: `distributed/param_and_grad_buffer.py`, `optimizer/distrib_optimizer.py`). Only these
-attributes are read. Neither package is imported, and no parameter is gathered.
+and its DDP has the ranges (0.20: `distributed/param_and_grad_buffer.py`, `optimizer/distrib_optimizer.py`). Only the
+attributes with these tensors and ranges are read. Neither package is imported, and no parameter is gathered.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ModuleParameter:
 
 
 class OriginalSlice(NamedTuple):
-    """An original parameter inside a flat parameter, and the slice of the original that this rank has."""
+    """An original parameter inside a flat parameter, and the slice (range of elements) of it that this rank has."""
 
     hooked: HookedModule
     name: str

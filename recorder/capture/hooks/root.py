@@ -488,7 +488,7 @@ class Root:
         return module is None or module.training
 
     def slice_now(self) -> tuple[Slice, str]:
-        """Return the `Slice` (the micro-step) and the phase of a value that is recorded now."""
+        """Return the `Slice` (a forward of the root and its backward) and the phase of a value that is recorded now."""
         if torch._C._current_graph_task_id() != -1:
             return self.clock.recomputed(in_pipeline=self.pipeline is not None), "recompute"
         if (active := self.clock.active) is not None:
@@ -496,9 +496,10 @@ class Root:
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """Return the `Slice` and phase of a tapped value; if the root's hooks are compiled away, taps begin its calls.
+        """Return the `Slice` (a forward of the root and its backward) and the phase of a tapped value.
 
-        `with_grad` is given by the tap, because compiled code always runs with gradients disabled.
+        If the root's hooks are compiled away, taps begin the root's calls. `with_grad` is given by the tap, because
+        compiled code always runs with gradients disabled.
         """
         is_hidden = self.num_calls == 0 and self.capture.root_calls.depth == 0
         if not is_hidden or self.module() is None or torch._C._current_graph_task_id() != -1:

@@ -99,9 +99,9 @@ class Stager(Protocol):
 class HostStager(Stager):
     """Copies host memory to host memory; the copy is complete on return, and the writer thread encodes it.
 
-    If no payload is kept, compiled C loops compute the statistics from the tensor's own memory. They run on training's
-    OpenMP threads, which idle while a hook runs, read each byte once, and make no copy. Small tensors are copied
-    instead, because the writer measures many of them with one call.
+    If no payload is kept, compiled C loops compute the statistics from the tensor's own memory. The loops make no copy
+    and read each byte once. They run on training's OpenMP threads, which are idle while a hook runs. Small tensors are
+    copied instead, because the writer measures many of them with one call.
     """
 
     copied_bytes = SMALL_BYTES

@@ -56,7 +56,7 @@ class DeviceMeasure:
         """Launch the kernels that measure a contiguous tensor, on the current stream; the tensor is not changed.
 
         `weights` caches weights of earlier calls on the same stream; this call adds to the cache. The results are
-        returned as a flat int64 tensor on the device: the results of each box, then the sums of the units.
+        returned as a flat int64 tensor on the device: the results of each box, then the sums over units (channels).
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)

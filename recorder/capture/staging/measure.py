@@ -4,8 +4,7 @@ The compiled C loops of `recorder.native` compute all results in one pass, 4 to 
 If the compiled loops are missing, these functions compute the same bits. They use numpy, whose reductions run on the
 calling thread alone whatever the size, know no global modes, and cannot touch training's threads or generators.
 
-`recorder/numerics/histogram.py` says what each count of a histogram means, and `recorder/numerics/units.py` what the
-sums of units mean.
+`recorder/numerics/histogram.py` defines the counts of a histogram, and `units.py` there the sums of units (channels).
 """
 
 from __future__ import annotations

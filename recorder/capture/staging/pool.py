@@ -201,7 +201,7 @@ class Pool:
             free[first:last] = [(whole_start, whole_size)]
 
     def _collect_small(self) -> None:
-        """Put the free blocks of `GRAIN_BYTES` into the free list, where they join and make room for larger blocks."""
+        """Move free blocks of `GRAIN_BYTES` to the general free list, where adjacent blocks merge into larger ones."""
         blocks: list[PoolBlock] = []
         with contextlib.suppress(IndexError):  # raised when no block is left; other threads may take blocks meanwhile
             while True:

@@ -1,4 +1,4 @@
-"""Rules on the outputs of modules: dead and saturated outputs, dead and outlying units, attention, low precision."""
+"""Rules on modules' outputs: dead or saturated outputs, dead or outlying units (channels), attention, low precision."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Rings:
             self.values = np.append(self.values, np.full((max(missing, 64), self._size), np.nan), axis=0)
 
     def put(self, curves: Integers, num: Integers, values: Floats) -> Floats:
-        """Store one value of each curve, which had `num` values before, and return the values that are overwritten."""
+        """Store one new value of each curve; return the values that it overwrites. `num` counts each curve's values."""
         slots = num % self._size
         replaced = self.values[curves, slots]
         self.values[curves, slots] = values

@@ -77,7 +77,7 @@ class NonFinite(CheckRule):
         return excused
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Yield a finding on the first bad value of each stretch of bad steps, on each rank where it came first."""
+        """For each stretch of bad steps, yield a finding on the first bad value for each rank that has this value."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))

@@ -1,4 +1,4 @@
-"""Tells a run that is recording what to record, or to write its ring."""
+"""Sends commands to a run under way, which change what the run records or make it write its ring."""
 
 from __future__ import annotations
 
