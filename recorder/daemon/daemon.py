@@ -25,7 +25,7 @@ from ..run.run import open_location
 from ..storage.clients import DESTINATIONS
 from ..system.processes import is_loopback, set_malloc
 from . import errands
-from .destination import FolderDestination, Throttle, parse_destination
+from .destination import Throttle, parse_destination
 from .errands import StoreCarrier, read_key, tell
 from .fleet import NODE, FleetDocument, held_lock, holds_folder, node_name, state_folder, write_state
 from .metrics import DaemonCollector, MetricsServer, make_registry
@@ -63,12 +63,11 @@ class Daemon:
         self._watched = _watched_folders(settings)
         self._throttle = Throttle(settings.max_bytes_per_s)
         destination = parse_destination(settings.to, self._throttle)
-        if isinstance(destination, FolderDestination):
-            for folder in self._watched:
-                if holds_folder(folder, str(destination.path)) or holds_folder(str(destination.path), folder):
-                    raise ConfigError(
-                        f"to = {settings.to!r}: lies in the watched folder {folder}, or holds it; name another"
-                    )
+        for folder in self._watched if destination.path else ():
+            if holds_folder(folder, str(destination.path)) or holds_folder(str(destination.path), folder):
+                raise ConfigError(
+                    f"to = {settings.to!r}: lies in the watched folder {folder}, or holds it; name another"
+                )
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._over = threading.Event()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from crc32c import crc32c
 
@@ -92,8 +92,43 @@ class Throttle:
             yield piece
 
 
-class Bucket:
-    """A destination in an object store. Keys are relative to a prefix in a bucket. Any thread may call the methods."""
+class Destination(Protocol):
+    """The place to which a daemon ships runs. Keys are relative to its URL. Any thread may call the methods."""
+
+    url: str
+    requests: Requests
+    """Counts the requests to the destination, but not the long ones that upload in parts or read a file back."""
+    path: Path | None = None
+    """The folder of the runs; None if they are in a bucket."""
+    puts_are_free: bool = False
+    """True if each status has a file of its own; else a node's statuses are one document, as a put costs a request."""
+
+    def put_new(self, key: str, file: LocalFile) -> str:
+        """Put a file that never changes; return how the destination confirmed the file.
+
+        The result is ``etag`` (equal), ``read`` (read back), ``synced``, or ``there`` if an equal object was there
+        before. TakenError is raised if another object has the name, DamagedError if the store has stored other bytes
+        (then try again), and StoreError if the store fails.
+        """
+
+    def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
+        """Replace the document that has this ETag, or create the document if `e_tag` is None; return the new ETag.
+
+        TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
+        `put_new`.
+        """
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """Return a small document and its ETag, or None; empty, to be replaced, if it does not match its checksum."""
+
+    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]: ...
+    def delete(self, keys: list[str]) -> None: ...  # an object that is already gone is no error
+    def check(self) -> None: ...  # raises StoreError if the destination ignores the conditions of uploads
+    def renew(self) -> None: ...  # reads the credentials again
+
+
+class Bucket(Destination):
+    """A destination in an object store, below a prefix in a bucket."""
 
     def __init__(self, scheme: str, bucket: str, prefix: str, throttle: Throttle) -> None:
         self.url = "/".join(filter(None, (f"{scheme}://{bucket}", prefix)))
@@ -101,12 +136,10 @@ class Bucket:
         self._throttle = throttle
         self._client = Client(scheme, bucket, silence_s=_SILENCE_S, num_tries=_NUM_TRIES)
         self.requests = Requests()
-        """Counts the requests to the destination, but not the long ones that upload in parts or read a file back."""
         self._tag = self._client.kind.version_tag
         self._is_checked = False
 
     def renew(self) -> None:
-        """Read the credentials again."""
         self._client.renew()
 
     def check(self) -> None:
@@ -132,12 +165,6 @@ class Bucket:
             self._put_if(_PROBE, _JUDGES, held[1] if held is not None else None)
 
     def put_new(self, key: str, file: LocalFile) -> str:
-        """Put a file that never changes; return how the store confirmed the file.
-
-        The result is ``etag`` (equal), ``read`` (read back), ``synced``, or ``there`` if an equal object was there
-        before. TakenError is raised if another object has the name, DamagedError if the store has stored other bytes
-        (then try again), and StoreError if the store fails.
-        """
         if not self._is_checked:
             self.check()
         crc, e_tag = _digests(file)
@@ -179,11 +206,6 @@ class Bucket:
         return bare_e_tag(obstore.put(store, path, pieces, attributes=attributes, **options)["e_tag"])
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        """Replace the document that has this ETag, or create the document if `e_tag` is None; return the new ETag.
-
-        TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
-        `put_new`.
-        """
         if not self._is_checked:
             self.check()
         return self._put_if(key, content, e_tag)
@@ -201,11 +223,6 @@ class Bucket:
         return tag
 
     def get(self, key: str) -> tuple[bytes, str] | None:
-        """Return a small document and its ETag; None if there is no such document.
-
-        If the content does not match the checksum stored with it, it is returned as empty, so that it may be replaced.
-        """
-
         def ask(store: Any) -> tuple[bytes, str]:
             answer = store.get(self._prefix + key)
             content, claimed = bytes(answer.bytes()), dict(answer.attributes).get(_CRC_KEY)
@@ -218,14 +235,12 @@ class Bucket:
         return self._ask_if_there(key, lambda store: _held(store.head(self._prefix + key)))
 
     def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
-        """Yield the key of every object below a prefix, and the object's size, time and ETag."""
         wanted = (self._prefix + prefix).strip("/")
         metas = self._ask(prefix, lambda store: store.list(wanted or None).collect())
         for meta in metas:
             yield meta["path"].removeprefix(self._prefix), _held(meta)
 
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; an object that is already gone is no error."""
         for start in range(0, len(keys), 1000):
             paths = [self._prefix + key for key in keys[start : start + 1000]]
             self._ask_if_there(keys[start], lambda store, paths=paths: store.delete(paths))  # type: ignore[misc]
@@ -279,13 +294,15 @@ class Bucket:
         return answer  # type: ignore[no-any-return]
 
 
-class FolderDestination:
-    """A destination that is a folder, maybe on another machine, with the methods of `Bucket`. Each put is synced."""
+class FolderDestination(Destination):
+    """A destination that is a folder, maybe on another machine. Each put is synced."""
+
+    puts_are_free = True
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
         self.url = f"file://{path}"
         self.requests = Requests()
-        self.path = path
+        self.path: Path = path
         self._throttle = throttle
 
     def renew(self) -> None:
@@ -368,10 +385,6 @@ class FolderDestination:
                 except OSError:  # the folder is not empty
                     break
                 folder = folder.parent
-
-
-Destination = Bucket | FolderDestination
-"""The place to which a daemon ships runs."""
 
 
 def parse_destination(text: str, throttle: Throttle | None = None) -> Destination:

@@ -16,7 +16,6 @@ from typing import Any
 from ..checks.causes import order_of
 from ..errors import RunError
 from ..format.rundir import NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, Members, encode_manifest
-from .destination import FolderDestination
 from .shipped import ShippedRun, Shipping
 from .watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run, list_writer
 from .writer_shipper import QUIET_LOOK_S, WriterShipper
@@ -107,8 +106,7 @@ class RunShipper:
     @property
     def _is_shown(self) -> bool:
         """True if the destination has the statuses of this node's writers as they were at the last scan."""
-        is_free = isinstance(self.shared.destination, FolderDestination)  # there each status has its own file
-        return is_free or self.there.has_document(self._node_name, self._node_document())
+        return self.shared.destination.puts_are_free or self.there.has_document(self._node_name, self._node_document())
 
     @property
     def _node_name(self) -> str:

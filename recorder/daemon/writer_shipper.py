@@ -30,7 +30,7 @@ from ..format.rundir import (
 )
 from ..read.messages import FIRST_MESSAGE, block_at
 from ..run.status import LiveFinding
-from .destination import FolderDestination, TakenError
+from .destination import TakenError
 from .shipped import LOOK_S, ShippedRun
 from .watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_writer, sealed_name
 
@@ -267,7 +267,7 @@ class WriterShipper:
             counts = {name: getattr(self.balance, name) for name in ("observed", "written", "dropped")}
             members = self.status or {**asdict(self.lifetime), **counts}
             self.shown = {**members, "changed_ns": shown.changed_ns, "padding": ""}
-        is_due = isinstance(self._run.shared.destination, FolderDestination) and now_s >= self._next_status_s
+        is_due = self._run.shared.destination.puts_are_free and now_s >= self._next_status_s
         if status is not None and (is_due or self.state != "alive"):
             self._next_status_s = now_s + self._run.shared.settings.status_s
             self._put_document(STATUS, status, is_noted=self.state != "alive")

@@ -166,12 +166,12 @@ def _status_lines(one: dict[str, Any]) -> Iterator[str]:
 
 
 def _destination(action: str, settings: DaemonSettings) -> Destination:
-    from ...daemon.destination import FolderDestination, parse_destination
+    from ...daemon.destination import parse_destination
 
     if not settings.to:
         raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
     destination = parse_destination(settings.to)
-    if isinstance(destination, FolderDestination) and not destination.path.is_dir():
+    if destination.path is not None and not destination.path.is_dir():
         raise LookupFailedError(f"{action}: {destination.path}: no such directory; --to names where the runs are")
     return destination
 
