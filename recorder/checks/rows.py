@@ -250,9 +250,10 @@ class Rows:
         is_chunk = whole > 0
         if not is_chunk.any():
             return values
+        from ..numerics.moments import sum_of_chunks  # loads pyarrow, as `grouped` does
+
         ids, firsts = grouped(self.series[is_chunk], self.steps[is_chunk])
-        sums = np.bincount(ids, values[is_chunk])
-        sums[np.bincount(ids, self["numel"][is_chunk]) < whole[is_chunk][firsts]] = np.nan
+        sums = sum_of_chunks(values[is_chunk], self["numel"][is_chunk], ids, whole[is_chunk][firsts])
         values = values.astype(np.float64)
         values[is_chunk] = sums[ids]
         return values

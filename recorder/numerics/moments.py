@@ -166,6 +166,18 @@ def combine_chunks(
     return {**merged, **{name: np.where(is_known, values, np.nan) for name, values in counts.items()}}
 
 
+def norm_of_parts(norms: npt.NDArray[Any], axis: int) -> Floats:
+    """Return the norms of tensors from the norms of their parts along an axis; NaN if a part's norm is NaN."""
+    return np.asarray(np.sqrt(np.square(norms.astype(np.float64, copy=False)).sum(axis=axis)))
+
+
+def sum_of_chunks(values: Floats, numels: Floats, groups: Integers, whole: npt.NDArray[Any]) -> Floats:
+    """Return the sum over each group of chunks; NaN if a group has fewer elements than `whole` says of its tensor."""
+    sums = np.asarray(np.bincount(groups, values), np.float64)
+    sums[np.bincount(groups, numels) < whole] = np.nan
+    return sums
+
+
 def numbers(column: Any) -> Floats:
     """Return a column of numbers as float64; NaN for null."""
     return np.asarray(column.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(), np.float64)

@@ -22,13 +22,11 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, SCHEMA, STATISTICS
 from ..errors import CorruptError
-from ..format.manifest import RecordedModule
 from ..numerics.keys import Integers, codes, group, group_rows, holds
 from ..numerics.moments import combine_rows, integers, numbers
 from ..read.run import list_paths
-from ..read.writers import RecordedWriter
 from ..run.probe import probe_size, probe_tables
-from ..run.run import Run
+from ..run.run import RecordedModule, RecordedWriter, Run
 from ..run.step_ranges import Attempts, cut_rows, first_parts, with_coded_texts
 from ..sites import SITE_OF, Kind
 from .blocks import PageBlock

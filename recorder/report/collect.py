@@ -25,12 +25,11 @@ from ..analyze.diff.reply import accusation, culprit_notes, unlike_models
 from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
-from ..globalview.tensor import TensorLayout
 from ..run.finding import typed_for
 from ..run.notes import damage
 from ..run.probe import probe_size
 from ..run.reply import span
-from ..run.run import Run
+from ..run.run import Run, TensorLayout
 from ..run.status import RankNow, RunWatch
 from ..storage.locations import Location, store_of
 from ..system.text import counted, size

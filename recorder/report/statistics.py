@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from ..analyze.stats import WHY, with_why
 from ..columns import COUNTS, MEASURED
 from ..errors import LookupFailedError
-from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
-from ..run.run import Run
+from ..numerics.moments import norm_of_parts
+from ..run.run import GlobalView, Run
 from ..sites import UPDATE
 from ..system.text import listed
 from .axes import (
@@ -179,7 +179,7 @@ class StatisticsBlocks:
         counts = [self.cube.values[name] for name in ("nan_count", "inf_count")]
         is_bad = np.logical_or.reduce([of[:, 1:].max(axis=1) > 0 for of in counts])
         is_missing = np.isnan(whole)
-        for joined, join in ((np.sqrt(np.square(norms).sum(axis=1)), np.sum), (norms.mean(axis=1), np.max)):
+        for joined, join in ((norm_of_parts(norms, axis=1), np.sum), (norms.mean(axis=1), np.max)):
             is_known = ~is_missing & ~is_bad & ~np.isnan(joined)
             is_close = is_known & (np.abs(whole - joined) <= _ALIKE * joined)
             is_so = (2 * is_close.sum(axis=1) > is_known.sum(axis=1))[told_by]
@@ -414,7 +414,7 @@ class StatisticsBlocks:
             name: self.cube.values[name][grads, lane, : len(self.cube.first_steps)].astype(np.float64)
             for name in PROBED
         }
-        norms = np.sqrt(np.nansum(np.square(of_lane["l2"]), axis=0))
+        norms = norm_of_parts(np.nan_to_num(of_lane["l2"], posinf=np.inf), axis=0)
         num_known = (~np.isnan(of_lane["l2"])).sum(axis=0)
         is_bad = (of_lane["nan_count"] > 0).any(axis=0) | (of_lane["inf_count"] > 0).any(axis=0)
         return np.where(is_bad, -1.0, np.where(2 * num_known > num_known.max(initial=0), norms, np.nan))

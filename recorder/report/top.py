@@ -16,8 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ..analyze.check.check import MAX_FINDINGS, ToldFindings, command_of, sentence, told_of, where_of
 from ..analyze.doctor.reply import checks_of
 from ..checks.rule import Finding, Severity
-from ..read.run import RunDump
-from ..run.run import Run
+from ..run.run import Run, RunDump
 from ..system.text import counted, listed, named
 from .axes import MODEL, DrawnSeries
 from .blocks import PageBlock

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recorder.capture.staging.measure import measure
 from recorder.columns import STATISTIC_COLUMNS, STATISTICS, Combine
-from recorder.numerics.moments import Moments, join, measured, merge
+from recorder.numerics.moments import Moments, join, measured, merge, norm_of_parts, sum_of_chunks
 from recorder.records import KEEP_STATS, Measured
 
 Floats = npt.NDArray[np.float64]
@@ -89,6 +89,17 @@ def test_every_statistic_says_in_the_registry_how_rows_make_one() -> None:
     made = {one.name for one in STATISTIC_COLUMNS if one.combine is Combine.MOMENTS}
     assert made == {"mean", "std", "l2"}
     assert {one.combine for one in STATISTIC_COLUMNS} == {Combine.SUM, Combine.MIN, Combine.MAX, Combine.MOMENTS}
+
+
+def test_the_norm_of_parts_is_that_of_the_whole_and_unknown_without_one_of_them() -> None:
+    norms = np.array([[3.0, 4.0], [1.0, math.nan]], np.float32)
+    assert norm_of_parts(norms, axis=1).tolist()[0] == 5.0
+    assert np.isnan(norm_of_parts(norms, axis=1)[1])
+
+
+def test_chunks_are_added_where_all_of_the_tensor_are_there() -> None:
+    values, numels, groups = np.array([1.0, 2.0, 4.0]), np.array([6.0, 4.0, 6.0]), np.array([0, 0, 1])
+    np.testing.assert_equal(sum_of_chunks(values, numels, groups, np.array([10, 10])), [3.0, math.nan])
 
 
 def test_nothing_finite_has_counts_alone() -> None:
