@@ -69,6 +69,12 @@ def global_step_ranges(view: GlobalView) -> list[Steps]:
     return view.windows(MAX_ROWS, MAX_BYTES)
 
 
+def cut_evenly(first: int, end: int, num_rows: int, max_rows: int) -> list[Steps]:
+    """Cut steps into ranges within a bound, as if each step had as many rows, if only the sum of the rows is known."""
+    length = max(max_rows * (end - first) // max(num_rows, 1), 1)
+    return [(start, min(start + length, end)) for start in range(first, end, length)]
+
+
 class AttemptSteps(NamedTuple):
     """A range of steps of one attempt, from `first` up to, but not including, `last`."""
 

@@ -37,6 +37,7 @@ from ..run.finding import typed_for
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
 from ..run.status import RankNow
+from ..run.step_ranges import cut_evenly
 from ..storage.locations import Location, store_of
 from ..system.text import counted, size
 
@@ -233,12 +234,10 @@ class Drawing:
     def _draw_final(self, first: int, end: int) -> Iterator[None]:
         if end <= first:
             return
-        num_pieces = max(-(-self.growing.num_pending // _WINDOW_ROWS), 1)
-        length = max(-(-(end - first) // num_pieces), 1)
-        pieces = [(start, min(start + length, end)) for start in range(first, end, length)]
+        pieces = cut_evenly(first, end, self.growing.num_pending, _WINDOW_ROWS)
         run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
         rests_after = _WINDOW_ROWS if self.state == "reading" else _READ_ROWS
-        if self.state == "reading" and num_pieces > 1:
+        if self.state == "reading" and self.growing.num_pending > _WINDOW_ROWS:
             yield  # so that the page can show how much is left to draw
         judged: RunRows | None = None
         with step_rows(run, pieces, further=further, max_pending_rows=_CUT_ROWS) as rows:

@@ -18,7 +18,7 @@ from recorder.analyze.stats import statistics
 from recorder.errors import ClusterError
 from recorder.run import step_ranges
 from recorder.run.selection import Selection
-from recorder.run.step_ranges import cut_rows, map_serially, spread_over
+from recorder.run.step_ranges import cut_evenly, cut_rows, map_serially, spread_over
 from tests.rigs.merging import make_small_run
 
 
@@ -32,6 +32,12 @@ def executor() -> Iterator[Executor]:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Run:
     monkeypatch.setattr("recorder.run.step_ranges.MAX_ROWS", 20)
     return recorder.open_run(make_small_run(tmp_path / "run", steps=6))
+
+
+def test_steps_of_which_only_the_sum_of_rows_is_known_are_cut_within_the_bound() -> None:
+    assert cut_evenly(2, 12, 100, 40) == [(2, 6), (6, 10), (10, 12)]
+    assert cut_evenly(2, 4, 100, 40) == [(2, 3), (3, 4)], "a step is never cut"
+    assert cut_evenly(2, 4, 0, 40) == cut_evenly(2, 4, 40, 40) == [(2, 4)]
 
 
 def test_processes_answer_as_this_one_does(executor: Executor, run: recorder.Run) -> None:

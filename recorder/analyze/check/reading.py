@@ -26,6 +26,7 @@ from ...numerics.distributions import Histograms, ManyUnits, histograms_of, unit
 from ...numerics.histogram import NORMAL_EXPONENTS
 from ...numerics.keys import by_distinct, encode, group_rows
 from ...numerics.moments import integers, numbers
+from ...run import step_ranges
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import GlobalView, RecordedWriter, Run
 from ...run.step_ranges import Attempts, Mapper, cut_rows, first_parts, map_serially, read_ranges, with_coded_texts
@@ -124,10 +125,9 @@ class RunRows:
         probe = self._probe
         if probe is None or probe.num_numbers <= RANGE_ROWS:
             return ranges
-        ends = [first for first, _ in ranges[1:]]
-        most_steps = max(RANGE_ROWS * (probe.last_step + 1 - probe.first_step) // probe.num_numbers, 1)
-        ends = sorted({*ends, *range(probe.first_step + most_steps, probe.last_step + 1, most_steps)})
-        return list(zip([_EVERY[0], *ends], [*ends, _EVERY[1]], strict=True))
+        of_probe = step_ranges.cut_evenly(probe.first_step, probe.last_step + 1, probe.num_numbers, RANGE_ROWS)
+        starts = sorted({first for first, _ in (*ranges[1:], *of_probe[1:])})
+        return list(zip([_EVERY[0], *starts], [*starts, _EVERY[1]], strict=True))
 
     def _probes(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         if self._probe is not None:
