@@ -7,10 +7,12 @@ no third party, because settings name sites and are read first.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 FORMAT_NAME = "recorder"
 FORMAT_VERSION = (1, 4)
@@ -191,10 +193,30 @@ def may_mask(site: str, name: str) -> bool:
     """Whether a program may want infinities in a value, as in an attention mask; a NaN is never wanted.
 
     A gradient, a state of the optimizer or a loss is never infinite on purpose. All code that checks whether values are
-    finite uses this function: the warning in a training, `recorder first` and the rule `nonfinite` of `recorder check`.
+    finite uses this function and those below: the warning in a training, `recorder first` and the rule `nonfinite` of
+    `recorder check`.
     """
     known = SITE_OF.get(site)
     return known is None or not (known.is_gradient or known.is_of_optimizer or is_loss(site, name))
+
+
+def is_mask(nan_count: Any, inf_count: Any, may_be: Any, most_infinite: Any = math.inf) -> Any:
+    """Whether infinities are a mask and no finding: there is no NaN, and there are not more than in the first record.
+
+    Counts may be arrays. `may_be` says whether `may_mask` holds and, if it is known, whether the value's first record
+    was a mask; `most_infinite` is the number of infinities in the first infinite record of the value in this shape.
+    """
+    return (inf_count > 0) & (nan_count == 0) & may_be & (inf_count <= most_infinite)
+
+
+def tells_skip(site: str, name: str) -> bool:
+    """Whether a value is the scalar `SKIPPED`, which says of each step whether `GradScaler` has skipped it."""
+    return (site, name) == ("scalar", SKIPPED)
+
+
+def may_overflow(site: str) -> bool:
+    """Whether a step that `GradScaler` skips excuses NaN and infinities, by which it finds its scale, at a site."""
+    return site in GRADIENTS
 
 
 AT_LEAST = "at_least"

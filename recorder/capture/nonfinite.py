@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ..observe.clock import Clock
 from ..records import Measured, Staged
-from ..sites import AT_LEAST, GRADIENTS, NUMBERS, SKIPPED, UPDATED, is_loss, may_mask
+from ..sites import AT_LEAST, GRADIENTS, NUMBERS, UPDATED, is_loss, is_mask, may_mask, may_overflow, tells_skip
 from ..system import log
 from ..system.text import counted
 
@@ -89,15 +89,15 @@ class FirstNonFinite:
             self.first = None  # the number was computed from this value
         if self.first is not None or not is_told_of or staged.phase == "recompute":
             return
-        if origin.site == "scalar" and origin.name == SKIPPED:
+        if tells_skip(origin.site, origin.name):
             (self._skipped if measured.mean else self._taken).append(step)
             return
         num_nan, num_inf = measured.nan_count or 0, measured.inf_count or 0
         if not num_nan and not num_inf:
             return
-        if not num_nan and may_mask(origin.site, origin.name):
+        if is_mask(num_nan, num_inf, may_mask(origin.site, origin.name)):
             return
-        is_gradient = origin.site in GRADIENTS
+        is_gradient = may_overflow(origin.site)
         counts = ("at least " if is_late else "") + _counts(num_nan, num_inf, math.prod(staged.shape))
         value = NonFiniteValue(step, _where(staged), counts, origin.module_path, origin.site)
         if self._waiting is None and not is_gradient:

@@ -46,7 +46,7 @@ from ..records import (
     ProbedStep,
     SeenValue,
 )
-from ..sites import AT_LEAST, GRADIENTS, PROBE, UPDATE, may_mask
+from ..sites import AT_LEAST, PROBE, UPDATE, may_mask, may_overflow
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
 from .local_values import DTYPES, PLAIN, is_ordinary
 
@@ -291,7 +291,7 @@ class Probe:
 
     def _tell_trouble(self, origin: Origin, moment: Moment, *, is_nan: bool) -> None:
         """Report a value that has turned non-finite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
-        if origin.site not in GRADIENTS and (is_nan or not may_mask(origin.site, origin.name)):
+        if not may_overflow(origin.site) and (is_nan or not may_mask(origin.site, origin.name)):
             where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
             self._on_trouble(f"{where} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
 

@@ -18,7 +18,7 @@ from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
-from ...sites import GRADIENTS, NUMBERS, OBJECTIVE_NORM, SKIPPED, is_loss, may_mask, objectives_in
+from ...sites import NUMBERS, OBJECTIVE_NORM, is_loss, is_mask, may_mask, may_overflow, objectives_in, tells_skip
 from ...system.text import steps_in_words
 from .timeline import FirstRows, RecordedValue, Timeline, is_counted_at_least
 
@@ -175,13 +175,14 @@ class _Counts:
             self.nan[: timeline.num_firsts], self.inf[: timeline.num_firsts] = timeline.firsts[1:]
         self._may_mask = holds(table.column("site"), lambda site: may_mask(site, "")) & ~_is_loss(table)
         series = timeline.series
-        is_skip = holds(table.column("site"), "scalar".__eq__) & holds(table.column("name"), SKIPPED.__eq__)
+        is_skip = holds(table.column("site"), "scalar".__eq__)
+        is_skip &= holds(table.column("name"), lambda name: tells_skip("scalar", name))
         is_skip[: timeline.num_firsts] = False
         self._skips = np.flatnonzero(is_skip)
         self._is_skipped = numbers(table.column("mean"))[self._skips] > 0
         when = timeline.codes["step"] * (timeline.codes["rank"].max(initial=0) + 2) + timeline.codes["rank"]
         self.is_of_skipped_step = np.isin(when, when[self._skips[self._is_skipped]])
-        self._may_overflow = holds(table.column("site"), GRADIENTS.__contains__) & self.is_of_skipped_step
+        self._may_overflow = holds(table.column("site"), may_overflow) & self.is_of_skipped_step
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
@@ -203,7 +204,7 @@ class _Counts:
         return bool(self._is_skipped[-1]) if len(self._skips) else was_skipping
 
     def firsts(self) -> FirstRows:
-        was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
+        was_infinite = is_mask(self.nan, self.inf, self._may_mask)
         shapes = self._same_shape.firsts
         rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
@@ -213,10 +214,9 @@ class _Counts:
 
         A mask is infinite from its first record on, and has no more infinities than its first record of the same shape.
         """
-        nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
-        was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
-        grows = inf > self.inf[self._begins_in_shape[rows]]
-        return np.asarray((inf > 0) & (nan == 0) & self._may_mask[rows] & was_infinite & ~grows)
+        begins, most = self._begins[rows], self.inf[self._begins_in_shape[rows]]
+        began_as_mask = is_mask(self.nan[begins], self.inf[begins], self._may_mask[rows])
+        return np.asarray(is_mask(self.nan[rows], self.inf[rows], began_as_mask, most))
 
     def search(self) -> int | None:
         """Return the first row of `bad`, after reading the payloads of all earlier rows without counts; else None."""

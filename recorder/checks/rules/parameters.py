@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...sites import OBJECTIVE, OBJECTIVE_COSINE, SKIPPED, UPDATE, objectives_in
+from ...sites import OBJECTIVE, OBJECTIVE_COSINE, UPDATE, objectives_in, tells_skip
 from ..normal import EXACT, Movement
 from ..rows import (
     IS_PROBE,
@@ -450,7 +450,7 @@ class Unchanged(StreakRule):
         """The last steps that GradScaler skipped, as keys of (rank, step)."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.site in ("param", "grad") or (key.site, key.name) == ("scalar", SKIPPED)
+        return key.site in ("param", "grad") or tells_skip(key.site, key.name)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_param = rows.at("param")

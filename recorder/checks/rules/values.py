@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, SKIPPED, may_mask, objectives_in
+from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, is_mask, may_mask, objectives_in, tells_skip
 from ...system.text import listed
 from ..rows import (
     Flags,
@@ -63,18 +63,16 @@ class NonFinite(CheckRule):
 
     def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
         """Return which rows may have infinities as masks do: the first record has some, and none has had more since."""
-        excused = np.zeros(len(rows), np.bool_)
         order = np.argsort(rows.lanes, kind="stable")
         firsts = order[begins(rows.lanes[order])]
         firsts = firsts[self._is_known[rows.lanes[firsts]] == 0]
-        began_infinite = (inf[firsts] > 0) & (nan[firsts] == 0)
-        self._is_known[rows.lanes[firsts]] = np.where(began_infinite, 2.0, 1.0)
+        self._is_known[rows.lanes[firsts]] = np.where(is_mask(nan[firsts], inf[firsts], True), 2.0, 1.0)
         is_maskable = rows.where("may_mask", lambda key: may_mask(key.site, key.name))
-        candidates = (inf > 0) & (nan == 0) & is_maskable & (self._is_known[rows.lanes] == 2)
-        for index in np.flatnonzero(candidates).tolist():
-            known = self._masks.setdefault((int(rows.lanes[index]), float(rows["numel"][index])), float(inf[index]))
-            excused[index] = inf[index] <= known
-        return excused
+        began_as_mask, known = is_maskable & (self._is_known[rows.lanes] == 2), np.zeros(len(rows))
+        for index in np.flatnonzero(is_mask(nan, inf, began_as_mask)).tolist():
+            key = int(rows.lanes[index]), float(rows["numel"][index])
+            known[index] = self._masks.setdefault(key, float(inf[index]))
+        return np.asarray(is_mask(nan, inf, began_as_mask, known))
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
         """For each stretch of bad steps, yield a finding on the first bad value for each rank that has this value."""
@@ -108,7 +106,7 @@ class NonFinite(CheckRule):
         series = self.catalog.series
         is_of_module = np.array([one[:2] == key[:2] for one in series], np.bool_)[rows.series] & same_step
         inputs, params = (is_of_module & rows.at(site) for site in ("input", "param"))
-        skipped = same_step & rows.where("skipped", lambda one: (one.site, one.name) == ("scalar", SKIPPED))
+        skipped = same_step & rows.where("skipped", lambda one: tells_skip(one.site, one.name))
         what, detail = "the value is not finite", ""
         if (params & is_bad).any() and key.site != "param":
             bad = rows.take(params & is_bad)
@@ -167,7 +165,7 @@ class Skipped(StreakRule):
     advice = "begin with a smaller scale, and look for what overflows at any scale"
 
     def wants(self, key: SeriesKey) -> bool:
-        return (key.site, key.name) == ("scalar", SKIPPED)
+        return tells_skip(key.site, key.name)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         return rows["mean"] > 0, np.full(len(rows), float(self.records))
