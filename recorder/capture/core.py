@@ -128,7 +128,7 @@ class Capture:
         self.is_in_stage = False
         """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
         self.has_seen_forward = False
-        """Whether a root's hooks ever saw it run with gradients; `torch.compile` may compile the hooks away."""
+        """Whether hooks ever saw a root run with gradients; `torch.compile` may compile the hooks away."""
         self.has_stepped = False
         """Whether the first step is over, which shows the modules that never ran or were compiled."""
         self._step_in_force: int | None = None

@@ -185,7 +185,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a parameter's local values; 0 if only unwrapping the parameter would tell it."""
+    """Return the number of bytes of a parameter's local values; 0 if only unwrapping the parameter would tell."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
@@ -255,7 +255,7 @@ def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Ch
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for the result of a collective, as its next use would, and return it; return any other tensor unchanged."""
+    """Wait for a collective's result, as the result's next use would, and return it; return other tensors unchanged."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor
     with torch.no_grad():

@@ -46,7 +46,7 @@ class NonFiniteValue(NamedTuple):
 
 
 class FirstNonFinite:
-    """The first value of this rank that is not finite. Methods run on the writer thread unless they say otherwise."""
+    """The first value of this rank that is not finite. Methods that name no other thread run on the writer thread."""
 
     def __init__(self, *, rank: int, clock: Clock) -> None:
         self.first: NonFiniteValue | None = None

@@ -645,7 +645,7 @@ def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
 
 
 def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
-    """Yield each tensor that an optimizer may update for a root, with its rows; if it repeats, the last rows count."""
+    """Yield each tensor that an optimizer may update for a root, with its rows; the last rows of a tensor count."""
     for hooked, name, parameter in root.parameters():
         yield parameter, ModuleParameter(parameter, hooked, name)
         main = main_parameter(parameter)

@@ -151,7 +151,7 @@ class KnownValue:
         self._dtype, self._numel, self._plan = tensor.dtype, tensor.numel(), plan
 
     def saw(self, tensor: torch.Tensor, step: int) -> bool:
-        """Measure a tensor of the value; return False, and count nothing, if it does not fit or is not finite."""
+        """Measure a tensor of the value; if the tensor does not fit or is not finite, only return False."""
         is_known = (
             tensor.dtype is self._dtype
             and tensor.numel() == self._numel
@@ -538,7 +538,7 @@ class Probe:
             self._record_block()
 
     def flush(self) -> None:
-        """Record the block, one row for each value, and begin another. May wait `_WAIT_S` for norms on their way."""
+        """Record the block, one row for each value; begin a new block. May wait `_WAIT_S` for norms on their way."""
         with self._changing:
             self._append_arrived(time.monotonic() + _WAIT_S)
             self._record_block()

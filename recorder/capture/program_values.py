@@ -49,7 +49,7 @@ class Scalars:
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """The step, keep bits and value of each found loss; it waits, because the program may give a loss itself."""
+        """The step, keep bits and value of each found loss, which waits, because the program may give a loss itself."""
         self._is_loss_given = False
         self._waits_for_loss = True
         """True until a step ends in which a loss was found and the program gave no loss. After that step each loss is
@@ -139,7 +139,7 @@ class TapsByHand:
         self._objectives = objectives
 
     def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Record a tensor under a name, and the tensor's gradient, once it arrives, in a row of phase ``backward``."""
+        """Record a tensor under a name, and the tensor's gradient, when it arrives, in a row of phase ``backward``."""
         capture = self._capture
         root, path = self._locate(module)
         rule_set = capture.selection.rule_set_of_name("tap", name)

@@ -342,7 +342,7 @@ class Term(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """A region of the global tensor, and the chunks whose weighted sum fills it. One chunk of factor 1 is copied."""
+    """A region of the global tensor, and the chunks whose weighted sum fills it; one chunk with factor 1 is copied."""
 
     region: Region
     terms: tuple[Term, ...]

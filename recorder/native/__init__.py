@@ -265,8 +265,8 @@ class Kernels:
     ) -> None:
         """Write the results of a plan, for a tensor with contiguous elements at the address `at`, to the address `out`.
 
-        At `out`, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and for each unit (channel)
-        three sums and the count of zeros. `num_threads` threads of the loaded OpenMP runtime measure; their
+        At `out`, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and for units (channels): sums,
+        sums of squares, peaks and counts of zeros. `num_threads` threads of the loaded OpenMP runtime measure; their
         number does not change the bits. A tensor of at most `held_bytes` is measured with the interpreter's lock held.
         """
         bins = out + _STATISTICS.size

@@ -185,7 +185,7 @@ class RootClock:
         self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
-        """Return the slice (forward and backward) of the root's call under way, or else the mode's latest slice."""
+        """Return the slice (forward and backward) of the root's running call, or else the latest slice of this mode."""
         active = self._of_thread.active
         if active is not None:
             return active
@@ -198,7 +198,7 @@ class RootClock:
         return current
 
     def recomputed(self, *, in_pipeline: bool = False) -> Slice:
-        """Return a recompute's slice (forward and backward): `Clock.going_back` in a pipeline, else the latest."""
+        """Return a recompute's slice (forward and backward): in pipelines `Clock.going_back`, else the latest slice."""
         if in_pipeline and self._clock.going_back is not None:
             return self._clock.going_back
         if self._latest is None:

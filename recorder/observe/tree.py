@@ -382,8 +382,8 @@ def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
 def keep_first(registered: dict[int, Any]) -> None:
     """Make a hook that was registered with ``prepend`` the first entry of its dict for dynamo, too.
 
-    Dynamo of torch 2.9 counts the entries in the order in which they were added. As a result it confuses the values of
-    two hooks, and fails to compile.
+    Dynamo of torch 2.9 counts the entries in the order in which they were added. As a result dynamo confuses the
+    values of two hooks, and fails to compile.
     """
     if not _DYNAMO_KNOWS_THE_ORDER:
         others = list(registered.items())[1:]

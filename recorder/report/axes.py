@@ -170,7 +170,7 @@ class Axes:
     without: Collection[str] = ()
     """The names of the roots (models under hooks) whose values are not drawn."""
     most_in_step: dict[DrawnSeries, int] = field(default_factory=dict)
-    """For a scalar with several values in a step, the most values that a rank has of it; their mean is drawn."""
+    """For a scalar with several values in a step, the largest number of values on a rank; the values' mean is drawn."""
     optimizer_of_loss: dict[str, str] = field(default_factory=dict)
     """For each loss, by its name, the optimizer that steps next after the loss was computed."""
     _optimizer_of_root: dict[str, str] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class Axes:
 _FORWARD = ("input", "output", "tap")
 """The sites whose values are recorded in the order in which modules run."""
 MAX_PROBED = 4_000_000
-"""If a run's probe has more numbers than this, none is drawn: they are in memory together, at 48 bytes each."""
+"""If a run's probe has more numbers than this, no number is drawn: all would be in memory at once, at 48 bytes each."""
 PROBED = ("l2", "nan_count", "inf_count", "numel")
 
 

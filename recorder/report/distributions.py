@@ -48,7 +48,7 @@ class ThinnedSteps:
         return sorted({*self._kept, self._last} - {-1})
 
     def see(self, steps: Sequence[int]) -> None:
-        """Add ascending steps. Steps that are not later than all earlier ones are ignored."""
+        """Add ascending steps. A step that is not later than all steps added before is ignored."""
         for step in steps:
             if step <= self._last:
                 continue

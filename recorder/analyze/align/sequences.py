@@ -192,7 +192,7 @@ class TokenAt(NamedTuple):
     """The position in the sample, from 0; padding does not count."""
     token: int
     apart: float
-    """How far the value, or the log-probability, is apart at this token."""
+    """The distance of the value, or of the log-probability, between trainer and engine at this token."""
 
 
 class ValuePair(NamedTuple):

@@ -240,7 +240,7 @@ class _Statistics(NamedTuple):
     """For each pair, the first run's value of the statistic that is farthest apart."""
     right: Floats
     apart: Floats
-    """For each pair, the statistic's distance relative to the largest magnitude (or larger norm); NaN for a count."""
+    """For each pair, the statistic's distance, divided by the largest magnitude (or larger norm); NaN for a count."""
 
     @classmethod
     def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:

@@ -223,7 +223,7 @@ class Difference(NamedTuple):
     statistic_a: float | None
     statistic_b: float | None
     statistic_rel: float | None
-    """The statistic's distance over the tensors' largest magnitude; a norm's over the larger norm; None for counts."""
+    """The statistic's distance, divided by the largest magnitude (for a norm, by the larger norm); None for counts."""
     noise: float | None
     """The distance that noise alone causes, as `max_abs` or `statistic_rel`; None if no noise run has the value."""
     lacks_a: str | None

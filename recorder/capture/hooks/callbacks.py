@@ -248,7 +248,7 @@ class GradientArrives:
             capture = self.capture
             if not capture.is_open or (self._is_once and self._repeat):
                 return
-            # A parameter that one module of a stage gives another gets the gradients of all micro-batches under way.
+            # A parameter that a module of a stage passes on gets the gradients of all micro-batches under way.
             back = capture.clock.going_back if self._is_once and self.handle is not None else None
             if back is not None and back.moment != self._moment:
                 return

@@ -146,7 +146,7 @@ class TapRows:
         return self._roots[0] if self._roots and not where else None
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether the module with this tap has no hooks, so that only the tap records it, even in eager mode."""
+        """Whether the module with this tap has no hooks, so that only the tap records values, even in eager mode."""
         root = self.root_of(where)
         watch = root.modules_by_tap.get(where) if root is not None else None
         return watch is not None and watch.is_hidden

@@ -308,7 +308,7 @@ class Inventory:
 def _depends_on_mode(module: nn.Module | None) -> bool:
     """Whether a module computes something else in evaluation mode than in training: a dropout, or a batch norm.
 
-    A batch norm whose own parameters are frozen is left out, because its statistics are frozen with them on purpose.
+    A batch norm whose own parameters are frozen is left out, because its statistics are frozen, too, on purpose.
     """
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0

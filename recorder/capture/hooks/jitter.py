@@ -75,8 +75,8 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
     """
     if not is_dtensor(value):
         return jittered(value, seed, eps)
-    # An operation on the local values is used because a product of DTensors may redistribute them, in forward or
-    # backward.
+    # An operation on the local values is used because a product of DTensors may redistribute the DTensors, in
+    # forward or backward.
     dtensor: Any = value if is_own else _copied(value)
     with torch.no_grad():
         local = dtensor._local_tensor

@@ -355,7 +355,7 @@ class HookedModule:
         return chunk, None if chunk is not None else Waiting(tensor)
 
     def stay_last(self) -> None:
-        """Make our pre-hook the last one again if the program has registered pre-hooks on the module after it."""
+        """Make our pre-hook the last one again if the program has registered pre-hooks on the module after ours."""
         module = self.module()
         if self.pre_hook is not None and module is not None:
             registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)

@@ -16,7 +16,7 @@ from ..local_values import UnsupportedKind, plain
 from .callbacks import CaptureForHooks
 
 _MAX_SHARED = 8
-"""The most tensors per module and micro-step whose objectives get names of their own; later tensors share the last."""
+"""The most tensors per module and micro-step whose objectives get own names; later tensors share the last name."""
 
 
 class SharedTensor:

@@ -81,7 +81,7 @@ class ModuleParameter:
 
 
 class OriginalSlice(NamedTuple):
-    """An original parameter inside a flat parameter, and the slice (range of elements) of it that this rank has."""
+    """An original parameter inside a flat parameter, and this rank's slice (range of elements) of the original."""
 
     hooked: HookedModule
     name: str
@@ -507,5 +507,5 @@ def _part_of_marked(
 
 
 def _ranks_with_copies(parameter: torch.Tensor) -> Sequence[int]:
-    """Return the ranks with copies of a parameter that is not cut; empty for an expert's parameter, which has none."""
+    """Return the ranks with copies of a parameter that is not cut; empty for an expert's parameter (no copies)."""
     return () if getattr(parameter, "allreduce", True) is False else group_ranks("TENSOR_MODEL_PARALLEL")

@@ -55,7 +55,7 @@ from .parameter_rows import (
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
 _MAX_LATE_LOOKS = 5
-"""This many calls of a root, from the first on, look for a data-parallel wrapper, as it may be made after the first."""
+"""This many calls of a root, from the first on, look for a data-parallel wrapper, which may be made after the first."""
 _numbers = itertools.count(1)
 
 
@@ -261,7 +261,7 @@ class Root:
             self._install(module)
 
     def has_grown(self) -> bool:
-        """Whether the model has modules that it did not have when hooks were put on it."""
+        """Whether the model has modules that it did not have when hooks were put on the model."""
         module = self.module()
         return module is not None and any(
             self.path_of(inner) is None and not self._is_elsewhere(self, inner) for inner in module.modules()
@@ -571,7 +571,7 @@ class Root:
             is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
             if is_idle == (rule_sets in self._resting):
                 continue
-            # The entry stays until the last module is awake, so that the next call completes an interrupted one.
+            # The entry stays until the last module is awake, so that the next call completes an interrupted call.
             self._resting.add(rule_sets)
             for hooked in modules:
                 (hooked.rest if is_idle else hooked.wake)()

@@ -227,7 +227,7 @@ class XlaStager(Stager):
 
 
 class _LazyCopy:
-    """A lazy copy on its way to the host. Only its record refers to it: a dropped record's copy is never computed."""
+    """A lazy copy on its way to the host. Only a record refers to a copy: a dropped record's copy is not computed."""
 
     __slots__ = (
         "__weakref__",

@@ -246,7 +246,7 @@ class DeviceNorms:
         return self._num
 
     def _follow(self, stream: Any) -> None:
-        """Make a stream wait for the stream that used `_room` before, and remember it as the last user."""
+        """Make a stream wait for the stream that used `_room` before, and remember the waiting stream as last user."""
         if self._stream is not None and self._stream != stream:
             event = self._device.new_event()
             self._device.record(event, self._stream)

@@ -312,7 +312,7 @@ class _DeviceCopies:
 
 
 class _Arrival:
-    """One copy under way. The first thread that sees it finished gives back its event, device memory and pool block."""
+    """One copy under way. The first thread that sees the end gives back the event, device memory and pool block."""
 
     __slots__ = (
         *("_block", "_blocks_left", "_event", "_copies", "_room", "_may_end"),

@@ -75,7 +75,7 @@ class NonFinite(CheckRule):
         return np.asarray(is_mask(nan, inf, began_as_mask, known))
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """For each stretch of bad steps, yield a finding on the first bad value for each rank that has this value."""
+        """Yield a finding on the value that was bad first in each stretch of bad steps, for each rank where it was."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))

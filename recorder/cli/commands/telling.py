@@ -1,4 +1,4 @@
-"""Sends commands to a run under way, which change what the run records or make it write its ring."""
+"""Sends commands that change what a run under way records, or that make the run write its ring."""
 
 from __future__ import annotations
 
