@@ -18,7 +18,7 @@ from .rows import IS_PROBE, Catalog, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding, Severity
 
 _MAX_FINDINGS = 5_000
-"""The most findings of one rule, each on one value on one rank, that are kept; the others are only counted."""
+"""The most findings of one rule, each on one value on one rank, that are kept; further findings are only counted."""
 _ENDLESS = 20_000_000
 """The number of findings after which a rule is stopped. 4,096 ranks with a thousand bad values each make fewer."""
 

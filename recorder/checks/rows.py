@@ -118,7 +118,7 @@ class Catalog:
         return "" if module is None else module.class_name
 
     def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """Return, for each series, whether `is_one` is true of it. Results are cached by `name`."""
+        """Return, for each series, whether `is_one` is true of the series. Results are cached by `name`."""
         known = self._marks.get(name, np.zeros(0, np.bool_))
         if len(known) < len(self.series):
             new = [is_one(key) for key in self.series[len(known) :]]
@@ -236,7 +236,7 @@ class Rows:
 
     @property
     def rms(self) -> Floats:
-        """For each row, the root mean square of the value's finite elements; for a chunk, that of the whole tensor."""
+        """For each row, the root mean square of the finite elements of the value; of the whole tensor if it is cut."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))

@@ -248,7 +248,7 @@ class Assembler:
         return decoded
 
     def _whole(self, position: int) -> Tensor:
-        """Return the tensor of a row; raise CorruptError if parts of it are missing or contradict each other."""
+        """Return the tensor of a row; raise CorruptError if its parts are missing or contradict each other."""
         tensor = self.tensor(position)
         if tensor is None:
             raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")

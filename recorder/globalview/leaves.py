@@ -287,7 +287,7 @@ class _VoidSearch:
             self.is_void[number] = moment is not None and moment.are_single and bool(moment.dims)
         self.is_doubtful: Flags = np.zeros(len(self.is_void), bool)
         self.is_seed = self.is_void | grouped.is_zero
-        """Void values, and zeros: those of different signs are unequal, but give a module equal outputs."""
+        """Void values, and zeros: zeros of different signs are unequal, but give a module equal outputs."""
         self.is_open = self._is_equal & ~self.is_void & ~grouped.has_nan
         """The values that the values before them decide about."""
         dtypes = [grouped.chunks[code].dtype for code in grouped.codes[grouped.starts].tolist()]

@@ -257,7 +257,7 @@ def _is_over(ranks: Sequence[RankNow]) -> bool:
 
 
 def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
-    """Return a table of all ranks in order, or of the worst and the slowest ranks and a line for the others."""
+    """Return a table of all ranks in order, or of the worst and the slowest ranks and a line for the other ranks."""
     shown, rest = ranks, []
     if len(ranks) > max_rows:
         by_trouble = sorted(ranks, key=_trouble)

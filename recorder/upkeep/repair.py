@@ -265,7 +265,7 @@ class _Repair:
             yield Outcome(what="indexed", path=index_path, text=problem)
 
     def _set_aside(self, path: Path) -> Outcome:
-        """Keep a damaged file under a name that readers ignore, so that more of it may be recovered later."""
+        """Keep a damaged file under a name that readers ignore, so that more of the file may be recovered later."""
         aside = path.with_name(f"{path.name.removesuffix('.open')}.damaged")
         if not self._is_dry:
             publish(self._disk, path, aside)

@@ -244,7 +244,7 @@ class Search:
         return others
 
     def _bound(self, name: ValueName, pair: ValuePair) -> tuple[float, float]:
-        """Return the difference beyond which a value counts as differing, and the one up to which it surely agrees."""
+        """Return two differences: a value surely agrees up to the second, and counts as differing beyond the first."""
         self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]))
         assumed = max(self._coarsest, _TIMES_BEFORE * self._before)
         if not (measured := [own[name] for _, own in self.noise if name in own]):

@@ -467,7 +467,7 @@ class Side:
         return len(self.samples) - 1, position + 1
 
     def _add_logprobs(self, key: CallKey, call: TokensOfCall, lengths: Integers) -> None:
-        """Fill in the log-probabilities of a call's tokens, from its own logits and from those of the call before."""
+        """Fill in the log-probabilities of a call's tokens, from its own logits and the logits of the call before."""
         length = call.grid[1]
         row, column = np.divmod(call.at, length)
         by_own, by_last = (self._logprobs[name].get(key) for name in ("logprobs", "chosen"))

@@ -29,7 +29,7 @@ ACCOUNTED = ("dropped", "retired")
 """The reasons for missing rows of which writers keep counts in their manifests."""
 DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
 CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
-"""The causes of missing sequence numbers, as bits. If several causes fit a gap, the first of them counts."""
+"""The causes of missing sequence numbers, as bits. If several causes fit a gap, the first cause counts."""
 _PASSED = 0
 """The cause of missing sequence numbers whose rows were kept in memory only: no trigger asked for their steps."""
 _END = np.iinfo(np.int64).max
