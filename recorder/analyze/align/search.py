@@ -137,9 +137,9 @@ _MAX_AGREEING = 16
 layer has that many, and the norm of the first residual may hide a wrong scale from all of the attention."""
 _TELLING = 1e-3
 """Where rounding makes values differ by more than this, it may hide a fault that changes log-probabilities."""
-_MAX_MEAN, _TIMES_LOGITS = 0.2, 50.0
-"""The mean magnitude of differences of log-probabilities that no rounding explains, and the most that a relative
-difference of logits is multiplied by in their log-probabilities."""
+_LEAST_MEAN, _MAX_MEAN, _TIMES_LOGITS = 0.01, 0.2, 50.0
+"""The mean magnitude of differences of log-probabilities up to which there is no finding and above which no rounding
+explains them, and the most that a relative difference of logits is multiplied by in their log-probabilities."""
 TO_RECORD_ALL = "record all with RECORDER_RULES='leaf=yes site=output keep=tokens; site=param keep=fingerprint'"
 _NUM_BINS = 8
 _MAX_EXPERTS = 64
@@ -198,7 +198,7 @@ class Search:
     @property
     def logprobs_bound(self) -> float:
         """The mean magnitude of differences of log-probabilities that the rounding of the compared values explains."""
-        return min(_MAX_MEAN, _TIMES_LOGITS * self._coarsest) if self.values else _MAX_MEAN
+        return min(_MAX_MEAN, max(_LEAST_MEAN, _TIMES_LOGITS * self._coarsest)) if self.values else _MAX_MEAN
 
     def _compare(self, name: ValueName) -> bool:
         """Compare a value of both sides, and return whether its difference may be either rounding or a fault."""
