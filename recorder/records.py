@@ -89,7 +89,7 @@ class Ready(Protocol):
         """
 
 
-class Origin(NamedTuple):
+class ValuePlace(NamedTuple):
     """The place that a value comes from; made once for each name at a site, and shared by all records of it."""
 
     root: str
@@ -100,7 +100,7 @@ class Origin(NamedTuple):
     """The dim along which the units of the value lie; a negative dim counts from the last dim."""
 
 
-class Moment(NamedTuple):
+class StepPosition(NamedTuple):
     """The time at which a value was seen. All records of a micro-step in one mode share one object."""
 
     step: int
@@ -126,8 +126,8 @@ class Chunk(NamedTuple):
 class SeenValue(NamedTuple):
     """A value that a hook has seen, without the tensor itself."""
 
-    origin: Origin
-    moment: Moment
+    origin: ValuePlace
+    moment: StepPosition
     phase: str
     call: int = 0
     repeat: int = 0
@@ -147,8 +147,8 @@ class Staged(NamedTuple):
     """The number of the record's first row in this writer; the rows of its further parts have the next numbers."""
     num_parts: int
     """The number of the record's rows: 1, or, if the payload is kept, the number of its parts of `PART_BYTES`."""
-    origin: Origin
-    moment: Moment
+    origin: ValuePlace
+    moment: StepPosition
     phase: str
     call: int
     repeat: int
@@ -173,7 +173,7 @@ class Staged(NamedTuple):
 class ProbedSeries(NamedTuple):
     """A value of which the probe has one number at each step."""
 
-    origin: Origin
+    origin: ValuePlace
     phase: str
     mode: str
     scope: str | None

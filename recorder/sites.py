@@ -154,16 +154,16 @@ ACTIVATIONS = tuple(site.name for site in ALL_SITES if site.kind is Kind.ACTIVAT
 STATES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and site.is_selectable)
 GRADIENTS = tuple(site.name for site in ALL_SITES if site.is_gradient)
 NUMBERS = tuple(site.name for site in ALL_SITES if site.kind is Kind.NUMBER)
-GIVEN = tuple(site.name for site in ALL_SITES if site.is_given)
+GIVEN_SITES = tuple(site.name for site in ALL_SITES if site.is_given)
 UPDATED = tuple(site.name for site in ALL_SITES if site.is_updated)
 OF_CALLS = tuple(site.name for site in ALL_SITES if site.expected is Expected.CALL)
 VALUES_OF_CALLS = tuple(site for site in OF_CALLS if site not in GRADIENTS)
 """The sites of the values that a call takes and returns."""
 OF_PARAMETERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.PARAMETER)
 OF_BUFFERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.BUFFER)
-OF_PROGRAM = tuple(site.name for site in ALL_SITES if site.expected is Expected.NOTHING)
+PROGRAM_SITES = tuple(site.name for site in ALL_SITES if site.expected is Expected.NOTHING)
 """The sites of values that the program names and that no module tree lists."""
-LASTING = tuple(site for site in STATES if site not in GRADIENTS)
+LASTING_SITES = tuple(site for site in STATES if site not in GRADIENTS)
 """The sites of values that stay from step to step, without gradients."""
 OF_MODULES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and not site.is_of_optimizer)
 """The sites of state that a module itself has, and of the state's gradients."""

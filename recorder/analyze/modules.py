@@ -16,7 +16,7 @@ from ..errors import LookupFailedError, RunError
 from ..numerics.distributions import HISTOGRAM_LEGEND, NOT_FINITE, histogram_lines, histogram_of_row, spark_line
 from ..numerics.units import Units
 from ..rules import hint
-from ..run.finding import typed_for
+from ..run.finding import shortest_text_of
 from ..run.notes import dump_members, dump_note, jitter_note, sent_note
 from ..run.reply import Reply, Table, table_of
 from ..run.run import Run
@@ -65,7 +65,7 @@ def modules_meant(run: Run, wanted: Selection) -> list[str]:
     """Return the modules with rows that match a selection, by default all. LookupFailedError: no module matches."""
     paths = wanted.modules(run.module_paths)
     if not paths and wanted.module is not None:
-        command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
+        command = shlex.join(["recorder", "show", shortest_text_of(run.path, run.name)])
         near = hint(wanted.module, run.module_paths, otherwise=f"; {command} lists the modules")
         raise LookupFailedError(f"no module {wanted.module!r} in this run{near}")
     return paths

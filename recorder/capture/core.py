@@ -39,14 +39,14 @@ from ..records import (
     LostError,
     Measured,
     MeasuredTogether,
-    Moment,
-    Origin,
     ProbedStep,
     SeenValue,
     Staged,
+    StepPosition,
+    ValuePlace,
     kind_of,
 )
-from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, OF_PROGRAM
+from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, PROGRAM_SITES
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
 from .aliases import Aliases
@@ -329,7 +329,7 @@ class Capture:
         (put or self._put)(tuple.__new__(Staged, fields))
 
     def observe_known(
-        self, group: ProbedGroup, tensors: Sequence[torch.Tensor], repeats: Sequence[int], moment: Moment
+        self, group: ProbedGroup, tensors: Sequence[torch.Tensor], repeats: Sequence[int], moment: StepPosition
     ) -> None:
         """Record new tensors of values that `observe` recorded before, without examining each tensor again.
 
@@ -366,7 +366,9 @@ class Capture:
         for start in range(0, len(together), MOST_TOGETHER):
             self._put_together(together[start : start + MOST_TOGETHER], moment)
 
-    def _put_together(self, known: Sequence[tuple[int, ProbedValue, int, torch.Tensor, int]], moment: Moment) -> None:
+    def _put_together(
+        self, known: Sequence[tuple[int, ProbedValue, int, torch.Tensor, int]], moment: StepPosition
+    ) -> None:
         """Measure small host tensors in place, without copies, and put their statistics on the channel as one item."""
         num = len(known)
         numbers, values, keeps, tensors, repeats = zip(*known, strict=True)
@@ -395,7 +397,7 @@ class Capture:
         self._put(MeasuredTogether(num, make, block))
 
     def probe_again(
-        self, origin: Origin, mode: str, tensor: torch.Tensor
+        self, origin: ValuePlace, mode: str, tensor: torch.Tensor
     ) -> Callable[[torch.Tensor, int], bool] | None:
         """Return a function that gives new tensors of a forward's value to the probe, faster than `observe` does.
 
@@ -426,7 +428,7 @@ class Capture:
             self._token_blocks = TokenBlocks(self.observe)
         return self._token_blocks
 
-    def _take_in_ring(self, nbytes: int, moment: Moment) -> PoolBlock | None:
+    def _take_in_ring(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
         """Take a block of the ring; if the ring is full and a trigger asked for the step, take a block of the pool."""
         ring = self.ring
         if ring is None:
@@ -436,10 +438,10 @@ class Capture:
             return self.pool.take(nbytes) or self._take_later(nbytes, moment.step)
         return block
 
-    def _had_no_room(self, origin: Origin, keep: int, nbytes: int, parts: int) -> None:
+    def _had_no_room(self, origin: ValuePlace, keep: int, nbytes: int, parts: int) -> None:
         self._drop(self._say_no_room(origin, keep, nbytes), min(parts, _MAX_DROPPED_PARTS))
 
-    def _say_no_room(self, origin: Origin, keep: int, nbytes: int) -> str:
+    def _say_no_room(self, origin: ValuePlace, keep: int, nbytes: int) -> str:
         """Report that memory is lacking for a value, and return the reason of the drop."""
         pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
         if keep & KEEP_RING and self.ring is not None:
@@ -474,7 +476,7 @@ class Capture:
             keep, note = keep & ~KEEP_NUMBERS, merged_notes(note, _NO_STATISTICS_OF_PARTIAL)
         return local, keep, note
 
-    def _inside(self, origin: Origin, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
+    def _inside(self, origin: ValuePlace, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
         """Return the tensors inside a composite tensor. No inner tensor counts as a drop, a failed search as error."""
         try:
             inside = inner_tensors(origin.name, tensor, chunk)
@@ -499,7 +501,9 @@ class Capture:
         stager = factory(self.pool, self.settings, lambda text: self.events.add("device", text))
         return self._stagers.setdefault(device_type, stager)  # each device has a thread of its own in a backward
 
-    def put_measured(self, value: ProbedValue, moment: Moment, call: int, note: str | None, its: Measured) -> None:
+    def put_measured(
+        self, value: ProbedValue, moment: StepPosition, call: int, note: str | None, its: Measured
+    ) -> None:
         """Put a row on the channel whose statistics, `its`, are known already; the value is not copied."""
         block = self.pool.take(0)
         if block is None:
@@ -542,11 +546,11 @@ class Capture:
         self._drop(kind, 1)
         self.events.add(kind, f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error)
 
-    def site_failed(self, origin: Origin, error: Exception) -> bool:
+    def site_failed(self, origin: ValuePlace, error: Exception) -> bool:
         """Count an error of the recorder at a site of a module; return True if the site is not recorded any more."""
         where = f"{origin.module_path or origin.root}:{origin.site}"
         self.hook_failed(where, error)
-        is_named = origin.site in OF_PROGRAM
+        is_named = origin.site in PROGRAM_SITES
         key = (origin.root, "" if is_named else origin.module_path, origin.site, origin.name if is_named else "")
         self._errors[key] = num_errors = self._errors.get(key, 0) + 1
         if num_errors != _MAX_ERRORS:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..records import Block, Chunk, LostError, Measured, Moment, Origin, Ready
+from ..records import Block, Chunk, LostError, Measured, Ready, StepPosition, ValuePlace
 from ..sites import AT_LEAST
 from .local_values import UnsupportedKind, merged_notes
 
@@ -36,7 +36,7 @@ class ProbedValue(NamedTuple):
     dtype: torch.dtype
     numel: int
     shape: torch.Size
-    origin: Origin
+    origin: ValuePlace
     phase: str
     scope: str | None
     chunk: Chunk | None
@@ -47,7 +47,7 @@ class SeenOnDevice(NamedTuple):
     """A value on a device whose norm is on its way to the host."""
 
     value: ProbedValue
-    moment: Moment
+    moment: StepPosition
     call: int
     has_row: bool
     """Whether the value has a row at this step already."""
@@ -78,7 +78,7 @@ class DeviceProbe:
         pool: Pool,
         nonfinite: FirstNonFinite,
         stager_of: Callable[[torch.Tensor], Stager],
-        put_measured: Callable[[ProbedValue, Moment, int, str | None, Measured], None],
+        put_measured: Callable[[ProbedValue, StepPosition, int, str | None, Measured], None],
     ) -> None:
         self._pool, self._nonfinite, self._stager_of, self._put_measured = pool, nonfinite, stager_of, put_measured
         self._seen: dict[DeviceNorms, list[SeenOnDevice]] = {}

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..observe.selection import NOTHING
-from ..records import KEEP_PROBE, KEEP_TOKENS, Moment
+from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
 from ..system.processes import live_instances, loaded
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
@@ -381,7 +381,7 @@ class OptimizerHooks:
             self._active = None
             probed = self._probed.get(id(optimizer))
             if probed is not None:
-                probed.updates.end(Moment(self._capture.clock.step, None, "train"))
+                probed.updates.end(StepPosition(self._capture.clock.step, None, "train"))
             self._record_state(optimizer)
             self._count(optimizer)
         except Exception as error:
@@ -402,7 +402,7 @@ class OptimizerHooks:
     def record_before(self, optimizer: Optimizer) -> None:
         """Record the parameters and final gradients of one optimizer and, once a step, the buffers."""
         capture = self._capture
-        moment = Moment(capture.clock.step, None, "train")
+        moment = StepPosition(capture.clock.step, None, "train")
         repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
@@ -434,7 +434,7 @@ class OptimizerHooks:
 
     @contextlib.contextmanager
     def _known(
-        self, optimizer: Optimizer, parameters: list[torch.Tensor], note: str | None, moment: Moment,
+        self, optimizer: Optimizer, parameters: list[torch.Tensor], note: str | None, moment: StepPosition,
         repeats: dict[int, int],
     ) -> Iterator[bool]:  # fmt: skip
         """Try to record parameters and gradients with one call, and yield whether they are recorded.
@@ -512,7 +512,7 @@ class OptimizerHooks:
     def _record_state(self, optimizer: Optimizer) -> None:
         if not self._capture.selection.keeps("optim"):
             return
-        moment = Moment(self._capture.clock.step, None, "train")
+        moment = StepPosition(self._capture.clock.step, None, "train")
         repeats, updated = self._repeats_at("optim"), {id(parameter) for parameter in _parameters(optimizer)}
         inside = updating(optimizer)
         note = None if inside is optimizer else HERE_ALONE
@@ -527,7 +527,7 @@ class OptimizerHooks:
         if any(flat.originals for root in self._capture.roots for flat in root.flats):
             self._record_empty_state(optimizer, moment, repeats)
 
-    def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeats: dict[int, int]) -> None:
+    def _record_empty_state(self, optimizer: Optimizer, moment: StepPosition, repeats: dict[int, int]) -> None:
         """Record empty state for FSDP1 parameters that lie on other ranks, for which the optimizer has no state here.
 
         The names of the state are taken from the optimizer's other parameters.

@@ -40,11 +40,11 @@ from ..records import (
     Chunk,
     LostError,
     Measured,
-    Moment,
-    Origin,
     ProbedSeries,
     ProbedStep,
     SeenValue,
+    StepPosition,
+    ValuePlace,
 )
 from ..sites import AT_LEAST, PROBE, UPDATE, may_mask, may_overflow
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
@@ -187,9 +187,9 @@ class Probe:
         self._changing = threading.RLock()
         """A lock, held while a column is added, a step appended or a block recorded: threads may train at once."""
         self._columns: list[ProbedSeries] = []
-        self._origins: list[Origin] = []
+        self._origins: list[ValuePlace] = []
         """For each column that was recorded before, the origin of its rows of site ``probe``."""
-        self._by_key: dict[tuple[Origin, str, str], int] = {}
+        self._by_key: dict[tuple[ValuePlace, str, str], int] = {}
         """The index of each column, by the column's origin, phase and mode."""
         self._sums: list[float] = []
         """For each column, the sum of the squares of the finite elements at the current step."""
@@ -264,7 +264,7 @@ class Probe:
         self._tell_trouble(origin, moment, is_nan=num_nan > 0)
         return keep | KEEP_STATS
 
-    def again(self, origin: Origin, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
+    def again(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
         """Return `KnownValue.saw` for a forward's value that `saw` has measured; None for a value on a device."""
         column = self._by_key.get((origin, "forward", mode))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
@@ -289,13 +289,13 @@ class Probe:
         now = self._were_bad[column] = had_nan or has_nan, max(share_before, share)
         return now != (had_nan, share_before)
 
-    def _tell_trouble(self, origin: Origin, moment: Moment, *, is_nan: bool) -> None:
+    def _tell_trouble(self, origin: ValuePlace, moment: StepPosition, *, is_nan: bool) -> None:
         """Report a value that has turned non-finite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
         if not may_overflow(origin.site) and (is_nan or not may_mask(origin.site, origin.name)):
             where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
             self._on_trouble(f"{where} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
 
-    def _launched(self, is_measured: bool, moment: Moment) -> bool:
+    def _launched(self, is_measured: bool, moment: StepPosition) -> bool:
         if is_measured:
             self._has_values = self._has_measured = True
             self._step = moment.step
@@ -339,7 +339,9 @@ class Probe:
             ProbedGroup(values, keeps, ManyTensors([plan.loops for plan in plans])) if len(plans) == len(seen) else None
         )
 
-    def saw_group(self, group: ProbedGroup, tensors: list[torch.Tensor], at: Sequence[int], moment: Moment) -> bool:
+    def saw_group(
+        self, group: ProbedGroup, tensors: list[torch.Tensor], at: Sequence[int], moment: StepPosition
+    ) -> bool:
         """Measure the tensors of a group with one call, and return whether they were counted; `at` are their addresses.
 
         The tensors are not counted if a tensor on the host is not finite, or if no kernel can measure a tensor on a
@@ -379,7 +381,7 @@ class Probe:
         ]
         return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
-    def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: Moment) -> None:
+    def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: StepPosition) -> None:
         """Count an update: `sums` has, for each parameter, the sum of the squares of its sampled elements' changes."""
         for value, total in zip(updates, sums, strict=True):
             if math.isfinite(total):  # else the parameter says that it is not
@@ -389,7 +391,7 @@ class Probe:
         self._step = moment.step
 
     def saw_updates_on_device(
-        self, updates: Sequence[ProbedValue], moved: Sequence[torch.Tensor], moment: Moment
+        self, updates: Sequence[ProbedValue], moved: Sequence[torch.Tensor], moment: StepPosition
     ) -> None:
         """Launch the kernels that measure an update on a device; `moved` has the sampled elements' changes."""
         torch._foreach_mul_(list(moved), [math.sqrt(max(one.numel / SAMPLED, 1.0)) for one in updates])
@@ -448,7 +450,7 @@ class Probe:
         return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self._kernels)
 
     def _add(
-        self, key: tuple[Origin, str, str], phase: str, scope: str | None, chunk: Chunk | None, dtype: torch.dtype
+        self, key: tuple[ValuePlace, str, str], phase: str, scope: str | None, chunk: Chunk | None, dtype: torch.dtype
     ) -> int | None:  # fmt: skip
         facts: dict[str, Any] = {"dtype": DTYPES[dtype]}
         if chunk is not None:
@@ -552,7 +554,7 @@ class Probe:
             self._origins.append(its.origin._replace(site=PROBE, name=name))
         for column, values, note in block_rows(self._columns, steps):
             its, origin = self._columns[column], self._origins[column]
-            moment = Moment(steps[0].step, None, its.mode)
+            moment = StepPosition(steps[0].step, None, its.mode)
             self._observe(SeenValue(origin, moment, its.phase, scope=its.scope, note=note), KEEP_TENSOR, values)
 
     def close(self) -> None:
@@ -626,7 +628,7 @@ class Updates:
             if any(DTYPES[one.dtype] not in MOVED_KINDS for one in values):
                 self._values = []
 
-    def end(self, moment: Moment) -> None:
+    def end(self, moment: StepPosition) -> None:
         """Measure how far the update since `begin` has moved the parameters; does nothing without `begin`."""
         if self._many is not None and self._at != (at := [one.data_ptr() for one in self._tensors]):
             self._at = at
@@ -636,7 +638,7 @@ class Updates:
             self._sample(moment)
         self._tensors = []
 
-    def _sample(self, moment: Moment | None = None) -> None:
+    def _sample(self, moment: StepPosition | None = None) -> None:
         """Take a sample of the parameters; with a `moment`, give the probe the differences from the last sample."""
         tensors, before, kernels = self._tensors, self._before, self._probe.kernels
         if self._many is not None and kernels is not None:

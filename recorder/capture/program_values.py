@@ -18,7 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
-from ..records import Moment, Origin, SeenValue
+from ..records import SeenValue, StepPosition, ValuePlace
 from ..sites import OBJECTIVE
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
@@ -126,7 +126,7 @@ class Scalars:
         self._repeats[name] = repeat + 1
         if root_name is None:
             root_name = next((root.name for root in self._roots), "")
-        origin, moment = Origin(root_name, "", "scalar", name), Moment(step, None, "train")
+        origin, moment = ValuePlace(root_name, "", "scalar", name), StepPosition(step, None, "train")
         self.capture.observe(SeenValue(origin, moment, "forward", 0, repeat, note=note), keep, value)
 
 
@@ -151,7 +151,7 @@ class TapsByHand:
         call = slice_.enter(phase, key)
         graph = slice_.new_graph(phase, key, call, with_grad=torch.is_grad_enabled())
         keep = capture.keep_of(rule_set, call)
-        origin = Origin(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
+        origin = ValuePlace(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
         if graph is not None and requires_gradient(tensor):
             shared = self._objectives.shared(origin, slice_.moment, phase, tensor, is_kept=bool(keep))
             if shared is not None:

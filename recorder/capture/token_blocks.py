@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..numerics.units import signs, token_rows
-from ..records import KEEP_TENSOR, Chunk, Moment, Origin, SeenValue
+from ..records import KEEP_TENSOR, Chunk, SeenValue, StepPosition, ValuePlace
 from ..sites import TOKENS
 
 _BLOCK_CALLS = 64
@@ -64,13 +64,13 @@ SAID_TOKENS = SaidTokens()
 class _CallBlock:
     """The data of one origin (a module and a name) from all calls since the origin's last row."""
 
-    def __init__(self, origin: Origin, order: int) -> None:
+    def __init__(self, origin: ValuePlace, order: int) -> None:
         self.origin = origin
         self.order = order
         self.begin()
 
     def begin(self) -> None:
-        self.moment: Moment | None = None
+        self.moment: StepPosition | None = None
         self.began_s = time.monotonic()
         self.calls: list[Mapping[str, Any]] = []
         self.parts: list[torch.Tensor] = []
@@ -88,7 +88,7 @@ class _CallOfModel(threading.local):
     num_kept = 0
     has_late_logits = False
     """Whether the logits are made after the call, by another module, as in vLLM and SGLang."""
-    seen: dict[Origin, int]
+    seen: dict[ValuePlace, int]
     """For each value, the number of its last occurrence in this call, counted from 0."""
 
 
@@ -101,7 +101,7 @@ class TokenBlocks:
         self._call = _CallOfModel()
         self._changing = threading.RLock()
         """A lock, held while a block grows or is recorded: an engine may run in a thread beside others."""
-        self._blocks: dict[Origin, _CallBlock] = {}
+        self._blocks: dict[ValuePlace, _CallBlock] = {}
         self._num_calls = 0
         self._pending: dict[str, tuple[int, torch.Tensor | None]] = {}
         """By root: the number of its last call, and the logits of its last tokens, one row each, or None at first."""
@@ -109,7 +109,7 @@ class TokenBlocks:
         """The number of tokens in a block of vLLM's cache, as a tensor on the device."""
         self._signs: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def call_begins(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def call_begins(self, origin: ValuePlace, moment: StepPosition, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note a module's arguments if they have tokens, unless a call around this one was given tokens."""
         call = self._call
         if origin.module_path == _LOGITS:
@@ -167,7 +167,7 @@ class TokenBlocks:
         return {"lengths": starts, "slots": slots, "kept": starts[1:] - 1, "goes_on_behind": behind}
 
     def _add_chosen(
-        self, origin: Origin, moment: Moment, after: int, logits: torch.Tensor, ids: torch.Tensor,
+        self, origin: ValuePlace, moment: StepPosition, after: int, logits: torch.Tensor, ids: torch.Tensor,
         lengths: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """Add the log-probabilities, by the last call's logits, of the chosen tokens that this call is given."""
@@ -183,7 +183,7 @@ class TokenBlocks:
             return
         self._add(origin, "chosen", moment, {**facts, "shape": tuple(told.shape)}, told)
 
-    def call_ends(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def call_ends(self, origin: ValuePlace, moment: StepPosition, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Add the log-probabilities of a call's own tokens, if this module is the one that was given the tokens."""
         call, ids = self._call, self._call.ids
         if origin.module_path == _LOGITS and (waiting := self._pending.get(origin.root)) is not None:
@@ -211,7 +211,7 @@ class TokenBlocks:
             self._pending[origin.root] = call.number, (by_sample[0] if is_kept else by_sample[:, -1]).clone()
         call.number = call.ids = None
 
-    def saw(self, origin: Origin, moment: Moment, value: torch.Tensor, *, is_sure: bool) -> None:
+    def saw(self, origin: ValuePlace, moment: StepPosition, value: torch.Tensor, *, is_sure: bool) -> None:
         """Add a sketch of a module's value inside a call; of whole numbers, add the numbers themselves.
 
         `is_sure` is False for a plain tensor in a tensor parallel region. It may be a chunk: of columns, which readers
@@ -247,9 +247,11 @@ class TokenBlocks:
         with torch.autocast(kind, enabled=False):
             return flat @ table
 
-    def _add(self, origin: Origin, name: str, moment: Moment, facts: Mapping[str, Any], part: torch.Tensor) -> None:
+    def _add(
+        self, origin: ValuePlace, name: str, moment: StepPosition, facts: Mapping[str, Any], part: torch.Tensor
+    ) -> None:
         number, part = self._call.number, part.reshape(-1)
-        origin = Origin(origin.root, origin.module_path, TOKENS, name)
+        origin = ValuePlace(origin.root, origin.module_path, TOKENS, name)
         with self._changing:
             block = self._blocks.get(origin)
             if block is None:

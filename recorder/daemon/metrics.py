@@ -24,7 +24,7 @@ from prometheus_client.exposition import choose_encoder
 
 from .. import __version__
 from ..errors import ConfigError
-from ..format.manifest import Balance
+from ..format.manifest import RowCounts
 from ..format.rundir import SHARD_KINDS, Members
 from ..system.processes import tls_context
 from .run_shipper import RunShipper
@@ -199,8 +199,8 @@ def make_registry(collector: DaemonCollector) -> CollectorRegistry:
     return registry
 
 
-def _balance(writer: WriterShipper) -> Balance:
-    return Balance.read(Members(writer.status))
+def _balance(writer: WriterShipper) -> RowCounts:
+    return RowCounts.read(Members(writer.status))
 
 
 def _number(value: object) -> float | None:

@@ -16,7 +16,7 @@ from typing import Any
 from crc32c import crc32c
 
 from ..errors import CorruptError, RunError, StoreError
-from ..format.manifest import Balance, Lifetime
+from ..format.manifest import Lifetime, RowCounts
 from ..format.rundir import (
     MAX_MANIFEST_BYTES,
     STATUS,
@@ -60,7 +60,7 @@ class WriterShipper:
         self.shown: dict[str, Any] | None = None
         """The newest status that may be put, with its time of change; empty if there is no status, None at first."""
         self.lifetime = Lifetime()
-        self.balance = Balance()
+        self.balance = RowCounts()
         """The writer's balance (its counts of rows) from its manifest or from its status, whichever is later."""
         self.counted: tuple[int, int | None] | None = None
         """A killed writer's number of rows and last step, read from its shards because its status is older."""
@@ -211,7 +211,7 @@ class WriterShipper:
         with self._open() as folder:
             changed_ns = folder.changed_ns()
             manifest, status = self._read_manifest(folder), self._read_status(folder)
-            balances = (Balance.read(Members(members)) for members in (self._ledger, self.status))
+            balances = (RowCounts.read(Members(members)) for members in (self._ledger, self.status))
             self.balance = max(balances, key=lambda one: (one.observed, one.written))
             # The files are listed after the manifest was read: if it says closed, no later file comes.
             self.files = list_writer(folder)

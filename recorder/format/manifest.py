@@ -174,7 +174,7 @@ COUNTED = "counted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Balance:
+class RowCounts:
     """One writer's row counts: `observed = written + sum of dropped + passed`, and the rows deleted by retention."""
 
     observed: int = 0
@@ -190,7 +190,7 @@ class Balance:
     """The number of written rows that were surely on the disk when the rows were counted; 0 from an older writer."""
 
     @classmethod
-    def read(cls, ledger: Members | None) -> Balance:
+    def read(cls, ledger: Members | None) -> RowCounts:
         """Return the numbers of rows in a ledger; all numbers are 0 without a ledger."""
         if ledger is None:
             return cls()
@@ -341,9 +341,9 @@ class RingDump:
 class RetiredEarlier:
     """The shards of a rank's earlier writer that a later writer of the rank has deleted."""
 
-    shards: Mapping[str, Balance]
+    shards: Mapping[str, RowCounts]
     """The rows and bytes, as `retired_rows` and `retired_bytes`, of each deleted shard, by the shard's sealed name."""
-    balance: Balance
+    balance: RowCounts
     """The earlier writer's ledger, if a deleted shard contained the ledger's newest state; else all numbers are 0."""
 
 
@@ -355,11 +355,11 @@ class MergedWriter:
     writer: str
     state: str
     ending: str
-    balance: Balance
+    balance: RowCounts
 
     @classmethod
     def read(cls, members: Members) -> MergedWriter:
-        return cls(**members.plain(cls), balance=Balance.read(members))
+        return cls(**members.plain(cls), balance=RowCounts.read(members))
 
     @property
     def has_lost(self) -> bool:
@@ -377,7 +377,7 @@ class WriterManifest(Lifetime):
     world_size: int = 0
     """The number of ranks of the writer's launch; 0 if unknown."""
     step_source: str | None = None
-    balance: Balance = field(default_factory=Balance)
+    balance: RowCounts = field(default_factory=RowCounts)
     retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
     """The deleted shards of earlier writers, by the earlier writer's name."""
     restarted: str = ""
@@ -418,7 +418,7 @@ class WriterManifest(Lifetime):
         return cls(
             **members.plain(cls, "run_id", "problems"),
             run_id=_printable(members.optional_text("run_id")),
-            balance=Balance.read(members.inner("ledger")),
+            balance=RowCounts.read(members.inner("ledger")),
             retired_earlier={name: _retired_earlier(one) for name, one in earlier.items()},
             roots=roots,
             settings={
@@ -451,10 +451,10 @@ def _retired_earlier(members: Members) -> RetiredEarlier:
     shards = members.all_inner("shards")
     return RetiredEarlier(
         shards={
-            name: Balance(retired_rows=one.count("rows"), retired_bytes=one.count("bytes"))
+            name: RowCounts(retired_rows=one.count("rows"), retired_bytes=one.count("bytes"))
             for name, one in shards.items()
         },
-        balance=Balance.read(members.inner("ledger")),
+        balance=RowCounts.read(members.inner("ledger")),
     )
 
 

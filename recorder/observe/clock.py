@@ -13,7 +13,7 @@ from itertools import count
 
 import torch
 
-from ..records import Moment
+from ..records import StepPosition
 
 
 class Slice:
@@ -26,7 +26,7 @@ class Slice:
 
     __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "used")
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: StepPosition) -> None:
         self.moment = moment
         self.has_gradient = False
         self.used: set[int] = set()
@@ -161,19 +161,19 @@ class RootClock:
             self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
-            first, latest = Moment(self._clock.step, 0, mode), self._latest
+            first, latest = StepPosition(self._clock.step, 0, mode), self._latest
             # A recompute may have come before any forward, for example where a pipeline tries a stage: continue the
             # recompute's slice.
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif is_stage or (current.has_gradient and mode != "no_grad"):
-            current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
+            current = Slice(StepPosition(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
         self._slices[mode] = self._of_thread.active = current
         if with_grad:
             self._latest = current
 
     def begin_trial(self) -> None:
         """Begin a call of the root that is no part of training; the records of the call have no micro-step."""
-        self._of_thread.active = Slice(Moment(self._clock.step, None, "train"))
+        self._of_thread.active = Slice(StepPosition(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
         """Note that a gradient has reached an output of the root."""
@@ -192,7 +192,7 @@ class RootClock:
         mode = _mode(with_grad, training)
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
-            current = self._slices[mode] = Slice(Moment(self._clock.step, 0, mode))
+            current = self._slices[mode] = Slice(StepPosition(self._clock.step, 0, mode))
         if with_grad:
             self._latest = current
         return current
@@ -202,7 +202,7 @@ class RootClock:
         if in_pipeline and self._clock.going_back is not None:
             return self._clock.going_back
         if self._latest is None:
-            self._latest = Slice(Moment(self._clock.step, 0, "train"))
+            self._latest = Slice(StepPosition(self._clock.step, 0, "train"))
         return self._latest
 
 

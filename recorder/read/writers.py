@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from ..columns import SCHEMA
 from ..errors import NotARunError, RunError
 from ..format import rundir
-from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest
+from ..format.manifest import COUNTED, Lifetime, RetiredEarlier, RowCounts, WriterManifest
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import counted, listed
 from .shard_rows import ShardRows, each_of, load_open, load_sealed
@@ -118,18 +118,18 @@ class RecordedWriter:
         return size_of(self.directory)
 
     @cached_property
-    def balance(self) -> Balance:
+    def balance(self) -> RowCounts:
         """The newest counts of recorded and lost rows, from the manifest, the last batch of a shard, or the status."""
         balances = [self.manifest.balance]
-        balances += [Balance.read(rundir.Members(shard.last_ledger())) for shard in self.newest_shards()]
+        balances += [RowCounts.read(rundir.Members(shard.last_ledger())) for shard in self.newest_shards()]
         balances += [
             note.balance for note in self.retired_later
         ]  # the newest ledger may have been in a shard that was deleted
         balance = max(balances, key=lambda balance: (balance.observed, balance.written))
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
-            balance = Balance.read(rundir.Members({"retired": retired, **self._last_words}))
-        synced = max(one.synced for one in (*balances, Balance.read(rundir.Members(self._status))))
+            balance = RowCounts.read(rundir.Members({"retired": retired, **self._last_words}))
+        synced = max(one.synced for one in (*balances, RowCounts.read(rundir.Members(self._status))))
         gone = self.retired_shards.values()
         return replace(
             balance,
@@ -139,7 +139,7 @@ class RecordedWriter:
         )
 
     @cached_property
-    def retired_shards(self) -> dict[tuple[str, int], Balance]:
+    def retired_shards(self) -> dict[tuple[str, int], RowCounts]:
         """The writer's shards that a later writer has deleted, by kind and number, with their rows and bytes."""
         retired = {}
         present = {name[:2] for shard in self.all_shards if (name := rundir.parse_shard_name(shard.path.name))}

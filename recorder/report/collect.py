@@ -25,7 +25,7 @@ from ..analyze.diff.reply import accusation, culprit_notes, unlike_models
 from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
-from ..run.finding import typed_for
+from ..run.finding import shortest_text_of
 from ..run.notes import damage
 from ..run.probe import probe_size
 from ..run.reply import span
@@ -98,7 +98,7 @@ def collect(
             )
         rows_text += f", {size(run.size_bytes)}"
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
-        typed = typed_for(run.path, run.name)
+        typed = shortest_text_of(run.path, run.name)
         found, notes = (
             ([], []) if judged is None else (told_by_check(judged.findings, typed, judged.num_unjudged), judged.notes)
         )
@@ -142,7 +142,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
         data={
             "a": f"{a.path.parent.name}/{a.name}",
             "b": f"{b.path.parent.name}/{b.name}",
-            "typed_b": typed_for(b.path, b.name),
+            "typed_b": shortest_text_of(b.path, b.name),
             "pairs": pairs,
             "verdict": compared.verdict,
             "models": [

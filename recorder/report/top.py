@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..analyze.check.check import MAX_FINDINGS, ToldFindings, command_of, sentence, told_of, where_of
+from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, sentence, told_of, where_of
 from ..analyze.doctor.reply import checks_of
 from ..checks.rule import Finding, Severity
 from ..run.run import Run, RunDump
@@ -233,7 +233,7 @@ def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "
     return highlights or [Highlight(nothing, {}, "right")]
 
 
-def _highlight(one: ToldFindings, typed: str) -> Highlight:
+def _highlight(one: JoinedFindings, typed: str) -> Highlight:
     worst = one.worst
     link = _link(worst) | ({"step": one.first_step} if worst.step >= 0 else {})
     lines = [command_of(typed, one)]

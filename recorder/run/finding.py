@@ -64,7 +64,7 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
     return location, RunManifest.read(raw)
 
 
-def typed_for(location: Location, name: str) -> str:
+def shortest_text_of(location: Location, name: str) -> str:
     """Return the shortest text that a user may type here for a run, unquoted: its name, FOLDER/NAME, or its path."""
 
     def refuse(*words: object) -> None:

@@ -24,7 +24,7 @@ from ..globalview.values import GlobalValues, load_sample
 from ..numerics.keys import encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun
-from ..run.finding import typed_for
+from ..run.finding import shortest_text_of
 from ..sites import FORMAT_VERSION, SITE_OF
 from ..storage.locations import Location, store_of
 from ..system.text import counted, listed, named, printable, size, span
@@ -372,7 +372,7 @@ def unsealed_note(run: RecordedRun) -> str:
     rows = "1 row is" if num_rows == 1 else f"{num_rows} rows are"
     files = "1 open file" if num_files == 1 else f"{num_files} open files"
     them = "it" if num_rows == 1 else "them"
-    target = typed_for(run.path, run.name) if isinstance(run.path, Path) else "COPY"
+    target = shortest_text_of(run.path, run.name) if isinstance(run.path, Path) else "COPY"
     seals = f"`{shlex.join(['recorder', 'repair', target])}` seals {'it' if num_files == 1 else 'them'}"
     if target == "COPY":
         seals += " in a copy on a disk"

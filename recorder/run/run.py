@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError, UnsupportedError
 from ..format.fingerprint import moved as moved
-from ..format.manifest import Balance as Balance
 from ..format.manifest import RecordedModule as RecordedModule
 from ..format.manifest import RecordedRoot as RecordedRoot
+from ..format.manifest import RowCounts as RowCounts
 from ..format.manifest import Stage
 from ..format.manifest import WriterManifest as WriterManifest
 from ..globalview.planner import check_overrides

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import RunError
 from ..format.commands import Answer
-from ..format.manifest import Balance, Lifetime
+from ..format.manifest import Lifetime, RowCounts
 from ..format.rundir import (
     RUN_MANIFEST,
     STATUS,
@@ -294,7 +294,7 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
         **identity,
         **read,
         has_step="step" in raw and (bool(read["interval_s"]) or identity["state"] in ENDED),
-        dropped=_drops(Balance.read(members)),
+        dropped=_drops(RowCounts.read(members)),
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
@@ -312,7 +312,7 @@ def _identity(writer: str, raw: dict[str, Any]) -> dict[str, Any]:
     return identity | {"writer": writer, "state": state}
 
 
-def _drops(balance: Balance) -> dict[str, int]:
+def _drops(balance: RowCounts) -> dict[str, int]:
     return {reason[:_MAX_TEXT]: count for reason, count in list(balance.dropped.items())[:_MAX_REASONS]}
 
 

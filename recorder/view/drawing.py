@@ -33,7 +33,7 @@ from ..report.collect import layouts_of, ranks_block
 from ..report.distributions import ImageFinder
 from ..report.statistics import StatisticsBlocks
 from ..report.top import DoctorLine, facts_of, gaps_block, told_by_check, told_by_doctor, top_block
-from ..run.finding import typed_for
+from ..run.finding import shortest_text_of
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
 from ..run.status import RankNow
@@ -77,7 +77,7 @@ class Drawing:
         """Prepare, without reading the run yet."""
         self.location = location
         self.name = manifest.name or location.name
-        self._typed = typed_for(location, self.name) if isinstance(location, Path) else str(location)
+        self._typed = shortest_text_of(location, self.name) if isinstance(location, Path) else str(location)
         self.epoch = 0
         """Counts up whenever every column has changed, after which a page needs all blocks anew."""
         self.version = 0

@@ -20,7 +20,7 @@ from crc32c import crc32c
 from ..columns import SCHEMA
 from ..format.codec import Encoder, max_encoded_bytes
 from ..format.integrity import Crcs, column_crcs
-from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Staged
+from ..records import PART_BYTES, Chunk, Measured, Staged, StepPosition, ValuePlace
 from .file import PageMemory
 from .shard import Payload
 
@@ -149,8 +149,8 @@ class RowBatch:
             rows["note"] = list(map(_merge_notes, rows["note"], rows[_WHY_NOT]))
         columns = (
             rows
-            | _columns_of_cells(Origin._fields, list(itertools.chain.from_iterable(rows["origin"])))
-            | _columns_of_repeated(Moment._fields, rows["moment"])
+            | _columns_of_cells(ValuePlace._fields, list(itertools.chain.from_iterable(rows["origin"])))
+            | _columns_of_repeated(StepPosition._fields, rows["moment"])
             | _columns_of_repeated(("shape", "numel"), rows["shape"], _shape_columns)
             | _columns_of_repeated(_LAYOUT_COLUMNS, rows["chunk"], _layout_columns)
         )

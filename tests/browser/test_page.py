@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import recorder
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
-from recorder.run.finding import typed_for
+from recorder.run.finding import shortest_text_of
 from tests.browser.conftest import Open, Opened, write_page
 from tests.rigs.command_line import module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -1152,7 +1152,10 @@ def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path
     norms = opened.page.locator("#panel-top .track", has_text="gradient norm").locator(".chart-legend")
     assert norms.inner_text().split("\n") == ["A: rank 0", "B: rank 0"]
     assert "of the parameters that an optimizer has" in opened.text("#panel-top .tracks")
-    assert opened.text("#of-a") == f"Of A alone. For B: recorder check {typed_for(two, recorder.open_run(two).name)}"
+    assert (
+        opened.text("#of-a")
+        == f"Of A alone. For B: recorder check {shortest_text_of(two, recorder.open_run(two).name)}"
+    )
     assert opened.text("#panel-top .line").startswith("A alone:") and opened.text("#panel-lines h2") == "Lines"
     assert opened.text("#panel-ranks h2") == "Ranks of A alone"
     runs = [f"{run.parent.name}/{recorder.open_run(run).name}" for run in (one, two)]

@@ -10,7 +10,7 @@ import pytest
 from recorder.checks.book import read_table
 from recorder.checks.live import LiveChecks
 from recorder.checks.rule import Finding, Severity
-from recorder.records import Measured, Origin, ProbedSeries, ProbedStep
+from recorder.records import Measured, ProbedSeries, ProbedStep, ValuePlace
 from tests.checks.test_engine import Raising
 from tests.rigs.fakes import fake_staged
 
@@ -141,7 +141,7 @@ def test_an_error_in_who_is_told_ends_the_checks_and_not_the_recording(caplog: p
 
 def probed(step: int, square: float, numel: int = 8) -> ProbedStep:
     series = [
-        ProbedSeries(Origin("model", "up", "grad", "weight"), "optimizer", "train", "final", {"dtype": "float32"})
+        ProbedSeries(ValuePlace("model", "up", "grad", "weight"), "optimizer", "train", "final", {"dtype": "float32"})
     ]
     return ProbedStep(step, series, np.array([square]), np.array([float(numel)]))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recorder.format.manifest import Balance, RunManifest, Stage, WriterManifest
+from recorder.format.manifest import RowCounts, RunManifest, Stage, WriterManifest
 from recorder.format.rundir import Shared
 
 MODULE = {"path": "up", "class": "Linear", "params": ["weight"], "tied": {"weight": "down.weight"}, "dtensor": True}
@@ -37,7 +37,7 @@ def read(**changes: Any) -> WriterManifest:
 def test_what_is_of_its_kind_is_taken() -> None:
     found = read()
     assert (found.writer, found.attempt, found.pid, found.process, found.problems) == ("w", 2, 7, None, ())
-    assert found.balance == Balance(observed=5, written=3, dropped={"too_large": 2}, retired_rows=1)
+    assert found.balance == RowCounts(observed=5, written=3, dropped={"too_large": 2}, retired_rows=1)
     assert found.whole_setting("keep_newest") == 9
     assert found.retired_earlier["v"].shards["stats-000000.arrow"].retired_rows == 4
     assert found.merged_writers[0].balance.observed == 8

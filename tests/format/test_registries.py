@@ -10,7 +10,7 @@ from recorder.analyze.doctor.slots import SLOT_SITES
 from recorder.columns import COLUMNS, KEY, NONFINITE, PHASES, SCHEMAS, Column, Role, schema_of
 from recorder.format.encodings import ALL_ENCODINGS, ENCODINGS
 from recorder.records import Measured
-from recorder.sites import ALL_SITES, FORMAT_VERSION, OF_PROGRAM, SITE_OF, SITES, Kind, Site, values_of
+from recorder.sites import ALL_SITES, FORMAT_VERSION, PROGRAM_SITES, SITE_OF, SITES, Kind, Site, values_of
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_each_version_has_the_columns_of_the_one_before_it() -> None:
 @pytest.mark.parametrize("site", ALL_SITES, ids=lambda site: site.name)
 def test_a_site_is_of_a_known_phase_and_doctor_judges_it_or_leaves_it_to_the_program(site: Site) -> None:
     assert site.phase in PHASES
-    assert (site.name in SLOT_SITES) != (site.name in OF_PROGRAM)
+    assert (site.name in SLOT_SITES) != (site.name in PROGRAM_SITES)
     assert site.kind is not Kind.STATE or site.phase == "optimizer"
 
 

@@ -14,7 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from recorder.native import address
-from recorder.records import KEEP_STATS, KEEP_TENSOR, KEEP_VALUES, PART_BYTES, Chunk, Measured, Moment, Origin, Staged
+from recorder.records import (
+    KEEP_STATS,
+    KEEP_TENSOR,
+    KEEP_VALUES,
+    PART_BYTES,
+    Chunk,
+    Measured,
+    Staged,
+    StepPosition,
+    ValuePlace,
+)
 from recorder.write.file import Disk
 
 Bytes = npt.NDArray[np.uint8]
@@ -58,8 +68,8 @@ def fake_staged(
     return Staged(
         seq=seq,
         num_parts=max(1, -(-len(data) // PART_BYTES)) if keep & KEEP_VALUES else 1,
-        origin=Origin("model", module_path, site, name),
-        moment=Moment(step, micro_step, mode),
+        origin=ValuePlace("model", module_path, site, name),
+        moment=StepPosition(step, micro_step, mode),
         phase=phase,
         call=0,
         repeat=0,

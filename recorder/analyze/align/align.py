@@ -17,7 +17,7 @@ from ...system.text import counted, listed, number
 from ..diff.renames import NO_RENAMES, Rename, Renames
 from .search import TO_RECORD_ALL, ExpertsApart, LogprobsApart, Parting, Search, ValueApart
 from .sequences import JoinedTokens, TokenAt, TokensApart, compare_tokens, match_samples
-from .tokens import ENGINE, TRAINER, Side
+from .tokens import ENGINE, TRAINER, AlignedRun
 from .weights import EQUAL, MERGED, UNKNOWN, WRONG, ModelParameters, WeightState, compare_weights, told_weight
 
 CLIP = 0.2
@@ -127,12 +127,12 @@ def align(
         LookupFailedError: the tokens of a run's calls were not recorded, or the two runs have no token in common.
     """
     if engine is None:
-        ours, theirs = Side(trainer, step=step, part=TRAINER), Side(trainer, renames=renames, part=ENGINE)
+        ours, theirs = AlignedRun(trainer, step=step, part=TRAINER), AlignedRun(trainer, renames=renames, part=ENGINE)
     else:
         renames = renames or _below_a_wrapper(trainer, engine)
-        ours, theirs = Side(trainer, step=step), Side(engine, renames=renames)
+        ours, theirs = AlignedRun(trainer, step=step), AlignedRun(engine, renames=renames)
     renames.check_used(theirs.run.module_paths)
-    sides = [ours, theirs, *(Side(run, renames=renames) for run in noise)]
+    sides = [ours, theirs, *(AlignedRun(run, renames=renames) for run in noise)]
     by_name = all(side.samples and all(sample.name is not None for sample in side.samples) for side in sides)
     matches = [match_samples(ours, side, by_name=by_name) for side in sides[1:]]
     told = compare_tokens(ours, theirs, matches[0])
@@ -190,7 +190,7 @@ def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
     return NO_RENAMES
 
 
-def _unpaired(trainer: Side, engine: Side, few: str) -> Iterator[str]:
+def _unpaired(trainer: AlignedRun, engine: AlignedRun, few: str) -> Iterator[str]:
     if few:
         yield f"{few}; {TO_RECORD_ALL}"
     paths = dict.fromkeys(name.module_path for name in trainer.values if name.site == "output")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...system.text import counted, listed
 from .sequences import JoinedTokens, TokenAt, ValuePair, wide
-from .tokens import Array, Floats, Integers, Side, ValueName
+from .tokens import AlignedRun, Array, Floats, Integers, ValueName
 from .weights import EQUAL, MERGED, OTHER, TRAINER_ONLY, UNKNOWN, WRONG, WeightState, told_weight
 
 Flags = npt.NDArray[np.bool_]
@@ -150,7 +150,12 @@ class Search:
     """Compares the two sides value by value, and finds the first value that differs beyond its bound."""
 
     def __init__(
-        self, trainer: Side, engine: Side, noise: Sequence[Side], joined: JoinedTokens, weights: Sequence[WeightState]
+        self,
+        trainer: AlignedRun,
+        engine: AlignedRun,
+        noise: Sequence[AlignedRun],
+        joined: JoinedTokens,
+        weights: Sequence[WeightState],
     ) -> None:
         self._trainer, self._engine = trainer, engine
         self.joined = joined
@@ -254,7 +259,7 @@ class Search:
         rounds_alike = self._coarsest > _TELLING and pair.dtype_trainer == pair.dtype_engine
         return max(bound, assumed) if rounds_alike else bound, max(_TELLING, _CERTAIN * bound)
 
-    def _measured(self, side: Side) -> dict[ValueName, float]:
+    def _measured(self, side: AlignedRun) -> dict[ValueName, float]:
         """Return, by value, how far a repeated run is from the engine's; empty, with a note, if it shows no noise."""
         found, types, why, num = dict[ValueName, float](), set[str](), "", 0
         for name in self._trainer.values:

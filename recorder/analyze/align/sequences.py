@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import LookupFailedError
 from ...system.text import counted
-from .tokens import Array, Floats, Integers, Side, ValueName
+from .tokens import AlignedRun, Array, Floats, Integers, ValueName
 
 _MAX_SAMPLES = 32
 """The most unmatched samples of the engine to examine, each beside up to eight times as many of the trainer's."""
@@ -42,7 +42,7 @@ class Match(NamedTuple):
     """The number of equal tokens on both sides, from position 0 on. With a shift, 0 unless the sample is packed."""
 
 
-def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | None]:
+def match_samples(trainer: AlignedRun, other: AlignedRun, *, by_name: bool) -> list[Match | None]:
     """Return, for each sample of the other side, the trainer's sample that matches it; None if there is none."""
     if by_name:
         numbers = {sample.name: number for number, sample in enumerate(trainer.samples)}
@@ -67,7 +67,7 @@ def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | 
     return found
 
 
-def _packed(trainer: Side, theirs: list[int]) -> Match | None:
+def _packed(trainer: AlignedRun, theirs: list[int]) -> Match | None:
     """Return the trainer's sample that has the engine's whole sample behind other tokens, which are no padding."""
     for number, ours in enumerate(sample.tokens for sample in trainer.samples):
         for at in range(_MAX_SHIFT + 1, len(ours) - max(len(theirs), _MAX_SHIFT) + 1) if theirs else ():
@@ -76,7 +76,7 @@ def _packed(trainer: Side, theirs: list[int]) -> Match | None:
     return None
 
 
-def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
+def _nearest(trainer: AlignedRun, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
     """Return which of these samples of the trainer shares most tokens with a given one; None if all share few."""
     tries = [
         (_num_same(ours, theirs, shift), -abs(shift), -number, shift)
@@ -92,7 +92,7 @@ def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Ma
     return Match(-number, shift, 0) if shift else _match(trainer, -number, theirs)
 
 
-def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None]) -> list[TokensApart]:
+def compare_tokens(trainer: AlignedRun, engine: AlignedRun, matches: Sequence[Match | None]) -> list[TokensApart]:
     """Return what to say about samples that differ; empty if all of the engine's samples equal the trainer's."""
     told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, match)]
     if absent := matches.count(None):
@@ -127,7 +127,7 @@ def _num_same(ours: Sequence[int], theirs: Sequence[int], shift: int) -> int:
     return sum(a == b for a, b in zip(ours, theirs, strict=False))
 
 
-def _match(trainer: Side, number: int | None, theirs: Sequence[int]) -> Match | None:
+def _match(trainer: AlignedRun, number: int | None, theirs: Sequence[int]) -> Match | None:
     if number is None:
         return None
     pairs = list(zip(trainer.samples[number].tokens, theirs, strict=False))
@@ -139,7 +139,7 @@ def _num_alike(tokens: Sequence[int]) -> int:
     return next((number for number, token in enumerate(tokens) if token != tokens[0]), 0)
 
 
-def _num_prompt(side: Side, sample: int) -> int:
+def _num_prompt(side: AlignedRun, sample: int) -> int:
     """Return how many tokens of a sample were in calls that do not continue from a cache: the prompt's length."""
     ends = (
         call.positions[(call.samples == sample) & ~call.is_continued].max(initial=-1) for call in side.calls.values()
@@ -147,7 +147,7 @@ def _num_prompt(side: Side, sample: int) -> int:
     return max(map(int, ends), default=-1) + 1
 
 
-def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[TokensApart]:
+def _told(trainer: AlignedRun, engine: AlignedRun, number: int, match: Match) -> Iterator[TokensApart]:
     theirs, ours = engine.samples[number].sure, trainer.samples[match.number].tokens
     name = trainer.name_of(match.number)
     if match.shift and not match.num_joined:
@@ -209,7 +209,9 @@ class ValuePair(NamedTuple):
 class JoinedTokens:
     """The tokens that both sides have. Each token has a number, its slot, in the order of the trainer's samples."""
 
-    def __init__(self, trainer: Side, engine: Side, others: Sequence[tuple[Side, Sequence[Match | None]]]) -> None:
+    def __init__(
+        self, trainer: AlignedRun, engine: AlignedRun, others: Sequence[tuple[AlignedRun, Sequence[Match | None]]]
+    ) -> None:
         """Number the tokens of all sides. `others` are the engine and runs of noise, with their samples' matches."""
         self._trainer, self._engine = trainer, engine
         lengths = np.array([len(sample.tokens) for sample in trainer.samples], np.int64)
@@ -257,7 +259,7 @@ class JoinedTokens:
         return ValuePair(slots, wide(ours[0][at]), wide(theirs[0][at_theirs]), ours[2], theirs[2])
 
 
-def _by_slot(side: Side, num_slots: int) -> Floats:
+def _by_slot(side: AlignedRun, num_slots: int) -> Floats:
     """Return rows by slot: is present, given position, is continued, first step, log-probability, own position."""
     found = np.zeros((num_slots, 6))
     found[:, 4] = np.nan

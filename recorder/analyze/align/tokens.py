@@ -226,7 +226,7 @@ class ValueName(NamedTuple):
     """The number of the module's call within one call of the model, counted from 0."""
 
 
-class Side:
+class AlignedRun:
     """One run, the trainer's or the engine's: its calls with their tokens, and its values by name."""
 
     def __init__(

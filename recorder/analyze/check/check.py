@@ -320,7 +320,7 @@ def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Rep
     )
 
 
-class ToldFindings(NamedTuple):
+class JoinedFindings(NamedTuple):
     """Findings that state the same about several values, joined into one sentence."""
 
     worst: Finding
@@ -334,7 +334,7 @@ class ToldFindings(NamedTuple):
     """The texts by which `Finding.cause` refers to these findings."""
 
     @classmethod
-    def of(cls, findings: Sequence[Finding]) -> ToldFindings:
+    def of(cls, findings: Sequence[Finding]) -> JoinedFindings:
         steps = [one.first_step for one in findings]
         paths = list(dict.fromkeys(one.module_path for one in findings))
         names = list(dict.fromkeys(one.name for one in findings if one.name))
@@ -372,13 +372,13 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     yield f"{run.name}: {judged} judged {rows}: {tally if told else nothing}"
 
 
-def told_of(findings: Sequence[Finding]) -> Iterator[tuple[ToldFindings, list[ToldFindings]]]:
+def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
     """Yield each finding that no other finding explains, with the list of the findings that follow from it."""
     for one in joined(one for one in findings if not one.cause):
         yield one, list(joined(follower for follower in findings if follower.cause in one.words))
 
 
-def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
+def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
     """Join findings that state the same at one site, if they are of modules whose values have the same names."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
@@ -390,10 +390,10 @@ def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
         by_names: dict[frozenset[str], list[Finding]] = {}
         for one in group:
             by_names.setdefault(frozenset(names[one.module_path]), []).append(one)
-        yield from map(ToldFindings.of, by_names.values())
+        yield from map(JoinedFindings.of, by_names.values())
 
 
-def sentence(one: ToldFindings) -> str:
+def sentence(one: JoinedFindings) -> str:
     """Return one sentence: the rule, the module, the steps, the ranks, the fault, and the number with its threshold."""
     parts, worst = where_of(one), one.worst
     if not worst.site:
@@ -402,7 +402,7 @@ def sentence(one: ToldFindings) -> str:
     return f"{worst.rule}: {where}: {worst.what}" + (f" ({parts['size']})" if parts["size"] else "")
 
 
-def _in_short(one: ToldFindings) -> str:
+def _in_short(one: JoinedFindings) -> str:
     paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
     return f"{one.worst.rule} at {listed(paths, _MAX_MODULES)}, step {one.first_step}{_ranks(one.ranks)}"
 
@@ -413,7 +413,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f", rank{'s' * (len(ranks) > 1)} {shown}{more}" if ranks else ""
 
 
-def where_of(one: ToldFindings) -> dict[str, str]:
+def where_of(one: JoinedFindings) -> dict[str, str]:
     """Return the parts of the sentence about a finding, as table cells: what, module, value, step, rank and size."""
     worst = one.worst
     if not worst.site:
@@ -432,7 +432,7 @@ def where_of(one: ToldFindings) -> dict[str, str]:
     }
 
 
-def command_of(typed: str, one: ToldFindings) -> str:
+def command_of(typed: str, one: JoinedFindings) -> str:
     """Return the command that shows the numbers of a finding; empty if the finding does not concern a value."""
     worst = one.worst
     if not worst.site:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...sites import LASTING, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
+from ...sites import LASTING_SITES, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
 from ...system.text import listed
 from .culprit_events import StepEvent
 
@@ -369,7 +369,7 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
     old = before[1] if before else None
     is_next = before is not None and before[0] == step - 1
     for event in now.events:
-        if not event.differs or event.site not in (*LASTING, *NUMBERS):
+        if not event.differs or event.site not in (*LASTING_SITES, *NUMBERS):
             continue
         if old is not None and _value(event) in old.differing:
             continue

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
-from ...run.finding import typed_for
+from ...run.finding import shortest_text_of
 from ...run.run import RecordedModule, Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
@@ -197,7 +197,7 @@ def _with_nonfinite(
             continue
         ranks = [] if value.rank is None else [value.rank]
         phase = "update" if value.site in ("param", "optim") else value.phase.replace("optimizer", "reduction")
-        command = shlex.join(["recorder", "first", typed_for(runs[name].path, runs[name].name)])
+        command = shlex.join(["recorder", "first", shortest_text_of(runs[name].path, runs[name].name)])
         figures: dict[str, Any] = (
             dict.fromkeys(Culprit._fields) | names | {f"nonfinite_{name}": bad.nan_count + bad.inf_count}
         )
@@ -302,7 +302,7 @@ class _Comparison:
         tables[1] = options.renames.apply(tables[1])
         for run, table in zip((a, b), tables, strict=True):
             if not table.num_rows:
-                typed = shlex.join(["recorder", "doctor", typed_for(run.path, run.name)])
+                typed = shlex.join(["recorder", "doctor", shortest_text_of(run.path, run.name)])
                 raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare; why: {typed}")
             if not selection.narrow(table).num_rows and not self._counts[_IN_OTHER_MICRO_STEPS]:
                 raise selection.explain_nothing(table, f"{run.path}")

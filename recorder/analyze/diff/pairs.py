@@ -24,7 +24,7 @@ from ...numerics.keys import VALUE_KEY, Integers, by_distinct, common_ids, group
 from ...numerics.moments import Floats, integers, numbers
 from ...run.notes import missing_ranks
 from ...run.selection import Selection
-from ...sites import GIVEN
+from ...sites import GIVEN_SITES
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
 
@@ -328,7 +328,7 @@ def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
     are no other values.
     """
     pairs = align(a.rows.table, b.rows.table)
-    is_made = ~holds(a.rows.table.column("site"), GIVEN.__contains__)[pairs.a]
+    is_made = ~holds(a.rows.table.column("site"), GIVEN_SITES.__contains__)[pairs.a]
     if is_made.any():
         pairs = pairs._replace(a=pairs.a[is_made], b=pairs.b[is_made])
     left, right = a.rows.table.take(pa.array(pairs.a)), b.rows.table.take(pa.array(pairs.b))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ...config import FLAG, is_enabled, load_settings
 from ...errors import ConfigError, install_line
-from ...run.finding import typed_for
+from ...run.finding import shortest_text_of
 from ...run.notes import (
     describe,
     dump_members,
@@ -30,7 +30,7 @@ from ...run.notes import (
     unsealed_note,
 )
 from ...run.reply import Reply, StateLine
-from ...run.run import Balance, RecordedModule, Run
+from ...run.run import RecordedModule, RowCounts, Run
 from ...system.text import counted, grouped, listed, printable, shortened, size, span
 from .expected import Expectation, compare
 from .gaps import REASONS, Gap
@@ -136,7 +136,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     if layout_faults is None:
         unchecked = "whether the ranks' chunks fit together, which takes a long look at many rows"
         yield Check("ok", f"not checked here: {unchecked}")
-    command = shlex.join(["recorder", "verify", typed_for(run.path, run.name)])
+    command = shlex.join(["recorder", "verify", shortest_text_of(run.path, run.name)])
     yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
 
 
@@ -361,7 +361,7 @@ def _accounts(run: Run) -> Iterator[Check]:
                 yield Check("note", f"{where}: {cut}", is_strict=True)
 
 
-def _balance(where: str, balance: Balance) -> Iterator[Check]:
+def _balance(where: str, balance: RowCounts) -> Iterator[Check]:
     if balance.dropped:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
         text = f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"

@@ -10,7 +10,7 @@ from ...run.notes import damage, layout_problems, left_out
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
-from ...sites import GIVEN, NUMBERS
+from ...sites import GIVEN_SITES, NUMBERS
 from ...system.text import counted, listed, number, steps_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue, factor_of, ranks_in_words
@@ -235,7 +235,7 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
         healthy = f"{' '.join(filter(None, (repr(module), site, name)))}, step {bad.value.step} (by keep=probe)"
     yield "last healthy value", healthy
     for other in bad.beside:
-        name = f"{other.site} {other.name}" if other.site in GIVEN and other.name else other.name or other.site
+        name = f"{other.site} {other.name}" if other.site in GIVEN_SITES and other.name else other.name or other.site
         kinds = ((other.nan_count, "NaN"), (other.inf_count, "infinite"))
         counts = [f"{count} {kind}" for count, kind in kinds if count]
         name = name if other.site in NUMBERS else f"its {name}"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ...config import load_settings
 from ...errors import LookupFailedError, RecorderError
-from ...run.finding import runs_in, typed_for
+from ...run.finding import runs_in, shortest_text_of
 from ...run.notes import proof_state
 from ...run.reply import Reply, StateLine
 from ...run.run import Run, open_run
@@ -173,7 +173,7 @@ def reply_of(proved: Proven) -> Reply:
         yield from (StateLine("note", note) for note in proof.notes)
         yield StateLine(proof_state(proof), proof.text)
         for run in proved.runs:
-            command = f"recorder doctor {shlex.quote(typed_for(run.path, run.name))}"
+            command = f"recorder doctor {shlex.quote(shortest_text_of(run.path, run.name))}"
             yield f"kept with {printable(run.name)}; {command} shows it"
 
     return Reply(members=members, parts=parts, exit_code={UNCHANGED: 0, CHANGED: 1}.get(proof.verdict, 2))

@@ -35,7 +35,7 @@ class _Difference(NamedTuple):
     key: str
 
 
-class _Course(NamedTuple):
+class _FirstDifference(NamedTuple):
     step: int | None
     """The first step with a difference on any rank, None if there is none; `differences` has all of this step's."""
     differences: Sequence[_Difference]
@@ -51,7 +51,7 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
     """
     notes: list[str] = []
     num_steps_compared = min(plain.num_steps, recorded.num_steps)
-    itself = other = _Course(None, (), {})
+    itself = other = _FirstDifference(None, (), {})
 
     def tell(verdict: str, text: str, first_step: int | None = None) -> Proof:
         return Proof(
@@ -102,7 +102,7 @@ def _unseeded(plain: Observed, again: Observed) -> set[str]:
     return {key for key in _UNSEEDED if any(a.get(key) != b.get(key) for a, b in pairs)}
 
 
-def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
+def _compare(a: Observed, b: Observed, ignored: set[str]) -> _FirstDifference:
     differences: list[_Difference] = []
     compared: Counter[str] = Counter()
     for rank in a.ranks.keys() & b.ranks.keys():
@@ -114,7 +114,7 @@ def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
             if differing:
                 break
     first = min((difference.step for difference in differences), default=None)
-    return _Course(first, sorted(one for one in differences if one.step == first), compared)
+    return _FirstDifference(first, sorted(one for one in differences if one.step == first), compared)
 
 
 def _ends(a: Observed, b: Observed) -> str:

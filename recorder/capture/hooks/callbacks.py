@@ -19,7 +19,7 @@ from ...config import Settings
 from ...observe.clock import Clock, RootClock, Slice
 from ...observe.selection import NoMasks, RuleSelection
 from ...observe.tree import Hook
-from ...records import Chunk, Moment, Origin, SeenValue, Staged
+from ...records import Chunk, SeenValue, Staged, StepPosition, ValuePlace
 from ...system.log import Events
 from ..aliases import WRAPPED, Aliases, made_of, wrapped
 from ..token_blocks import TokenBlocks
@@ -62,10 +62,10 @@ class CaptureForHooks(Protocol):
     ) -> None: ...
 
     def probe_again(
-        self, origin: Origin, mode: str, tensor: torch.Tensor
+        self, origin: ValuePlace, mode: str, tensor: torch.Tensor
     ) -> Callable[[torch.Tensor, int], bool] | None: ...
 
-    def site_failed(self, origin: Origin, error: Exception) -> bool: ...
+    def site_failed(self, origin: ValuePlace, error: Exception) -> bool: ...
 
     def keep_leaf_hook(self, handle: Any) -> None: ...
 
@@ -216,8 +216,8 @@ class GradientArrives:
     def __init__(
         self,
         capture: CaptureForHooks,
-        origin: Origin,
-        moment: Moment,
+        origin: ValuePlace,
+        moment: StepPosition,
         call: int,
         keep: int,
         scope: str | None = None,

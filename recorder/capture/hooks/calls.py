@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ...observe import tree
-from ...records import KEEP_TENSOR, Moment, Origin, SeenValue
+from ...records import KEEP_TENSOR, SeenValue, StepPosition, ValuePlace
 from ..local_values import is_dtensor
 from .callbacks import CaptureForHooks
 
@@ -34,8 +34,8 @@ _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
 
 def record_call(
     capture: CaptureForHooks,
-    origin: Origin,
-    moment: Moment,
+    origin: ValuePlace,
+    moment: StepPosition,
     call: int,
     module: nn.Module,
     signature: tree.Signature,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...observe.selection import unit_dim_of
-from ...records import Moment, Origin, SeenValue
+from ...records import SeenValue, StepPosition, ValuePlace
 from ...sites import GRADIENT_OF, OBJECTIVE
 from ...taps.module_taps import Where
 from .callbacks import CaptureForHooks
@@ -32,7 +32,7 @@ _Key = tuple[str, str, int]
 @dataclass(slots=True)
 class _TappedCall:
     tap: _RootTap
-    moment: Moment
+    moment: StepPosition
     call: int
     repeat: int
     node: int
@@ -45,10 +45,10 @@ class _TappedCall:
 class _RootTap:
     root: Root
     watch: HookedModule | None
-    origin: Origin
+    origin: ValuePlace
     rule_set: int
     gradient_rule_set: int
-    gradient_origin: Origin = field(init=False)
+    gradient_origin: ValuePlace = field(init=False)
     key: tuple[str, str, str, str] = field(init=False)
     """The key under which a micro-step counts the tap's calls; a `recorder.tap` in eager code has an equal key."""
 
@@ -92,7 +92,7 @@ class TapRows:
             self._observe(SeenValue(tap.origin, slice_.moment, phase, call), keep, value)
 
     def _remember(
-        self, key: _Key, tap: _RootTap, moment: Moment, call: int, repeat: int, shared: SharedTensor | None
+        self, key: _Key, tap: _RootTap, moment: StepPosition, call: int, repeat: int, shared: SharedTensor | None
     ) -> None:
         if moment.step != self._step:
             self._step = moment.step
@@ -169,7 +169,7 @@ class TapRows:
         if not where:
             rule_set = selection.narrow(selection.rule_sets("", "", False)["tap"], name)
             unit_dim = unit_dim_of(selection, rule_set, None, "tap", name)
-            origin = Origin(root.name, root.path_of_tap(name), "tap", name, unit_dim)
+            origin = ValuePlace(root.name, root.path_of_tap(name), "tap", name, unit_dim)
             return _RootTap(root, None, origin, rule_set, rule_set)
         watch = root.modules_by_tap.get(where)
         parsed = Where.from_text(where)
@@ -184,5 +184,5 @@ class TapRows:
             unit_dim = watch.unit_dim(rule_set, parsed.site, name)
         else:
             unit_dim = unit_dim_of(selection, rule_set, None, parsed.site, name)
-        origin = Origin(root.name, path, parsed.site, name, unit_dim)
+        origin = ValuePlace(root.name, path, parsed.site, name, unit_dim)
         return _RootTap(root, watch, origin, rule_set, selection.narrow(rule_sets[GRADIENT_OF[parsed.site]], name))

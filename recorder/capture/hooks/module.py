@@ -18,7 +18,7 @@ from torch import nn
 from ...observe import tree
 from ...observe.clock import Slice
 from ...observe.selection import NOTHING, unit_dim_of
-from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin, SeenValue
+from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, SeenValue, StepPosition, ValuePlace
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ...taps.graphs import in_functorch, is_traced
@@ -98,7 +98,7 @@ class HookedModule:
         self._is_callable = node.is_callable or node.hidden is not None
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
-        self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
+        self._leaves: dict[tuple[str, str], tuple[ValuePlace, int]] = {}
         self._again: dict[str, tuple[Callable[[torch.Tensor, int], bool], int]] = {}
         """By mode: the function of `probe_again` for an output that is one tensor, and the output's rule set."""
         self._open_calls: dict[int, list[_Call]] = {}
@@ -173,7 +173,7 @@ class HookedModule:
         self._leaves.clear()
         self._again.clear()
 
-    def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
+    def _leaf(self, site: str, name: str) -> tuple[ValuePlace, int]:
         """Return the origin of a leaf tensor and the rule set that selects it, from a cache."""
         key = (site, name)
         leaf = self._leaves.get(key)
@@ -182,7 +182,7 @@ class HookedModule:
                 # The cache is limited because names may change with the data: for example, keys of samples.
                 self._forget_leaves()
             rule_set = self.capture.selection.narrow(self.rule_sets[site], name)
-            origin = Origin(self.root.name, self.node_path, site, name, self.unit_dim(rule_set, site, name))
+            origin = ValuePlace(self.root.name, self.node_path, site, name, self.unit_dim(rule_set, site, name))
             leaf = self._leaves[key] = origin, rule_set
             if site in ("param", "grad"):
                 self.capture.selection.rule_set_of[origin] = rule_set
@@ -244,10 +244,10 @@ class HookedModule:
         for name, tensor in leaves:
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
 
-    def _record_call(self, moment: Moment, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_call(self, moment: StepPosition, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self._owner()
         if module is not None and self._signature and self.capture.keep_of(self.rule_sets["input"], call) & KEEP_REPLAY:
-            origin = Origin(self.root.name, self.node_path, CALL, "")
+            origin = ValuePlace(self.root.name, self.node_path, CALL, "")
             record_call(self.capture, origin, moment, call, module, self._signature, args, kwargs)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
@@ -289,7 +289,7 @@ class HookedModule:
             leaves = tree.tensor_leaves(output)
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
-    def _see_by_probe(self, output: torch.Tensor, moment: Moment, call: int) -> None:
+    def _see_by_probe(self, output: torch.Tensor, moment: StepPosition, call: int) -> None:
         """Give the probe an output that only ``keep=probe`` wants, by the function of `probe_again` if it is known."""
         again, rule_set = self._again.get(moment.mode, _UNKNOWN)
         if again is not None and self.capture.keep_of(rule_set, call) == 0:
@@ -306,7 +306,7 @@ class HookedModule:
         site: str,
         name: str,
         tensor: torch.Tensor,
-        moment: Moment,
+        moment: StepPosition,
         phase: str,
         call: int,
         value_mask: int,
@@ -407,7 +407,9 @@ class HookedModule:
         """Whether a value of a site may be kept at this step; a rule for some names or calls may still exclude it."""
         return self.capture.masks[self.rule_sets[site]] != 0
 
-    def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
+    def record_state(
+        self, site: str, moment: StepPosition, phase: str, repeat: int, *, without: Container[int] = ()
+    ) -> None:
         """Record the module's own parameters or buffers, except those with the ids in `without`."""
         if not self.keeps(site):
             return
@@ -444,7 +446,7 @@ class HookedModule:
         site: str,
         name: str,
         tensor: torch.Tensor,
-        moment: Moment,
+        moment: StepPosition,
         phase: str,
         repeat: int,
         *,
@@ -464,7 +466,7 @@ class HookedModule:
 
     def failed(self, site: str, error: Exception) -> None:
         """Count an error of the recorder; a site that keeps failing is no longer recorded."""
-        self.capture.site_failed(Origin(self.root.name, self.node_path, site, ""), error)
+        self.capture.site_failed(ValuePlace(self.root.name, self.node_path, site, ""), error)
 
     def disarm(self, sites: tuple[str, ...]) -> None:
         """Record nothing at the given sites from now on."""

@@ -10,7 +10,7 @@ import weakref
 import torch
 
 from ...observe.selection import scalar_keep
-from ...records import Moment, Origin, SeenValue
+from ...records import SeenValue, StepPosition, ValuePlace
 from ...sites import OBJECTIVE, OBJECTIVE_COSINE, OBJECTIVE_NORM
 from ..local_values import UnsupportedKind, plain
 from .callbacks import CaptureForHooks
@@ -24,7 +24,7 @@ class SharedTensor:
 
     __slots__ = ("__weakref__", "_arrived", "_keep", "_moment", "_names", "_number", "_origin", "_owner")
 
-    def __init__(self, owner: SharedTensors, origin: Origin, moment: Moment, keep: int) -> None:
+    def __init__(self, owner: SharedTensors, origin: ValuePlace, moment: StepPosition, keep: int) -> None:
         self._owner, self._origin, self._moment, self._keep = owner, origin, moment, keep
         self._names: list[str] = []
         self._number = ""
@@ -80,8 +80,8 @@ class SharedTensors:
     def __init__(self, capture: CaptureForHooks) -> None:
         self.capture = capture
         self._shared: weakref.WeakValueDictionary[tuple[object, ...], SharedTensor] = weakref.WeakValueDictionary()
-        self._repeats: dict[Origin, int] = {}
-        self._num_shared: dict[tuple[Origin, int | None], int] = {}
+        self._repeats: dict[ValuePlace, int] = {}
+        self._num_shared: dict[tuple[ValuePlace, int | None], int] = {}
         """By module and micro-step, the number of tensors so far that several objectives share."""
         self._step = -1
         self.came_back: dict[str, bool] = {}
@@ -91,14 +91,14 @@ class SharedTensors:
     def is_open(self) -> bool:
         return self.capture.is_open
 
-    def repeat(self, step: int, origin: Origin) -> int:
+    def repeat(self, step: int, origin: ValuePlace) -> int:
         """Count a scalar; return how often it was recorded before at this step."""
         self._at(step)
         number = self._repeats.get(origin, 0)
         self._repeats[origin] = number + 1
         return number
 
-    def number(self, moment: Moment, origin: Origin) -> str:
+    def number(self, moment: StepPosition, origin: ValuePlace) -> str:
         """Return the suffix of the scalars' names for the next tensor that several objectives of a module share."""
         self._at(moment.step)
         key = origin, moment.micro_step
@@ -119,7 +119,7 @@ class SharedTensors:
                 self.capture.events.add("objective", f"{text}: add its loss to one that has a backward", key=name)
 
     def shared(
-        self, tap: Origin, moment: Moment, phase: str, tensor: torch.Tensor, *, is_kept: bool
+        self, tap: ValuePlace, moment: StepPosition, phase: str, tensor: torch.Tensor, *, is_kept: bool
     ) -> SharedTensor | None:
         """Return the `SharedTensor` for this tensor; None if the tap is no objective, for a loss, or without a rule."""
         if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
@@ -135,8 +135,8 @@ class SharedTensors:
         key = (tap.root, moment.step, moment.micro_step, local.data_ptr(), local.shape)
         known = self._shared.get(key)
         if known is None:
-            origin = Origin(tap.root, tap.module_path, "scalar", "")
-            known = SharedTensor(self, origin, Moment(moment.step, moment.micro_step, "train"), keep)
+            origin = ValuePlace(tap.root, tap.module_path, "scalar", "")
+            known = SharedTensor(self, origin, StepPosition(moment.step, moment.micro_step, "train"), keep)
             self._shared[key] = known
         name = tap.name.removeprefix(OBJECTIVE)
         self.came_back.setdefault(name, False)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...records import Chunk, Moment
+from ...records import Chunk, StepPosition
 from ...system.processes import loaded
 from ..groups import FSDP1, fsdp1_ranks
 from ..local_values import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
@@ -56,7 +56,7 @@ class ModuleParameter:
         site: str,
         suffix: str,
         tensor: torch.Tensor,
-        moment: Moment,
+        moment: StepPosition,
         phase: str,
         repeat: int,
         *,
@@ -167,7 +167,7 @@ class FlatParameter:
         site: str,
         suffix: str,
         tensor: torch.Tensor,
-        moment: Moment,
+        moment: StepPosition,
         phase: str,
         repeat: int,
         *,
@@ -287,7 +287,7 @@ class OriginalParameter:
         site: str,
         suffix: str,
         tensor: torch.Tensor,
-        moment: Moment,
+        moment: StepPosition,
         phase: str,
         repeat: int,
         *,

@@ -17,7 +17,7 @@ from torch import nn
 from ...observe import tree
 from ...observe.clock import RootClock, Slice
 from ...observe.tree import has_compiled, has_compiled_anything
-from ...records import Moment, Origin
+from ...records import StepPosition, ValuePlace
 from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
 from ...system.processes import comes_from_signal_handler
@@ -513,7 +513,7 @@ class Root:
         assert active is not None
         return active, "forward"
 
-    def gradient_at_tap(self, moment: Moment) -> None:
+    def gradient_at_tap(self, moment: StepPosition) -> None:
         """Note that a gradient has reached a tap, so that the next forward begins another micro-step."""
         slice_ = self.clock.recomputed()
         if self.num_calls == 0 and slice_.moment == moment:
@@ -521,7 +521,7 @@ class Root:
 
     def failed(self, error: Exception) -> None:
         """Count an error of the recorder. A root that keeps failing is removed, as it no longer knows the step."""
-        if self.capture.site_failed(Origin(self.name, "", "root", ""), error):
+        if self.capture.site_failed(ValuePlace(self.name, "", "root", ""), error):
             step = self.capture.clock.step
             self.inventory.disarm_all(step)
             self.remove()
@@ -533,7 +533,7 @@ class Root:
                 hooked.disarm(sites)
         self.inventory.disarm(path, sites, step)
 
-    def record_state(self, sites: tuple[str, ...], moment: Moment, phase: str, repeat: int) -> None:
+    def record_state(self, sites: tuple[str, ...], moment: StepPosition, phase: str, repeat: int) -> None:
         """Record the parameters or buffers of every module that a rule selects."""
         flat_ids = ids_of(self.flats)
         for hooked in self.modules:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...records import Moment
+from ...records import StepPosition
 from ...rules import RingWindow
 from ...system.processes import private_memory
 from ...system.text import size
@@ -284,7 +284,7 @@ class RingMemory:
         """The bytes of all blocks that training asked for in the step `_first`."""
         self._is_judged = False
 
-    def take(self, nbytes: int, moment: Moment) -> PoolBlock | None:
+    def take(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
         """Take a block; None if there is no room. Waiting would not help, because only steps that pass make room."""
         if not self._is_judged and moment.mode == "train":  # an evaluation is no measure of a training step
             if self._first is None:

@@ -17,7 +17,7 @@ from ...checks.book import RULES, read_assignment, read_settings_file
 from ...checks.rule import Severity
 from ...errors import LookupFailedError
 from ...rules import hint
-from ...run.finding import find_folder, runs_in, typed_for
+from ...run.finding import find_folder, runs_in, shortest_text_of
 from ...run.reply import Reply
 from ...run.run import open_run
 from .. import options
@@ -104,7 +104,7 @@ def check_command(
     fails_from = None if fail_on == _NEVER else _FAIL_ON.index(fail_on)
     folder = None if path is None else find_folder(path)
     is_run = path is not None and (folder is None or (isinstance(folder, Path) and len(runs_in(folder)) == 1))
-    typed = path if path is not None and is_run else typed_for(run.path, run.name)
+    typed = path if path is not None and is_run else shortest_text_of(run.path, run.name)
     return reply_of_check(run, checked, typed, fails_from=fails_from, is_verbose=is_verbose or bool(rule))
 
 

@@ -15,7 +15,7 @@ from ...run.notes import answer_members, command_members, describe, sent_command
 from ...run.reply import Reply
 from ...run.run import Run, open_location, open_run
 from ...run.status import RunWatch
-from ...sites import OF_PROGRAM
+from ...sites import PROGRAM_SITES
 from ...system.text import counted
 from .. import options
 from ..sending import Target, find_target, send_and_wait
@@ -100,7 +100,7 @@ def _check(target: Target, made: Command) -> None:
 
 def _unmatched(run: Run, rule: Rule) -> str | None:
     modules = run.modules.values()
-    if all(site in OF_PROGRAM for site in rule.site):
+    if all(site in PROGRAM_SITES for site in rule.site):
         return None
     if not modules:
         return "no rank has described its modules yet, so that the rule cannot be checked; try again in some seconds"
