@@ -112,7 +112,6 @@ class Root:
         """The name of the model in the loaded artefact (exported, scripted) for which the root stands; else None."""
         self.is_stand_in = False
         """Whether the root has no module of the program, so that nobody can close the root."""
-        self._by_path: dict[str, HookedModule] = {}
         self._tap_paths: dict[str, str] = {}
         self.data_parallel: DataParallel | None = None
         """The data-parallel group, which splits the batch, for the manifest; None if no wrapper or mark names it."""
@@ -200,6 +199,7 @@ class Root:
         nodes = tree.walk(module, lambda inner: self._is_elsewhere(self, inner))
         self.class_name = nodes[0].class_name
         self.modules: list[HookedModule] = []
+        self._by_path: dict[str, HookedModule] = {}
         self.modules_by_tap: dict[str, HookedModule] = {}
         """The modules that have a tap, by the text of the tap's `Where`."""
         self.inventory = Inventory(

@@ -22,6 +22,7 @@ from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
 from recorder.capture.hooks.module import MODULES, HookedModule
 from recorder.capture.hooks.root import Root
+from recorder.lifecycle import active as recording_side
 from recorder.observe import tree
 from tests.rigs.capturing import Tiny, batch, flagged
 
@@ -323,6 +324,22 @@ def test_a_module_that_joins_at_rest_is_recorded(tmp_path: Path, replaces: bool)
     assert list(recording.rows(site="output", module_path="2").step) == [3, 6]
     assert list(recording.rows(site="output", module_path="0").step) == [0, 3, 6]
     assert set(recording.rows(site="grad", step=6).module_path) == ({"2"} if replaces else {"0", "2"})
+
+
+def test_a_path_leads_to_the_hooks_that_a_module_has_now(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, EVERY_THIRD):
+        for i in range(4):
+            model(batch(i)).square().sum().backward()
+            optimizer.step()
+            assert recording_side._current is not None and recording_side._current.capture is not None
+            (root,) = recording_side._current.capture.roots
+            assert root.module_at("0") in root.modules
+            if i == 1:
+                before = root.module_at("0")
+                model.append(nn.ReLU())
+    assert root.module_at("0") is not before
 
 
 def test_where_modules_alone_tell_of_steps_they_keep_their_hooks(tmp_path: Path) -> None:
