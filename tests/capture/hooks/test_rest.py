@@ -338,7 +338,8 @@ def test_a_path_leads_to_the_hooks_that_a_module_has_now(tmp_path: Path) -> None
             assert root.module_at("0") in root.modules
             if i == 1:
                 before = root.module_at("0")
-                model.append(nn.ReLU())
+                model.append(nn.Linear(4, 4))
+                optimizer.add_param_group({"params": list(model[2].parameters())})
     assert root.module_at("0") is not before
 
 
