@@ -1,4 +1,7 @@
-"""Compares a trainer and an engine: tokens, log-probabilities, weights, and the first module to differ beyond noise."""
+"""Compares a trainer with an inference engine, and names the first module whose values differ beyond noise.
+
+Tokens, log-probabilities and weights of the two are compared, too.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from .tokens import ENGINE, TRAINER, AlignedRun
 from .weights import EQUAL, MERGED, UNKNOWN, WRONG, ModelParameters, WeightState, compare_weights, told_weight
 
 CLIP = 0.2
-"""A ratio of trainer to engine probability counts as clipped if it differs from 1 by more than this, PPO's default."""
+"""PPO's default clip range. A token counts as clipped if its probability in the trainer, divided by that in the engine,
+differs from 1 by more than this."""
 ASSUMED = "assumed, for the type and for what rounding does before a module"
 
 
@@ -33,9 +37,10 @@ class Aligned:
     """The number of tokens that both sides have."""
     num_samples: int
     joined_by: str
-    """How samples of the two sides were matched: by the ``names`` that the program gave, or by their ``tokens``."""
+    """How the samples of trainer and engine were matched: by the ``names`` that the program gave, or by their
+    ``tokens``."""
     num_unknown: int
-    """The number of calls, on both sides together, whose tokens are not known."""
+    """The number of calls of the model, in trainer and engine together, whose tokens are not known."""
     step: int
     """The first of the trainer's steps whose tokens are compared."""
     tokens: list[TokensApart]
@@ -94,7 +99,7 @@ class Aligned:
 
     @property
     def is_fine(self) -> bool:
-        """Whether no value and no log-probabilities differ beyond noise, and no tokens and no weights differ."""
+        """Whether values and log-probabilities differ by noise at most, and tokens and weights not at all."""
         is_wrong = any(state.state in WRONG for state in self.weights) or any(one.is_finding for one in self.tokens)
         return self.parting is None and not is_wrong and not self._are_logprobs_apart
 
@@ -163,7 +168,7 @@ def align(
 
 
 def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
-    """Return how far the tokens' log-probabilities are apart on the two sides; None if no token has both."""
+    """Return statistics of the differences of the tokens' log-probabilities; None if no token has one on both sides."""
     apart = joined.logprobs[0] - joined.logprobs[1]
     known = np.flatnonzero(~np.isnan(apart))
     if not known.size:
@@ -179,7 +184,7 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
 
 
 def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
-    """If one run has the other's model inside a wrapper, as with PEFT, return the renames of modules; else none."""
+    """Return renames that undo a wrapper around the model of one run alone, such as PEFT's; none if there is none."""
     ours, theirs = ({path for _, path in run.modules if path} for run in (trainer, engine))
     for outer, inner in ((ours, theirs), (theirs, ours)):
         last = f".{min(inner, default='')}"
@@ -206,7 +211,7 @@ _FEW = 8
 
 
 def reply_of(trainer: Run, engine: Run | None, found: Aligned, *, limit: int | None, of_weights: bool) -> Reply:
-    """Return the reply of `recorder align`. The exit code is 1 unless `found` is fine, or its weights `of_weights`."""
+    """Return the reply of `recorder align`. The exit code is 1 if anything differs, or any weight with `of_weights`."""
     most = _FEW if limit is None else limit or None
     is_wrong = any(state.state in WRONG for state in found.weights) if of_weights else not found.is_fine
     return Reply(

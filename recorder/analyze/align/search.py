@@ -1,7 +1,8 @@
-"""Finds how far a trainer and an engine are apart, and the first value that differs beyond noise: where, and why.
+"""Finds the first value that differs between a trainer and an inference engine by more than noise, and the cause.
 
-Every value that both sides have is compared token by token, in the order of execution. The reasons for the first value
-beyond its bound are tried in this order: weights, inputs (positions and other whole numbers), dtype, the module itself.
+Every value that both sides have is compared token by token, in the order of execution. Each value has a bound, the
+difference that noise explains. For the first value beyond its bound, causes are tried in this order: weights, inputs
+(positions and other whole numbers), dtype, the module itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .weights import EQUAL, MERGED, OTHER, TRAINER_ONLY, UNKNOWN, WRONG, WeightS
 
 Flags = npt.NDArray[np.bool_]
 _SMALL = 0.5
-"""Norms of tokens are raised to at least this fraction of their median: by chance, 1 sketch in 100 is smaller."""
+"""The least norm by which a token's difference is divided, as a fraction of the median norm of all tokens. A sketch
+(eight sums of a token's elements, with random signs) is smaller by chance in 1 of 100 cases."""
 
 
 class LogprobsApart(NamedTuple):
@@ -37,7 +39,7 @@ class LogprobsApart(NamedTuple):
 
 
 class ValueApart(NamedTuple):
-    """How much one value differs between trainer and engine, over all common tokens, measured on its sketches."""
+    """How much one value differs between trainer and engine, over all common tokens. Its sketches are compared."""
 
     module_path: str
     site: str
@@ -73,9 +75,9 @@ class Parting(NamedTuple):
     first: TokenAt
     worst: TokenAt
     at_once: tuple[int, int]
-    """Of the tokens that the engine ran together, as a prompt: the number beyond the bound, and their total number."""
+    """Two counts of the tokens that the engine ran together, as a prompt: those beyond the bound, and all of them."""
     one_by_one: tuple[int, int]
-    """Of the tokens that the engine decoded with a cache: the number beyond the bound, and their total number."""
+    """Two counts of the tokens that the engine decoded with a cache: those beyond the bound, and all of them."""
     positions: list[PositionsApart]
     reason: str
     """The kind of cause: ``weights``, ``inputs``, ``dtype`` or ``module``."""
@@ -103,7 +105,7 @@ class ExpertsApart(NamedTuple):
 
 
 def apart_by_token(a: Floats, b: Floats) -> Floats:
-    """Return how far two values are apart at each token: the norm of the difference over the larger of the two norms.
+    """Return the relative difference of two values at each token: the norm of a - b over the larger norm of the two.
 
     The result is infinite for a token where one side has a NaN or an infinity that the other side does not have.
     """
@@ -118,28 +120,33 @@ def apart_by_token(a: Floats, b: Floats) -> Floats:
 
 
 BOUNDS = {"float64": 2e-10, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}
-"""By dtype, the largest relative difference of a token that rounding explains in the first modules, if no noise was
-measured. In 16-bit types, which round once per value, it is a dozen roundings; in float32, which also sums in another
-order, some hundred. A sketch may show twice the difference of the values."""
+"""By dtype, the largest relative difference at a token that rounding causes in the first modules. Used where no noise
+was measured. In 16-bit types, which round once per value, it is a dozen roundings; in float32, where the order of sums
+differs as well, it is some hundred. A sketch may show twice the difference of the values."""
 _TIMES_BEFORE = 4.0
-"""Rounding grows slowly from module to module, and a fault begins at once: a value counts as differing only if it is
-this many times as far apart as any value before it."""
+"""A value counts as differing only if it is this many times as far apart as any value before it. Rounding grows slowly
+from module to module, but a fault begins at once."""
 _TIMES_NOISE = 10.0
-"""A difference counts if it exceeds this many times the difference between two runs of the engine at the same value."""
+"""A value differs if trainer and engine are more than this many times as far apart as two runs of the engine."""
 _CERTAIN = 0.5
-"""A difference of more than this fraction of the bound from measured noise may still be a fault at all tokens."""
+"""If noise was measured, a difference between this fraction of the bound and the bound may still be a fault at all
+tokens."""
 _FLOOR = 0.1
-"""A bound from measured noise is at least this fraction of the assumed one: a repeat may show no noise by luck."""
+"""A bound from measured noise is at least this fraction of the assumed bound, since a repeated run may show no noise by
+luck. An output that differs by less than this fraction of the bound agrees."""
 _NO_ADAPTER, _NUM_ERRORS = 2e-3, 6.0
-"""The least factor of an adapter in the engine to count as merged, and how many standard errors are added to it."""
+"""An adapter counts as merged if its factor in the engine is at least the first number plus the second number of
+standard errors."""
 _MAX_AGREEING = 16
-"""A value beyond its bound counts only if one of this many later outputs is beyond its bound, too. One transformer
-layer has that many, and the norm of the first residual may hide a wrong scale from all of the attention."""
+"""A value beyond its bound counts only if at least one of this many later outputs is beyond its bound, too. A
+transformer layer has that many outputs. Its first residual may be so large that it hides a wrong scale of the whole
+attention."""
 _TELLING = 1e-3
-"""Where rounding makes values differ by more than this, it may hide a fault that changes log-probabilities."""
+"""If rounding makes values differ by more than this, the rounding may hide a fault that changes log-probabilities."""
 _LEAST_MEAN, _MAX_MEAN, _TIMES_LOGITS = 0.01, 0.2, 50.0
-"""The mean magnitude of differences of log-probabilities up to which there is no finding and above which no rounding
-explains them, and the most that a relative difference of logits is multiplied by in their log-probabilities."""
+"""Limits of the mean magnitude of the differences of log-probabilities. Up to the first there is no finding. Beyond the
+second, rounding does not explain the differences. The third is the largest factor between a relative difference of
+logits and that of their log-probabilities."""
 TO_RECORD_ALL = "record all with RECORDER_RULES='leaf=yes site=output keep=tokens; site=param keep=fingerprint'"
 _NUM_BINS = 8
 _MAX_EXPERTS = 64
@@ -164,19 +171,22 @@ class Search:
         self.values: list[ValueApart] = []
         self.experts: dict[str, ExpertsApart] = {}
         self._num_chosen: list[tuple[int, str]] = []
-        """Pairs (number of earlier values, sentence) about routers whose number of experts differs in the engine."""
+        """For each router that chooses another number of experts in the engine: the number of values before it, and a
+        sentence."""
         self._merged: dict[str, float] = {}
         """Maps the path of each module into which the engine has merged an adapter to the factor of this adapter."""
         self.few_compared = ""
-        """A clause that says how few modules both sides recorded; empty if it is at least a fifth."""
+        """A clause that says how few of the engine's modules both sides recorded; empty if they are at least a
+        fifth."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
-        """The largest of `BOUNDS` for the dtypes so far: a coarse dtype's rounding errors stay in all later values."""
+        """The largest of `BOUNDS` for the dtypes so far. The rounding errors of a coarse dtype stay in all later
+        values."""
         self.unsure: ValueApart | None = None
-        """Among the values whose difference may be either rounding or a fault, the one that is farthest apart."""
+        """The farthest apart of the values whose difference may be either rounding or a fault."""
         self.set_aside = ""
-        """Why a run that was given as noise cannot measure noise; empty if every such run can."""
+        """Why a run that was given as `noise` was not used; empty if every such run was used."""
         self.noise = [(side.run.name, own) for side in noise if (own := self._measured(side))]
         self._before = 0.0
         """The largest difference of any token, among the values so far that stayed within their bounds."""
@@ -206,7 +216,7 @@ class Search:
         return min(_MAX_MEAN, max(_LEAST_MEAN, _TIMES_LOGITS * self._coarsest)) if self.values else _MAX_MEAN
 
     def _compare(self, name: ValueName) -> bool:
-        """Compare a value of both sides, and return whether its difference may be either rounding or a fault."""
+        """Compare one value of both sides. Return True if its difference may be either rounding or a fault."""
         dtype = next(iter(self._trainer.values[name].values())).dtype
         if "int" in dtype:
             self._compare_experts(name)
@@ -228,7 +238,7 @@ class Search:
         return explained < largest and not num_beyond
 
     def _note_types(self) -> int | None:
-        """Return the number of the value from which on the types differ; None if they never or always differ."""
+        """Return the index of the first value whose dtypes differ, or None. If it is the very first, just note it."""
         self._first_other = next((i for i, one in enumerate(self.values) if one.dtype_trainer != one.dtype_engine), -1)
         if self._first_other:
             return self._first_other if self._first_other > 0 else None
@@ -239,7 +249,7 @@ class Search:
         return None
 
     def _note_cancelled(self, numbers: Sequence[int]) -> list[ValueApart]:
-        """Note which values differ without effect, and return those that are not computed from positions."""
+        """Note which values differ although later values agree. Return those that are not computed from positions."""
         shifted = [self.values[number] for number in numbers if self._is_of_positions(number)]
         others = [self.values[number] for number in numbers if self.values[number] not in shifted]
         for own, why in (shifted, ", as where whole samples are at other positions"), (others, ""):
@@ -249,7 +259,7 @@ class Search:
         return others
 
     def _bound(self, name: ValueName, pair: ValuePair) -> tuple[float, float]:
-        """Return two differences: a value surely agrees up to the second, and counts as differing beyond the first."""
+        """Return two bounds: a value differs if it is beyond the first, and surely agrees within the second."""
         self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]))
         assumed = max(self._coarsest, _TIMES_BEFORE * self._before)
         if not (measured := [own[name] for _, own in self.noise if name in own]):
@@ -260,7 +270,10 @@ class Search:
         return max(bound, assumed) if rounds_alike else bound, max(_TELLING, _CERTAIN * bound)
 
     def _measured(self, side: AlignedRun) -> dict[ValueName, float]:
-        """Return, by value, how far a repeated run is from the engine's; empty, with a note, if it shows no noise."""
+        """Return by how much each value differs between `side`, a repeated run, and the engine.
+
+        The result is empty, and a note says why, if the run cannot measure noise.
+        """
         found, types, why, num = dict[ValueName, float](), set[str](), "", 0
         for name in self._trainer.values:
             pair, other = self.joined.pair(name), side.pick(side.like(name))
@@ -285,7 +298,7 @@ class Search:
         return {} if why else found
 
     def _is_followed(self, number: int) -> bool:
-        """Return whether later modules differ, too; else the differing value is unused, or its difference cancels."""
+        """Return whether later modules differ, too. If not, the value is unused, or its difference cancels out."""
         one, following = self.compared[number], self.compared[number + 1 :]
         later = [other for other in following if other.name.site == "output" and other.name[0] != one.name[0]]
         is_of_positions = self._is_of_positions(number)
@@ -306,7 +319,7 @@ class Search:
         return any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
 
     def _judged(self, state: WeightState, number: int | None) -> WeightState:
-        """Decide on a parameter that the trainer alone has: it counts as merged if an output that it affects agrees."""
+        """Return the state of a parameter. If only the trainer has it, `MERGED` if an output that it affects agrees."""
         if state.state != TRAINER_ONLY or not self.values:
             return state
         theirs, path = {name.module_path for name in self._engine.values}, state.module_path
@@ -324,9 +337,10 @@ class Search:
         return state._replace(state=told or (MERGED if is_merged else UNKNOWN if at > until else TRAINER_ONLY))
 
     def _adapter_of(self, path: str, is_merged: bool) -> str:
-        """Return the state of a module's adapter, if the module's inputs are equal on both sides; empty if unknown.
+        """Return the state of a module's adapter. Return an empty string if the state is unknown.
 
-        Sketches are linear: a merged layer outputs the base layer's plus a multiple of `lora_B`'s; DoRA rescales it.
+        The module's inputs must be equal on both sides. Sketches are linear: in a merged layer, the output's sketch is
+        that of the base layer plus a multiple of that of `lora_B`. DoRA rescales this sum.
         """
         parts = tuple(f"{path}.{part}." for part in ("base_layer", "lora_B", "lora_magnitude_vector"))
         names = (name for name in self._trainer.values if f"{name.module_path}.".startswith(parts))
@@ -411,7 +425,7 @@ class Search:
         return ""
 
     def _alone_near(self, path: str) -> str:
-        """Say which module in or around a module runs on one side alone; empty if each side has others, or none."""
+        """Say which module in or around `path` runs on one side alone; empty if both sides have such, or none."""
         for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
@@ -421,7 +435,7 @@ class Search:
         return ""
 
     def _of_code(self, number: int, name: ValueName, path: str) -> str:
-        """Say whose code computes something else, where all that it computes from was compared."""
+        """Say which module's code computes something else. All that the module computes from was compared."""
         parent = path.rpartition(".")[0]
         has_weight = any(one[:2] == (f"{path}.weight", EQUAL) for one in self.weights)
         scales = self._scales_below(f"{parent}.")
@@ -439,7 +453,7 @@ class Search:
         return f"{before}, so it is the module itself, or what it is handed{of_attention}: its inputs were not compared"
 
     def _scales_below(self, parent: str) -> str:
-        """Say how many times the adapters of the modules below a module are merged; empty without adapters."""
+        """Say by which factors adapters of the modules below `parent` are merged; empty if no adapter is."""
         scales: dict[str, list[str]] = {}
         for of, times in self._merged.items():
             if of.startswith(parent):
@@ -451,7 +465,7 @@ class Search:
         return f", adapters are merged {rest}{odd} times (lora_alpha / r?)"
 
     def _wrong_until(self, number: int) -> list[WeightState]:
-        """Return the wrong parameters of modules that run up to a value and whose outputs differ; nearest first."""
+        """Return the wrong parameters of modules that run up to a value, unless their outputs agree. Nearest first."""
         path, order = self.values[number].module_path, list(dict.fromkeys(name[0] for name in self._trainer.values))
         outputs = [one for one in self.values[:number] if one.site == "output"]
         agree = {one.module_path for one in outputs if one.largest < _FLOOR * one.bound}
@@ -472,7 +486,7 @@ class Search:
 
     @functools.cached_property
     def _is_shifted(self) -> Flags:
-        """For each token, whether one side shifts all positions of its sample, which rotary embeddings tolerate."""
+        """By token, whether one side shifts all positions of the token's sample. Rotary embeddings tolerate that."""
         joined = self.joined
         shift = joined.given[:, 0] - joined.given[:, 1]
         at = np.flatnonzero(joined.is_joined & (joined.given >= 0).all(axis=1))

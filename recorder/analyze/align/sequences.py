@@ -12,12 +12,14 @@ from ...system.text import counted
 from .tokens import AlignedRun, Array, Floats, Integers, ValueName
 
 _MAX_SAMPLES = 32
-"""The most unmatched samples of the engine to examine, each beside up to eight times as many of the trainer's."""
+"""How many unmatched samples of the engine are examined. Each is compared with up to 8 times as many of the
+trainer's."""
 _MAX_SHIFT = 4
 _LEAST_SHARED = 4
-"""A sample of the trainer is named beside an unmatched one of the engine if at least so many first tokens are equal."""
+"""The least number of equal first tokens for which a message names the trainer's sample beside an unmatched one of the
+engine."""
 _LEAST_ALIKE = 0.8
-"""Two samples count as equal but for inserted tokens if at least this fraction of the other tokens is equal."""
+"""Tokens count as inserted into one of two samples if at least this fraction of the other tokens is equal."""
 _NUM_LOOKED_AT = 64
 """How many of the first tokens of two samples are compared to find out whether they are the same sample."""
 
@@ -33,17 +35,18 @@ class TokensApart(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The trainer's sample that corresponds to a sample of the other side."""
+    """The trainer's sample that corresponds to one sample of the engine, or of a run given as noise."""
 
     number: int
     shift: int
     """How many more tokens the trainer's sample has in front; negative if the other side's sample has more."""
     num_joined: int
-    """The number of equal tokens on both sides, from position 0 on. With a shift, 0 unless the sample is packed."""
+    """How many tokens from position 0 on are equal on both sides. If there is a shift, 0 unless the sample is
+    packed."""
 
 
 def match_samples(trainer: AlignedRun, other: AlignedRun, *, by_name: bool) -> list[Match | None]:
-    """Return, for each sample of the other side, the trainer's sample that matches it; None if there is none."""
+    """Return the trainer's sample for each sample of the other side, in order; None for a sample without a match."""
     if by_name:
         numbers = {sample.name: number for number, sample in enumerate(trainer.samples)}
         return [_match(trainer, numbers.get(sample.name), sample.tokens) for sample in other.samples]
@@ -68,7 +71,7 @@ def match_samples(trainer: AlignedRun, other: AlignedRun, *, by_name: bool) -> l
 
 
 def _packed(trainer: AlignedRun, theirs: list[int]) -> Match | None:
-    """Return the trainer's sample that has the engine's whole sample behind other tokens, which are no padding."""
+    """Return the trainer's sample that has all of the engine's behind other tokens, which are no padding; or None."""
     for number, ours in enumerate(sample.tokens for sample in trainer.samples):
         for at in range(_MAX_SHIFT + 1, len(ours) - max(len(theirs), _MAX_SHIFT) + 1) if theirs else ():
             if ours[at] == theirs[0] and ours[at : at + len(theirs)] == theirs and len(set(ours[:at])) > 1:
@@ -77,7 +80,7 @@ def _packed(trainer: AlignedRun, theirs: list[int]) -> Match | None:
 
 
 def _nearest(trainer: AlignedRun, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
-    """Return which of these samples of the trainer shares most tokens with a given one; None if all share few."""
+    """Return the trainer's sample that shares the most tokens with a given sample; None if all share few."""
     tries = [
         (_num_same(ours, theirs, shift), -abs(shift), -number, shift)
         for number in numbers
@@ -93,7 +96,7 @@ def _nearest(trainer: AlignedRun, numbers: Sequence[int], theirs: Sequence[int])
 
 
 def compare_tokens(trainer: AlignedRun, engine: AlignedRun, matches: Sequence[Match | None]) -> list[TokensApart]:
-    """Return what to say about samples that differ; empty if all of the engine's samples equal the trainer's."""
+    """Return a remark for each sample that differs. Empty if all of the engine's samples equal the trainer's."""
     told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, match)]
     if absent := matches.count(None):
         text = f"{absent} of the engine's {counted(len(engine.samples), 'sample')} are not in the trainer"
@@ -135,12 +138,12 @@ def _match(trainer: AlignedRun, number: int | None, theirs: Sequence[int]) -> Ma
 
 
 def _num_alike(tokens: Sequence[int]) -> int:
-    """Return how many tokens at the start of a sample are one and the same token, as padding is."""
+    """Return how many tokens at the start of a sample are equal to each other, as padding is."""
     return next((number for number, token in enumerate(tokens) if token != tokens[0]), 0)
 
 
 def _num_prompt(side: AlignedRun, sample: int) -> int:
-    """Return how many tokens of a sample were in calls that do not continue from a cache: the prompt's length."""
+    """Return the length of a sample's prompt: its tokens in calls that do not continue from a cache."""
     ends = (
         call.positions[(call.samples == sample) & ~call.is_continued].max(initial=-1) for call in side.calls.values()
     )
@@ -231,7 +234,8 @@ class JoinedTokens:
         """By slot (token number), the positions given to the models of trainer and engine; -1 if none was recorded."""
         self.is_continued = theirs[:, 2] > 0
         self.begins, self.bases = np.arange(num_slots) - theirs[:, 5].astype(np.int64), bases[self.samples]
-        """By slot (token number), the slot where the token's sample begins in the engine, and where in the trainer."""
+        """By slot (token number), the slot at which the token's sample begins: first in the engine, then in the
+        trainer."""
         self.is_joined = (ours[:, 0] * theirs[:, 0]) > 0
         joined = np.flatnonzero(self.is_joined)
         self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
@@ -241,15 +245,15 @@ class JoinedTokens:
         self.logprobs = np.stack([ours[:, 4], theirs[:, 4]])
         """By slot (token number), the log-probability in the trainer and in the engine; NaN where it is not known."""
         self.steps = dict(np.stack([theirs[joined, 3], ours[joined, 3]], axis=1).astype(np.int64).tolist())
-        """By step of the engine, the last step of the trainer that has a token of the engine's step."""
+        """Maps each step of the engine to the last step of the trainer that has one of its tokens."""
 
     def at(self, slot: int, apart: float) -> TokenAt:
-        """Return the token with this number, with its position and its sample's name."""
+        """Return the token in a slot, with its position, the name of its sample, and the distance `apart`."""
         number, position = int(self.samples[slot]), int(self.positions[slot])
         return TokenAt(self.name_of(number), position, int(self.tokens[slot]), apart)
 
     def pair(self, name: ValueName, engine: ValueName | None = None) -> ValuePair | None:
-        """Return a value of the trainer and of the engine, at the tokens that both have; None if there are none."""
+        """Return one value of trainer and engine, at the tokens that both have. Return None if there are none."""
         ours, theirs = self._trainer.pick(name), self._engine.pick(engine or self._engine.like(name))
         if ours is None or theirs is None or ours[3] != theirs[3]:
             return None
@@ -260,7 +264,7 @@ class JoinedTokens:
 
 
 def _by_slot(side: AlignedRun, num_slots: int) -> Floats:
-    """Return rows by slot: is present, given position, is continued, first step, log-probability, own position."""
+    """Return, by slot: is present, given position, is continued, first step, log-probability, position in this run."""
     found = np.zeros((num_slots, 6))
     found[:, 4] = np.nan
     for key, call in reversed(side.calls.items()):

@@ -1,9 +1,10 @@
-"""Finds the sample and the position of the token in each row of a run's values, from the rows of ``keep=tokens``.
+"""Finds out which token each row of a recorded value belongs to: its sample, and its position in the sample.
 
-A call of the model tells them by its arguments (`input_ids`, `attention_mask`, `position_ids`, `cache_position`,
-`cu_seqlens`, or the places in a paged cache), or the program tells them by `recorder.tokens`. A hash of all tokens up
-to and including each token finds its sample in the other run, whatever the batches, padding and order there. This
-module must never guess: a call that continues from a cache without a recorded beginning has no tokens, and is counted.
+This needs what ``keep=tokens`` records: the arguments of each call of the model (`input_ids`, `attention_mask`,
+`position_ids`, `cache_position`, `cu_seqlens`, or the places in a paged cache), or what the program says by
+`recorder.tokens`. Each token has a hash of all tokens up to and including it. By these hashes a sample is found in the
+other run, whatever the batches, padding and order there. This module must never guess: if a call continues from a cache
+whose beginning was not recorded, its tokens are unknown, and the call is counted.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class SampleTokens:
     hashes: list[int] = field(default_factory=list)
     """For each token, the hash of the tokens up to and including it."""
     num_drafts: int = 0
-    """The number of tokens at the end that no later call continues: they are speculative, and some may be discarded."""
+    """The number of speculative tokens at the end. No later call has continued them, and some may be discarded."""
 
     @property
     def sure(self) -> list[int]:
@@ -63,7 +64,7 @@ class SampleTokens:
         return self.tokens[: len(self.tokens) - self.num_drafts]
 
     def put(self, position: int, token: int) -> None:
-        """Set the token at a position, and drop all later tokens: they were speculative, and are discarded."""
+        """Set the token at a position. Drop all later tokens, which were speculative and are now discarded."""
         del self.tokens[position:], self.hashes[position:]
         missing = position - len(self.tokens)  # in a sample with a name: an engine found them in the cache of another
         self.tokens += [-1] * missing
@@ -89,7 +90,8 @@ class TokensOfCall(NamedTuple):
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
     hashes: npt.NDArray[np.uint64]
-    """The hash of the sample's tokens up to and with this one; the sample has another if this token was discarded."""
+    """The hash of the sample's tokens up to and including this one. A discarded token's hash differs from the
+    sample's."""
     is_continued: npt.NDArray[np.bool_]
     """Whether the call continues the token's sample from a cache, as a decoding step does."""
     given: Integers
@@ -98,7 +100,7 @@ class TokensOfCall(NamedTuple):
     """The log-probability of the token, from the logits at the token before it; NaN where it is not known."""
 
     def rows_of(self, shape: tuple[int, ...]) -> tuple[int, Integers] | None:
-        """Return the number of a value's rows, and the row of each token (-1: none); None if rows are not tokens."""
+        """Return the number of a value's rows, and each token's row (-1: none). Return None if rows are not tokens."""
         rows = token_rows(shape, self.grid, len(self.kept))
         if rows is None:
             return None
@@ -114,7 +116,7 @@ class TokensOfCall(NamedTuple):
 
 
 def fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:
-    """Return positions in the shape of the tokens; None unless they have this size, or are one row for all samples."""
+    """Return positions in the shape of the tokens. Return None if neither the size nor that of a single row fits."""
     if given is None or given.size == 0:
         return None
     if given.size == shape[0] * shape[1]:
@@ -141,16 +143,17 @@ class _Sequence(NamedTuple):
     tokens: list[int]
     name: str | None
     at: list[int] | None
-    """The position of each token in the sample, where the program or an engine says it; else None."""
+    """The position of each token in the sample, if the program or an engine says it; else None."""
     before: tuple[int, ...] | None
-    """The place in the cache of the token before the sequence; None for a sequence that does not go on."""
+    """The place in the cache of the token before the sequence. None if the sequence does not continue from the
+    cache."""
 
 
 class _CallArguments:
-    """What one call of the model was given: tokens, and what says to which samples and positions they belong."""
+    """The arguments of one call of the model: tokens, and what says to which samples and positions they belong."""
 
     def __init__(self, piece: Piece, inner: Array | None) -> None:
-        """Read the arguments; `inner` are the positions that a module inside was given."""
+        """Read the arguments. `inner` has the positions that a submodule was given."""
         given, first = dict[str, Array](), 0
         for name, shape in piece.facts["shapes"].items():
             size = int(np.prod(shape))
@@ -162,18 +165,18 @@ class _CallArguments:
         self.positions = fitted(given.get("positions", inner), self.grid)
         said, self.is_paged = given.get("said"), "slots" in given
         self.is_misfit = said is not None and said.size != self.tokens.size
-        """Whether the program has said the positions of another number of tokens."""
+        """Whether the program gave positions for a number of tokens that is not the number of the call's tokens."""
         is_known = said is not None or self.is_paged
         self.past = 0 if is_known else past_of(piece.facts, given, self.positions, length)
         self._is_flat = num == 1 and len(self._names) == length
-        """Whether these are an engine's flat tokens, each with the name of its sample."""
+        """Whether the tokens lie in one row, each with the name of its sample, as in some engines."""
         self._index = said if said is not None else self.positions if self._is_flat else None
         self._slots = [*given.get("slots", np.zeros(0)).flat, *[-1] * length][:length]
         seen, until, mask = given.get("seen"), self.past + length, given.get("mask", np.ones(self.grid, bool))
         self.is_real = (mask if seen is None or until > seen.shape[1] else seen[:, self.past : until]) != 0
 
     def place(self, row: int, column: int) -> tuple[int, ...]:
-        """Return where the cache has a token of the grid; without pages, the place before column 0 is column -1."""
+        """Return a token's place in the cache. Without pages, the place before column 0 is column -1."""
         return (self._slots[column],) if self.is_paged else (self.grid[0], row, self.past + column + 1)
 
     def sequences(self) -> Iterator[_Sequence]:
@@ -211,9 +214,9 @@ class _CallArguments:
 
 
 _MAX_POSITION = 1 << 24
-"""A position from this number on is taken for damage in the file."""
+"""Positions are smaller. A position of this size or more is taken for damage in the file."""
 TRAINER, ENGINE = "trainer", "engine"
-"""The two parts of a run of a program that trains and generates: calls with gradients, and calls that decode."""
+"""The two parts of the run of a program that both trains and generates: calls with gradients, and calls that decode."""
 
 
 class ValueName(NamedTuple):
@@ -232,7 +235,7 @@ class AlignedRun:
     def __init__(
         self, run: Run, *, step: str | None = None, renames: Renames = NO_RENAMES, part: str | None = None
     ) -> None:
-        """Read the tokens of some steps. `part` selects the `TRAINER` or `ENGINE` calls of a run that has both."""
+        """Read the tokens of the steps in `step`. `part` selects `TRAINER` or `ENGINE` calls if a run has both."""
         self.run = run
         self._given: dict[CallKey, Piece] = {}
         self.values: dict[ValueName, dict[CallKey, Piece]] = {}
@@ -267,9 +270,9 @@ class AlignedRun:
         return f"sample {sample}" if name is None else f"sample {name!r}"
 
     def like(self, name: ValueName) -> ValueName | None:
-        """Return this side's counterpart of another side's value; None if this side's module computes something else.
+        """Return what this run calls another run's value. Return None if this run's module computes something else.
 
-        A module of an engine may name its input differently, return a bias or a residual as well, and leave the
+        A module of an engine may name its input differently, or return a bias or a residual as well. It may leave the
         residual to the next module, which adds it.
         """
         info = self.run.modules.get((self.root, name.module_path))
@@ -286,10 +289,7 @@ class AlignedRun:
         return name._replace(name="0") if is_first else name
 
     def number(self, bases: Integers, limits: Integers, num_slots: int) -> None:
-        """Give each token a number, its slot: the base of its sample plus its position. `pick` returns these slots.
-
-        A token whose position reaches its sample's limit, or that was discarded as speculative, has no slot.
-        """
+        """Give each token a slot, which is a number: the base of its sample plus its position. `pick` returns slots."""
         hashes = np.array([one for sample in self.samples for one in sample.hashes], np.uint64)
         lengths = np.array([len(sample.hashes) for sample in self.samples], np.int64)
         begins = np.cumsum(lengths) - lengths
@@ -307,10 +307,7 @@ class AlignedRun:
         return {name.module_path for name, rows in inside.items() if not self.calls.keys().isdisjoint(rows)}
 
     def pick(self, name: ValueName | None) -> tuple[Array, Integers, str, int] | None:
-        """Return a value with one row for each token, each row's slot, the dtype, and a token's number of elements.
-
-        If several calls have a token, the first counts. The result is None if no call has the value.
-        """
+        """Return a value with one row per token, the rows' slots, the dtype, and the number of elements per token."""
         self._is_taken[:] = False
         pieces: list[Array] = []
         taken: list[Integers] = []
@@ -364,7 +361,8 @@ class AlignedRun:
         """The ids of tokens that a mask has hidden, such as padding."""
         self.calls: dict[CallKey, TokensOfCall] = {}
         self.num_unknown = 0
-        """The number of calls whose tokens are unknown, as when their cache's beginning was not recorded."""
+        """The number of calls whose tokens are unknown, for example because the beginning of a cache was not
+        recorded."""
         self._named: dict[str, int] = {}
         for _, of_rank in itertools.groupby(keys, lambda key: key[:2]):
             self._last: tuple[int, TokensOfCall] | None = None
@@ -406,7 +404,7 @@ class AlignedRun:
         self._last = key.number, joined
 
     def _find_sample(self, call: _CallArguments, number: int, sequence: _Sequence) -> tuple[int, int]:
-        """Return the sample of a sequence, -1 if unknown, and the position of the sequence's first token."""
+        """Return the sample of a sequence (-1: unknown) and the position of the sequence's first token."""
         if not call.is_paged:
             start = sequence.at[0] if sequence.at else 0
             other = self._repeated(number, start, sequence.tokens)
@@ -420,7 +418,7 @@ class AlignedRun:
     def _put(
         self, call: _CallArguments, sequence: _Sequence, sample: int, first: int
     ) -> Iterator[tuple[int, int, int, int, bool]]:
-        """Put a sequence into its sample and the cache; yield index, sample, position, hash, and whether it goes on."""
+        """Add a sequence to its sample and the cache. Yield per token: index, sample, position, hash, is continued."""
         own, of, row = sequence.tokens, self.samples[sample], sequence.row
         at = range(first, first + len(own)) if sequence.at is None else sequence.at
         is_continued = bool(own) and at[0] > 0
@@ -435,7 +433,7 @@ class AlignedRun:
             self._cache[call.place(row, call.grid[1] - 1)] = sample, len(of.tokens) - 1
 
     def _repeated(self, number: int, start: int, tokens: list[int]) -> tuple[int, int] | None:
-        """Return (sample, -1) for a sample of the call before, which a sequence repeats or continues by position."""
+        """Return (sample, -1) if a sequence repeats a sample of the previous call or continues it; else None."""
         sample = self._shown[number] if number < len(self._shown) else -1
         known = self.samples[sample].tokens if sample >= 0 else []
         repeats = 0 < len(known) < len(tokens) and tokens[: len(known)] == known  # as without a cache
@@ -446,8 +444,8 @@ class AlignedRun:
     ) -> tuple[int, int]:
         """Return the sample of a sequence, a new one if it begins here, and the position of the sequence's first token.
 
-        The sample is -1 if unknown. `place` is where the cache has the token before the sequence; `other` is the token
-        (sample, position) that the cache has where the first token goes, or the sample that is repeated.
+        The sample is -1 if unknown. `place` is the cache's place of the token before the sequence. `other` is the token
+        (sample, position) that the cache has at the place of the first token, or the sample that is repeated.
         """
         owner, position = self._cache.get(place, (-1, -1)) if place is not None else other or (-1, -1)
         if name is not None and name in self._named:

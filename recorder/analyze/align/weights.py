@@ -1,7 +1,8 @@
-"""Finds which parameters of an engine equal the trainer's, and of which step: by fingerprints, else by numbers.
+"""Finds out which step of the trainer each parameter of an engine comes from: by fingerprints, else by values.
 
-A parameter that an engine has fused out of several (`qkv_proj`, `gate_up_proj`) is compared with the sum of the
-fingerprints of its slices, each moved to its place. So a stale slice is named without reading any element.
+An engine may fuse several parameters into one (`qkv_proj`, `gate_up_proj`). The fused parameter's fingerprint is
+compared with the sum of the slices' fingerprints, each moved to the slice's offset. So a stale slice is named without
+reading any element.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TRAINER_ONLY, ENGINE_ONLY, MERGED, OTHER = "in the trainer alone", "in the engin
 WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY, OTHER)
 _MODULUS = 1 << 64
 _ROUNDED = 2**-8
-"""The largest relative difference between one tensor's norms in two dtypes that one rounding of bfloat16 explains."""
+"""The largest relative difference between a tensor's norms in two dtypes: one rounding to bfloat16."""
 
 
 class WeightState(NamedTuple):
@@ -37,9 +38,9 @@ class WeightState(NamedTuple):
     state: str
     """The result of the comparison: one of this module's constants, such as `EQUAL`."""
     step: int | None = None
-    """The trainer's step at which the parameter has the engine's value; None if it has it at no recorded step."""
+    """The trainer's step at which the parameter equals the engine's. None if it does so at no recorded step."""
     behind: int | None = None
-    """The number of updates by which the engine's value is older than the one that the trainer computed with."""
+    """How many updates the engine's parameter is behind the one that the trainer computed with."""
     fused: str = ""
     """The engine's fused parameter of which this parameter is a slice; empty if it is not fused."""
 
@@ -49,7 +50,7 @@ class WeightState(NamedTuple):
 
 
 class ParameterRow(NamedTuple):
-    """The columns of a parameter's row in the global view, and `at`, the index of the row there."""
+    """A parameter's row in the global view (the tensors of all ranks put together); `at` is the row's index."""
 
     at: int
     step: int
@@ -96,8 +97,8 @@ def compare_weights(
 ) -> tuple[int | None, list[WeightState]]:
     """Return the trainer's step to compare with, and the state of each parameter, in the order of the trainer's model.
 
-    The engine is taken at its last step with recorded parameters and with tokens that the trainer has, too. `steps`
-    maps each step of the engine to the trainer's step with the same tokens.
+    The engine's parameters are those of its last step that recorded parameters and has tokens in common with the
+    trainer. `steps` maps each step of the engine to the trainer's step with the same tokens.
     """
     recorded = {row.step for row in engine.rows}
     last = max((step for step in steps if step in recorded), default=None)
@@ -125,7 +126,7 @@ def compare_weights(
 
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
-    """Return whether another name has a parameter of this fingerprint: the other run may use that name alone."""
+    """Return whether another parameter has this fingerprint. The other run may then know it by that name alone."""
     prints = {other.newest.fingerprint for path, other in own.items() if path != name}
     return one.newest.fingerprint is not None and one.newest.fingerprint in prints
 
@@ -150,7 +151,7 @@ def _state(
 
 
 def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
-    """Return a parameter's state. At the trainer's `steps` it has the engine's value; `now` is the expected step."""
+    """Return a parameter's state. `steps` are those at which the trainer's equals the engine's; `now` is expected."""
     if now in steps:
         return WeightState(name, EQUAL, now, 0, fused)
     known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps
@@ -190,7 +191,8 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    # Slices are tried all at step `now`, then with one of them at another step, then all at one other step.
+    # The first guess is that all slices are of step `now`, the next that one is of another step, the last that all are
+    # of one other step.
     offsets = np.cumsum([0, *(ours[name].newest.shape[0] for name in names)]).tolist()
     row = whole.newest
     places = [
