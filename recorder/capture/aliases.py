@@ -1,9 +1,9 @@
-"""Learns the chunks of plain tensors inside tensor parallel regions from DTensors that share their memory.
+"""Finds the chunks of plain tensors in tensor parallel regions, from DTensors that use the same memory.
 
-A tensor that a tensor parallel style has made local carries its DTensor's spec in its autograd node. Where only the
-next module turns a tensor into a DTensor, the tensor's chunk is known a moment later; so a few records wait for their
-chunks. Memory is recognised by a weak reference to the tensor that owns it, never by an address. Nothing here may copy,
-issue a collective, or keep a tensor or a mesh alive.
+A chunk is a rank's part of a global tensor. If a tensor parallel style has made a DTensor local, the plain tensor's
+autograd node has the DTensor's spec. In other cases only the next module turns the plain tensor into a DTensor, so a
+few records wait until their chunks are known. Memory is recognised by a weak reference to the tensor that owns it,
+never by an address. Nothing here may copy, issue a collective, or keep a tensor or a mesh alive.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Waiting:
         self.shape, self.strides, self.start = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.staged: Staged | None = None
         self.learn: Callable[[Chunk | None], None] | None = None
-        """Tells the hook on the tensor's gradient the gradient's chunk; called once the tensor's chunk is known."""
+        """Takes the gradient's chunk, for the tensor's gradient hook. Called once the tensor's chunk is known."""
 
     def put(self, staged: Staged) -> None:
-        """Keep the record; `Capture.observe` calls this method in place of the channel's `put`."""
+        """Keep the record. `Capture.observe` calls this method instead of the channel's `put`."""
         self.staged = staged
 
 
 class Aliases:
-    """Remembers the memory of recent DTensors, and plain tensors whose chunk a DTensor in the same memory may show."""
+    """Remembers the memory of recent DTensors, and the plain tensors that wait for a DTensor in the same memory."""
 
     def __init__(self, put: Callable[[Staged], None]) -> None:
         self._put = put
@@ -63,7 +63,7 @@ class Aliases:
         self._waiting: deque[Waiting] = deque()
 
     def saw(self, tensor: Any) -> None:
-        """Remember a DTensor's memory: a plain tensor in the same memory is a chunk of the same global tensor."""
+        """Remember a DTensor's memory. A plain tensor in the same memory has the same chunk of the global tensor."""
         self._learn(tensor._local_tensor, tensor._spec)
 
     def _learn(self, local: torch.Tensor, spec: Any) -> None:
@@ -80,14 +80,14 @@ class Aliases:
                     self._release(waiting, chunk)
 
     def chunk_of_alias(self, tensor: torch.Tensor) -> Chunk | None:
-        """Return the chunk of a plain tensor; None while the chunk is not known."""
+        """Return the chunk of a plain tensor. Return None if the chunk is not known yet."""
         spec = getattr(tensor.grad_fn, "dtensor_spec", None)  # the node of a view that `to_local` made has the spec
         if spec is not None and tensor.dim() == len(spec.shape):
             self._learn(tensor, spec)
         owner = _owner(tensor)
         for known in reversed(self._known):
             if known.owner() is owner:
-                # An all-reduce in place may have completed the partial sum.
+                # An in-place all-reduce may have turned the partial sum into the total.
                 was_changed = tensor.is_inference() or tensor._version > 0
                 if was_changed and any(placement.is_partial() for placement in known.placements):
                     return None
@@ -95,13 +95,13 @@ class Aliases:
         return None
 
     def wait(self, waiting: Waiting) -> None:
-        """Hold a record back until its chunk is known, the records are flushed, or too many records wait."""
+        """Hold a record back until its chunk is known. At a flush, or if too many wait, it is put without a chunk."""
         self._waiting.append(waiting)
         if len(self._waiting) > _MAX_WAITING:
             self._release(self._waiting[0], None)
 
     def end(self) -> None:
-        """Pass waiting records on and forget all DTensors as a root's call ends: later tensors may reuse the memory."""
+        """Release the waiting records and forget all DTensors, as a model's call ends. Later, memory may be reused."""
         self.flush()
         self._known.clear()
 
@@ -126,10 +126,11 @@ WRAPPED = "RegisterPostBackwardFunctionBackward"
 
 
 def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
-    """Return where a module's input comes from, before FSDP2 added its node: the complete gradient arrives there.
+    """Return the tensor or autograd node before the node that FSDP2 adds to a module's input.
 
-    At the input, only the gradient through the module arrives. `node` is the tensor's node, of the kind `WRAPPED`. The
-    result is the source if it is a leaf; else its node and the index of the node's output; None if it is unknown.
+    The complete gradient arrives there; at the input, only the gradient through this module arrives. `node` is the
+    input's node, whose class is named `WRAPPED`. Return the tensor if it is a leaf. Otherwise return its node, with the
+    index of the node's output. Return None if the source is unknown.
     """
     number = tensor.output_nr
     while type(node).__name__ == WRAPPED:
@@ -144,9 +145,9 @@ def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] |
 def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
     """Return the autograd node of the tensor from which a DTensor was made for a single module.
 
-    At the DTensor only this module's part of the gradient arrives; the complete gradient arrives at the node. The
-    result is the node, the index of its output, and the gradient's chunk if the gradient is a plain tensor; or None if
-    neither `from_local` nor a redistribution made the DTensor: other modules may then take the DTensor, too.
+    Only this module's part of the gradient arrives at the DTensor. The complete gradient arrives at the node. The
+    result is the node, the index of its output, and the gradient's chunk if the gradient is a plain tensor. Return None
+    if neither `from_local` nor a redistribution made the DTensor, because other modules may then use the DTensor, too.
     """
     node, number, chunk = tensor.grad_fn, 0, None
     while (kind := type(node).__name__) in ("RedistributeBackward", "_FromTorchTensorBackward"):
@@ -157,7 +158,7 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
 
 
 def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
-    """Return the chunk of a gradient that leaves `DTensor.from_local`; a partial sum has a replicated gradient."""
+    """Return the chunk of the gradient that `DTensor.from_local` returns. A partial sum has a replicated gradient."""
     from torch.distributed.tensor import Replicate
 
     mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh
@@ -167,13 +168,13 @@ def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
 
 
 def has_owner(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a kind that has memory, or will have memory once a collective is over."""
+    """Whether a tensor is plain and strided, or will be once a pending collective is over."""
     is_plain = type(tensor) in PLAIN or type(tensor).__name__ == "AsyncCollectiveTensor"
     return is_plain and tensor.layout is torch.strided
 
 
 def chunk_of_gradient(chunk: Chunk) -> Chunk | None:
-    """Return the chunk of a plain tensor's gradient: the tensor's chunk, or None where the tensor is a partial sum."""
+    """Return the chunk of a tensor's gradient, given the tensor's chunk. Return None for a partial sum."""
     return None if 'Partial"' in chunk.placements else chunk
 
 
@@ -182,7 +183,7 @@ def _owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor that fills all of a known memory, perhaps as a view of another shape; else None."""
+    """Return the chunk of a tensor that fills a known DTensor's memory, also as a view; None for other tensors."""
     mesh = known.mesh()
     if mesh is None or start != known.start:
         return None
@@ -197,12 +198,12 @@ def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple
 def _seen_as(
     known: _KnownMemory, mesh: Any, shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
-    """Return global shape, mesh and placements of a view of a complete chunk; None where they are not certain.
+    """Return global shape, mesh and placements of a view of a chunk. Return None if they are not certain.
 
     The view's sharded dim is the dim with the same extent in memory (size times stride) as the chunk's sharded dim. If
-    the view splits the sharded dim, this is the outermost new dim. Only even shards count, because the sizes of uneven
-    shards differ between ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of a
-    sharded dim, such as the one head of a rank.
+    the view splits the sharded dim, it is the outermost new dim. Only even shards are accepted, because the sizes of
+    uneven shards differ between ranks. A view with a dim of size 1 is never certain: that dim may be all that is left
+    of a sharded dim, such as the one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 

@@ -1,8 +1,8 @@
-"""Capture: what hooks do with a value when they fire, on the training thread.
+"""Records the values that hooks pass on: the part of recording that runs on the training thread.
 
-`Capture.observe` numbers a value, copies it into the pool and puts it on the channel; everything else happens on the
-writer thread. Nothing here may open a file, print, issue a collective, sync a device, use a global random generator,
-hold a lock while bytes are copied, or raise into training.
+`Capture.observe` gives a value a number, copies it into the pool and puts it on the channel. Everything else happens on
+the writer thread. Nothing here may open a file, print, issue a collective, sync a device, use a global random
+generator, hold a lock while bytes are copied, or raise into training.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
 from .token_blocks import TokenBlocks, is_whole
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
-"""Returns a shape as a cached tuple: each new object in the channel's queue brings a garbage collection nearer."""
+"""Returns a shape as a cached tuple. New objects in the channel's queue would bring garbage collections nearer."""
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
-"""A dropped tensor counts as at most this many rows. Each takes a sequence number, and expanded tensors are huge."""
+"""The most rows as which one dropped tensor counts. Each row takes a sequence number, and expanded tensors are huge."""
 _MAX_ERRORS = 20
-"""After this many errors of the recorder at one site of one module, the site is not recorded any more."""
+"""After this many errors of the recorder at one site (such as `output`) of a module, the site is no longer recorded."""
 _TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
 
 
 class Capture:
-    """The training side of one recording: selection, clock, pool and roots."""
+    """The training side of one recording: selection by rules, clock, pool and roots (models under hooks)."""
 
     def __init__(
         self,
@@ -98,19 +98,19 @@ class Capture:
         events: Events,
         ring: RingMemory | None = None,
     ) -> None:
-        """Select and observe nothing before the first root.
+        """Prepare a recording without roots. `add_root` puts hooks on a model.
 
-        `put` and `count_drop` are the channel to the writer: they take records, and the number of rows that are dropped
-        for a reason; neither blocks. `refused` has, for each kind of shard whose records would be dropped now, the
-        reason; no value is copied for such a kind. The writer changes the mapping at any time.
+        `put` passes a record to the writer. `count_drop` counts dropped rows, given the reason and their number.
+        Neither blocks. `refused` maps each kind of shard whose records would be dropped now to the reason; no value is
+        copied for such a kind. The writer may change the mapping at any time.
         """
         self.settings = settings
         self.selection = RuleSelection(settings.rules, rank)
         self.ring = ring
-        """The memory for values that wait for a trigger; None where no rule keeps values in a ring."""
+        """The memory for values that are written only if a trigger asks for them. None if no rule uses a ring."""
         self.selection.has_ring = ring is not None
         self.masks: list[int] | NoMasks = self.selection.masks
-        """The bits of KEEP_* of each rule set at the current step; all are 0 while recording is paused."""
+        """For each rule set, what to keep at the current step, as bits of KEEP_*. All are 0 during a `pause`."""
         self.clock = Clock()
         self.pool = pool
         self._put, self._count_drop, self.refused = put, count_drop, refused
@@ -124,25 +124,26 @@ class Capture:
         self.aliases = Aliases(put)
         self.is_open = True
         self.every_call_is_a_step = False
-        """True in inference, where no optimizer counts the steps."""
+        """True in inference: without an optimizer, every call of a root counts as a step."""
         self.is_in_stage = False
-        """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
+        """Whether the latest call of a root, which may be under way, is a call of a pipeline stage."""
         self.has_seen_forward = False
-        """Whether hooks ever saw a root run with gradients; `torch.compile` may compile the hooks away."""
+        """True once a hook has observed a root's forward with gradients. `torch.compile` may compile the hooks away."""
         self.has_stepped = False
-        """Whether the first step is over, which shows the modules that never ran or were compiled."""
+        """True once the first step is over. That step shows which modules never ran or were compiled."""
         self._step_in_force: int | None = None
         self._sequence = itertools.count()
         self._stagers: dict[str, copies.Stager] = {}
         self._leaf_hooks: deque[Any] = deque()
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
-        """Gives a number to a value neither put nor dropped, so that the ledger notices the loss. Needs no memory."""
+        """Counts a lost value by a sequence number that is never written nor counted as dropped. Needs no memory."""
         self.probe: Probe | None = None
-        """The probe, which measures values at every step; None until a rule with ``keep=probe`` selects a value."""
+        """The probe, which measures one number of each value at each step. None until ``keep=probe`` selects a value.
+        """
         self._token_blocks: TokenBlocks | None = None
         self.on_probed: Callable[[ProbedStep], None] | None = None
-        """The function that gets the probe's numbers of each finished step. Set before the first value."""
+        """Called with the probe's numbers of each finished step. Must be set before the first value is recorded."""
         self.scalars = Scalars(self, self.roots)
         self.taps_by_hand = TapsByHand(self, self.roots, self.objectives)
         self.rule_commands = RuleCommands(
@@ -153,21 +154,21 @@ class Capture:
 
     @property
     def pools(self) -> list[Pool]:
-        """Return the pool of values on their way to the disk and, if there is a ring, the pool of the ring."""
+        """Return the pool of the values that will be written and, if there is a ring, the ring's pool."""
         return [self.pool] if self.ring is None else [self.pool, self.ring.pool]
 
     @property
     def observed(self) -> int:
-        """Return the number of rows so far. Any thread. The counter's repr is read, because `next` would change it."""
+        """Return how many rows were seen. Called on any thread. Reads the counter's repr, as `next` counts up."""
         return int(repr(self._sequence)[6:-1])
 
     @property
     def is_step_in_force(self) -> bool:
-        """Whether `step_changed` has run to its end for the current step; an interrupt may have cut it short."""
+        """Whether `step_changed` has run to its end for the current step. An interrupt may have stopped it."""
         return self._step_in_force == self.clock.step
 
     def step_changed(self) -> None:
-        """Work out what is kept at the new step, and remove hooks that belonged to the old step."""
+        """Apply the rules to the new step, and remove the hooks on leaf tensors of the old step."""
         self._step_in_force, step = None, self.clock.step
         if self.probe is not None:
             self._ask_probe(self.probe.step_changes, step)
@@ -179,9 +180,9 @@ class Capture:
             self.selection.has_ring = False
             self.events.add("ring_refused", problem, level=logging.ERROR)
         self.selection.at_step(step)
-        # Hooks stay on until the first step has shown which modules run, and while only module hooks can notice a new
-        # step. They also stay once anything was compiled, because dynamo would compile every module with and without
-        # hooks.
+        # Hooks come off only after the first step, which shows the modules that run, and once a hook on a root can
+        # notice a new step. They stay on once anything was compiled, because dynamo would compile every module with and
+        # without hooks.
         may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
         for root in self.roots:
             root.rest_or_wake(may_rest=may_rest)
@@ -192,12 +193,12 @@ class Capture:
         self.call_begins()
 
     def call_begins(self) -> None:
-        """Let stagers hand copies that have arrived to the writer; called as a call of a root or a step begins."""
+        """Let each stager pass its finished copies to the writer. Called when a step or a root's call begins."""
         for stager in list(self._stagers.values()):
             stager.look()
 
     def fetch(self) -> None:
-        """Put on the channel the values that probe, stagers and other parts of the capture still hold. May block."""
+        """Put the values that the capture still holds, as in the probe and the stagers, on the channel. May block."""
         if self.probe is not None:
             self._ask_probe(self.probe.flush)
         if self._token_blocks is not None:
@@ -208,9 +209,9 @@ class Capture:
             stager.fetch()
 
     def forward_without_root(self) -> None:
-        """Advance the step when a module runs although no root was ever seen to run.
+        """Advance the step when a module runs although no hook has observed a forward of a root.
 
-        A root is not seen to run if the program calls its ``.forward()`` directly, or if the root runs in a graph.
+        This happens if the program calls the root's ``.forward()`` directly, or if the root runs in a compiled graph.
         """
         if self.every_call_is_a_step or self.root_calls.depth or not torch.is_grad_enabled():
             return
@@ -218,11 +219,11 @@ class Capture:
             self.step_changed()
 
     def pause(self) -> None:
-        """Keep nothing until `resume`."""
+        """Record nothing until `resume` is called."""
         self.masks = NoMasks()
 
     def resume(self) -> None:
-        """End a `pause`: keep what the rules select."""
+        """End a `pause`: record what the rules select."""
         self.masks = self.selection.masks
 
     def keep_of(self, rule_set: int, call: int) -> int:
@@ -235,10 +236,10 @@ class Capture:
     def observe(
         self, seen: SeenValue, keep: int, tensor: torch.Tensor, put: Callable[[Staged], None] | None = None
     ) -> None:
-        """Copy the values of a tensor into the pool and put them on the channel, or count them as dropped. Any thread.
+        """Copy a tensor's values into the pool and put them on the channel, or count a drop. Called on any thread.
 
-        The tensor may be of any kind; it is read before this method returns and never held. `keep` has bits of KEEP_*
-        and is not 0. `put`, if given, takes the record in place of the channel.
+        The tensor may be of any kind. It is read before this method returns, and no reference is kept. `keep` has at
+        least one bit of KEEP_*. If `put` is given, it takes the record instead of the channel.
         """
         origin, moment, phase, call, repeat, scope, chunk, note = seen
         try:
@@ -325,7 +326,7 @@ class Capture:
             time.time_ns(),
             None if plan is None else plan.read,
         )
-        # The result is that of `Staged(*fields)`, in a third of the time.
+        # This equals `Staged(*fields)` and takes a third of the time.
         (put or self._put)(tuple.__new__(Staged, fields))
 
     def observe_known(
@@ -369,7 +370,7 @@ class Capture:
     def _put_together(
         self, known: Sequence[tuple[int, ProbedValue, int, torch.Tensor, int]], moment: StepPosition
     ) -> None:
-        """Measure small host tensors in place, without copies, and put their statistics on the channel as one item."""
+        """Measure small host tensors in place, without copies. Put their statistics on the channel as one item."""
         num = len(known)
         numbers, values, keeps, tensors, repeats = zip(*known, strict=True)
         block = self.pool.take(num * GRAIN_BYTES) or self._take_later(num * GRAIN_BYTES, moment.step)
@@ -399,10 +400,10 @@ class Capture:
     def probe_again(
         self, origin: ValuePlace, mode: str, tensor: torch.Tensor
     ) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return a function that gives new tensors of a forward's value to the probe, faster than `observe` does.
+        """Return a function that passes new tensors of one forward value to the probe, faster than `observe` does.
 
-        `tensor` is an earlier tensor of the value. The function takes a new tensor and the step, and returns whether
-        the probe has measured the tensor; if not, call `observe`. None is returned for a value that the probe lacks.
+        `tensor` is an earlier tensor of the value. The function takes a new tensor and the step. It returns False if
+        the probe has not measured the tensor; then call `observe`. Return None if the probe does not measure the value.
         """
         return None if self.probe is None else self.probe.again(origin, mode, tensor)
 
@@ -423,13 +424,13 @@ class Capture:
             self.hook_failed("the probe", error)
 
     def token_blocks(self) -> TokenBlocks:
-        """Return the collector of rows with ``keep=tokens``; the first call makes it."""
+        """Return the collector of rows with ``keep=tokens``. The first call creates the collector."""
         if self._token_blocks is None:
             self._token_blocks = TokenBlocks(self.observe)
         return self._token_blocks
 
     def _take_in_ring(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
-        """Take a block of the ring; if the ring is full and a trigger asked for the step, take a block of the pool."""
+        """Take a block of the ring. If the ring is full and a trigger asked for the step, take a block of the pool."""
         ring = self.ring
         if ring is None:
             return None
@@ -442,7 +443,7 @@ class Capture:
         self._drop(self._say_no_room(origin, keep, nbytes), min(parts, _MAX_DROPPED_PARTS))
 
     def _say_no_room(self, origin: ValuePlace, keep: int, nbytes: int) -> str:
-        """Report that memory is lacking for a value, and return the reason of the drop."""
+        """Report that no memory is free for a value, and return the drop reason."""
         pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
         if keep & KEEP_RING and self.ring is not None:
             pool, reason = self.ring.pool, "ring_full"
@@ -451,7 +452,7 @@ class Capture:
         return reason
 
     def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
-        """Wait for a block of the full pool as long as the settings allow; return None if no block became free."""
+        """Wait for a free block of the pool, as long as the settings allow. Return None if no block becomes free."""
         self.aliases.flush()  # records that wait there hold memory of the pool
         settings = self.settings
         if settings.policy != "wait":
@@ -467,7 +468,7 @@ class Capture:
     def _summand(
         self, tensor: torch.Tensor, local: torch.Tensor, keep: int, note: str | None
     ) -> tuple[torch.Tensor, int, str | None]:
-        """Return what to record of a rank's summand of a partial sum: its values, keep bits and note."""
+        """Return the values, keep bits and note to record for one rank's summand of a partial sum."""
         masked = without_masked(tensor, local)
         if masked is not None:
             local, note = masked, merged_notes(note, _MASKED)
@@ -477,7 +478,7 @@ class Capture:
         return local, keep, note
 
     def _inside(self, origin: ValuePlace, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
-        """Return the tensors inside a composite tensor. No inner tensor counts as a drop, a failed search as error."""
+        """Return the tensors inside a composite tensor. Having none counts as a drop, a failed search as an error."""
         try:
             inside = inner_tensors(origin.name, tensor, chunk)
         except Exception as error:
@@ -490,7 +491,7 @@ class Capture:
         return inside
 
     def stager_of(self, tensor: torch.Tensor) -> copies.Stager:
-        """Return the stager that copies from the tensor's device; raise `UnsupportedKind` if there is no stager."""
+        """Return the stager that copies from the tensor's device. Raise `UnsupportedKind` if there is no stager."""
         kind = "cpu" if tensor.is_cpu else tensor.device.type  # reading `device.type` costs 0.3 us
         return self._stagers.get(kind) or self._stager(kind)
 
@@ -504,7 +505,7 @@ class Capture:
     def put_measured(
         self, value: ProbedValue, moment: StepPosition, call: int, note: str | None, its: Measured
     ) -> None:
-        """Put a row on the channel whose statistics, `its`, are known already; the value is not copied."""
+        """Put a row on the channel with `its` statistics, which are known already. The value is not copied."""
         block = self.pool.take(0)
         if block is None:
             self._drop("pool_full", 1)
@@ -518,7 +519,7 @@ class Capture:
     def _number(self, num_rows: int) -> int:
         """Return the first of ``num_rows`` consecutive sequence numbers.
 
-        If another thread takes a number in between, the numbers before are counted as dropped.
+        If another thread takes a number in between, count the numbers taken so far as dropped, and start again.
         """
         first = last = next(self._sequence)
         while last - first + 1 < num_rows:
@@ -535,10 +536,10 @@ class Capture:
         self._count_drop(reason, num_rows)
 
     def hook_failed(self, where: str, error: Exception) -> None:
-        """Count a value as lost to an exception of the recorder inside a hook; training goes on.
+        """Count a value as dropped because the recorder raised an exception in a hook. Training goes on.
 
         Raises:
-            Exception: `error` itself, if it comes out of a signal handler of the user's.
+            Exception: `error` itself, if a signal handler of the user raised it.
         """
         if comes_from_signal_handler(error):
             raise error
@@ -547,7 +548,7 @@ class Capture:
         self.events.add(kind, f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error)
 
     def site_failed(self, origin: ValuePlace, error: Exception) -> bool:
-        """Count an error of the recorder at a site of a module; return True if the site is not recorded any more."""
+        """Count an error at a module's site (such as `output`). Return True if this error ends the site's recording."""
         where = f"{origin.module_path or origin.root}:{origin.site}"
         self.hook_failed(where, error)
         is_named = origin.site in PROGRAM_SITES
@@ -563,29 +564,31 @@ class Capture:
         )
         for root in self.roots:
             if root.name == origin.root:
-                # The hook that records a value also puts the hook on the value's gradient, so its site ends, too.
+                # The hook that records a value also registers the hook on the value's gradient, so the gradient's site
+                # ends, too.
                 with_gradient = origin.site in OF_CALLS and origin.site in GRADIENT_OF
                 sites = (origin.site, GRADIENT_OF[origin.site]) if with_gradient else (origin.site,)
                 root.disarm(origin.module_path, sites, self.clock.step)
         return True
 
     def is_disarmed(self, site: str, name: str) -> bool:
-        """Whether a tap or a scalar is no longer recorded, because of too many errors."""
+        """Whether a tap (a tensor that the program names) or a scalar is no longer recorded after too many errors."""
         return bool(self._errors) and any(
             count >= _MAX_ERRORS and (key[2], key[3]) == (site, name) for key, count in list(self._errors.items())
         )
 
     def keep_leaf_hook(self, handle: Any) -> None:
-        """Keep the handle of a leaf tensor's hook; the hook is removed at the next step, or if too many are kept."""
+        """Keep the handle of a leaf tensor's hook. The hook is removed at the next step, or if too many are kept."""
         self._leaf_hooks.append(handle)
         if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
             self._leaf_hooks.popleft().remove()
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
-        """Put hooks on a model that may contain roots already.
+        """Put hooks on a model, which may contain roots (models under hooks) already.
 
-        A wrapper that leaves the paths of a root's modules unchanged replaces the root and takes its name. Every other
-        root stays. A module has one path, so the new root gets only the modules that are in no root yet.
+        If the model wraps a root, as DDP does, and leaves the paths of modules unchanged, the new root replaces that
+        root and takes the name. Every other root stays. The new root leaves out modules that are in another root,
+        unless the model itself lies inside another root.
         """
         for gone in [root for root in self.roots if root.module() is None]:
             self.remove_root(gone)
@@ -615,7 +618,7 @@ class Capture:
         return root
 
     def _look_for_large(self, module: nn.Module) -> None:
-        """Warn at the start if rules select parameters and the largest parameter has more bytes than the pool."""
+        """Warn if rules select parameters and the largest parameter has more bytes than the pool."""
         if not self.selection.asks_for(*OF_PARAMETERS):
             return
         sizes = [(local_bytes(parameter), name) for name, parameter in module.named_parameters()]
@@ -624,14 +627,14 @@ class Capture:
             self.events.add("too_large", _NO_ROOM["too_large"].format(where=name, nbytes=nbytes, pool=self.pool))
 
     def renew_grown_roots(self) -> bool:
-        """Put hooks on modules that joined a model after its first call; return whether a model had such modules."""
+        """Put hooks on modules that were added to a model after its first call. Return whether there were any."""
         grown = [root for root in self.roots if root.has_grown()]
         for root in grown:
             root.renew()
         return bool(grown)
 
     def remove_root(self, root: Root) -> None:
-        """Take a root's hooks off; the manifest keeps the root's description."""
+        """Remove a root's hooks. The manifest keeps the root's description."""
         root.remove()
         self.roots.remove(root)
         self.past_roots.append(root)
@@ -641,14 +644,14 @@ class Capture:
         return next(n for i in itertools.count() if (n := f"model_{i}" if i else "model") not in used)
 
     def root_of(self, module: nn.Module) -> Root | None:
-        """Return the root that a module lies in; None for a module that lies in no root."""
+        """Return the root that contains a module. Return None if no root contains the module."""
         return next((root for root in self.roots if root.path_of(module) is not None), None)
 
     def _is_elsewhere(self, root: Root, module: nn.Module) -> bool:
         return any(other is not root and other.path_of(module) is not None for other in self.roots)
 
     def close(self) -> None:
-        """Record what is still held back, and remove every hook; records that were put on the channel stay there."""
+        """Record the values that are still held back, and remove every hook. Records on the channel stay there."""
         if self.probe is not None:
             self._ask_probe(self.probe.close)
         if self._token_blocks is not None:
@@ -670,7 +673,7 @@ def _num_parts(nbytes: int, keep: int) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory has run out; for host memory, torch raises only a `RuntimeError`."""
+    """Whether an error says that memory has run out. For host memory, torch raises only a `RuntimeError`."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

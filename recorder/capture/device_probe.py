@@ -1,7 +1,8 @@
-"""The probe of values on devices: a kernel computes each norm, and the norms of a step are copied to the host together.
+"""Measures values on devices for the probe, which has one number of each value at every step.
 
-The norms arrive one or two steps later, when the values may be gone. So the row of a value that turned non-finite says
-only that, and not how many elements are not finite. Nothing here may wait for a device, or hold a tensor.
+A kernel computes the norm of each value, and the norms of a step are copied to the host together. They arrive one or
+two steps later, when the values may be gone. So a row can say that a value turned NaN or infinite, but not how many of
+its elements did. Nothing here may wait for a device, or hold a tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from .staging.pool import Pool
 
 TURNED = '{"turned":true}'
-"""The note of a row that was recorded only because its value turned non-finite."""
+"""The note of a row that was recorded only because its value turned NaN or infinite."""
 COUNTED_AT_LEAST = f'{{"counts":"{AT_LEAST}"}}'
-"""The note of a row whose counts of NaN and of infinite elements are lower bounds: 1 stands for one element or more."""
+"""The note of a row whose numbers of NaN and infinite elements are lower bounds: 1 stands for one element or more."""
 
 
 class ProbedValue(NamedTuple):
-    """A value that the probe has measured, with all that `Capture.observe` needs to record it again."""
+    """A value that the probe measures, with what `Capture` needs to record a new tensor of the value."""
 
     column: int
     dtype: torch.dtype
@@ -44,17 +45,17 @@ class ProbedValue(NamedTuple):
 
 
 class SeenOnDevice(NamedTuple):
-    """A value on a device whose norm is on its way to the host."""
+    """A value on a device whose norm was requested and has not reached the host yet."""
 
     value: ProbedValue
     moment: StepPosition
     call: int
     has_row: bool
-    """Whether the value has a row at this step already."""
+    """Whether a row of the value was recorded at this step already."""
 
 
 class NormsOnWay(NamedTuple):
-    """The norms of some values of one step, on their way to the host."""
+    """Norms of values of one step that are being copied to the host."""
 
     norms: DeviceNorms
     seen: list[SeenOnDevice]
@@ -62,16 +63,16 @@ class NormsOnWay(NamedTuple):
     ready: Ready | None
 
     def has_arrived(self) -> bool:
-        """Return whether the norms have arrived; `LostError` is raised if they will never come."""
+        """Return whether the norms have arrived. Raise `LostError` if they will never arrive."""
         return not self.norms.is_capturing() and (self.ready is None or self.ready.wait(0.0))
 
     def read(self) -> npt.NDArray[np.float32]:
-        """Return the norms in the order of `seen`; to be called only once the norms have arrived."""
+        """Return the norms in the order of `seen`. Call this only after the norms have arrived."""
         return self.block.data.view(np.float32)
 
 
 class DeviceProbe:
-    """Measures the values that lie on devices at the current step. Training threads call the methods."""
+    """Measures the values of the current step that lie on devices. Called on training threads."""
 
     def __init__(
         self,
@@ -84,15 +85,15 @@ class DeviceProbe:
         self._seen: dict[DeviceNorms, list[SeenOnDevice]] = {}
 
     def measure(self, seen: SeenOnDevice, local: torch.Tensor) -> bool:
-        """Launch the kernel that measures a value; return whether that was possible."""
+        """Launch the kernel that measures a value. Return False if the value cannot be measured."""
         return self._launch([seen], local, lambda norms: norms.measure(local))
 
     def measure_many(self, seen: list[SeenOnDevice], tensors: list[torch.Tensor]) -> bool:
-        """Launch the kernels that measure values on one device together; return whether that was possible."""
+        """Launch the kernels that measure values on one device. Return False if the values cannot be measured."""
         return self._launch(seen, tensors[0], lambda norms: norms.measure_many(tensors))
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether values on the tensor's device can be measured, and no graph is being captured there now."""
+        """Whether values on the tensor's device can be measured now. False while a graph is being captured there."""
         try:
             norms = self._stager_of(tensor).norms(tensor)
         except (LostError, UnsupportedKind):
@@ -111,7 +112,7 @@ class DeviceProbe:
         return True
 
     def bring(self) -> list[NormsOnWay]:
-        """End a step: begin to copy its norms to the host, and return the copies that are under way."""
+        """Start to copy the norms of the step that ends to the host. Return the copies that are under way."""
         of_step, self._seen = self._seen, {}
         on_way = []
         for norms, seen in of_step.items():
@@ -131,7 +132,7 @@ class DeviceProbe:
         return on_way
 
     def record_turned(self, seen: SeenOnDevice, *, is_nan: bool) -> None:
-        """Record a row which says that a value has turned non-finite, unless the value has a row at this step."""
+        """Record a row which says that a value turned NaN or infinite, unless the value has a row at this step."""
         if not seen.has_row:
             note = merged_notes(merged_notes(seen.value.note, TURNED), COUNTED_AT_LEAST)
             its = Measured(nan_count=int(is_nan), inf_count=int(not is_nan))

@@ -1,11 +1,11 @@
-"""Finds the ranks that share the work of a root, for the manifest.
+"""Finds the ranks that share the work of a root (a model under hooks), for the manifest.
 
-It finds the ranks that split the root's batch (DDP, FSDP), the ranks that work on the same part of the batch (tensor,
-sequence and context parallel), and the stages of a pipeline. It also finds parameters, such as those of experts, that
-differ between ranks with different batches although these ranks share the rest of the model.
+Three groups are found: the ranks that split the root's batch (DDP, FSDP), the ranks that work on the same part of the
+batch (tensor, sequence and context parallel), and the stages of a pipeline. Parameters such as those of experts are
+found, too: they differ between ranks with different batches although these ranks share the rest of the model.
 
-It reads the metadata of wrappers, and of the meshes of DTensor parameters. `torch.distributed.pipelining` has no hooks,
-so the call stack shows which stage runs; the stack is read once for each call of a root, and only if the program has
+Only metadata is read, of wrappers and of the meshes of DTensor parameters. `torch.distributed.pipelining` has no hooks,
+so the call stack shows which stage runs. The stack is read once for each call of a root, and only if the program has
 imported pipelining. Nothing here may issue a collective, or keep a wrapper, a parameter, a mesh or a process group.
 """
 
@@ -35,9 +35,10 @@ FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedData
 
 
 def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataParallel | None:
-    """Return the data-parallel group of a root that is, contains or lies in a wrapper; None for other roots.
+    """Return the data-parallel group of a root, from wrappers or Megatron's marks. Return None if there is no group.
 
-    `around` are the wrappers that are known to contain the root.
+    The wrapper may be the root, lie inside it, or contain it. `around` are the wrappers that are known to contain the
+    root.
     """
     if not is_distributed():
         return None
@@ -52,7 +53,7 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
 
 
 def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:
-    """Return the ranks that work on the same part of the batch as this rank; None where this rank is alone.
+    """Return the ranks that work on the same part of the batch as this rank. Return None if this rank is alone.
 
     If parameters lie on several meshes, the mesh that gives the most ranks is used. Axes of a mesh that lead only to
     ranks of `data_parallel` are left out, because these ranks work on other parts of the batch.
@@ -122,7 +123,7 @@ def _ddp(wrapper: Any) -> DataParallel:
 
 
 def _mesh_ranks(info: Any) -> list[int]:
-    """Return the ranks along the data-parallel axes of an FSDP2 mesh, through this rank, in row-major order."""
+    """Return the ranks of this rank's data-parallel slice of an FSDP2 mesh, in row-major order."""
     axes = {info.replicate_mesh_dim, info.shard_mesh_dim}
     coordinate = info.mesh.get_coordinate()
     ranks = [info.mesh.mesh.tolist()]
@@ -132,7 +133,7 @@ def _mesh_ranks(info: Any) -> list[int]:
 
 
 def fsdp1_ranks(wrapper: Any) -> list[int]:
-    """Return the ranks of an FSDP1 wrapper; with a hybrid strategy row-major over replicas and shards.
+    """Return the ranks of an FSDP1 wrapper. With a hybrid strategy, they are row-major over replicas and shards.
 
     If a hybrid strategy was given two process groups, only the two groups of this rank are known. The other ranks
     follow from these two groups, because the strategy needs a regular grid.
@@ -156,21 +157,21 @@ Pipeline = dict[str, int]
 
 
 class StageCall(NamedTuple):
-    """A call of the module of a pipeline stage."""
+    """A call of a pipeline stage's module."""
 
     pipeline: Pipeline
     is_trial: bool = False
-    """True for a call outside of training, in which a stage only finds out the shapes that it will send."""
+    """True for a call outside of training, by which a stage only infers the shapes that it will send."""
 
 
 def is_whole_pipe(module: object) -> bool:
-    """Whether a module is the `Pipe` of all stages. Nobody calls it, because each rank runs only its own stages."""
+    """Whether a module is the `Pipe` of all stages. Nobody calls a `Pipe`, because each rank runs its own stages."""
     kind = loaded("torch.distributed.pipelining", "Pipe")
     return kind is not None and isinstance(module, kind)
 
 
 def stage_call() -> StageCall | None:
-    """Return the call of a pipeline stage that is under way on this thread; None if there is no such call."""
+    """Return the pipeline stage's call that this thread is executing. Return None if there is no such call."""
     kind = loaded(_MODULE, "_PipelineStageBase")
     frame = sys._getframe(1) if kind is not None or MEGATRONS_SCHEDULES in sys.modules else None
     while frame is not None:
@@ -187,9 +188,9 @@ def stage_call() -> StageCall | None:
 
 
 IGNORED = "ignored"
-"""Why a parameter differs between ranks: it is trained, but the data-parallel wrapper was configured to ignore it."""
+"""Why a parameter differs between ranks: it is trained, but the data-parallel wrapper is configured to ignore it."""
 EXPERT = "expert"
-"""Why a parameter differs between ranks: it belongs to an expert, and its name has the expert's number in the model."""
+"""Why a parameter differs between ranks: it is an expert's. Its name has the expert's number in the whole model."""
 MARKED = "allreduce_false"
 """Why a parameter differs between ranks: it has ``allreduce = False``, which Megatron and DeepSpeed set on experts."""
 CUT = "cut_over_batches"
@@ -197,7 +198,7 @@ CUT = "cut_over_batches"
 
 
 def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel | None) -> dict[int, str]:
-    """Return, by parameter id, the reason why a parameter differs between ranks with different batches.
+    """Map the id of each parameter that differs between ranks with different batches to the reason.
 
     `modules` are the modules of the root, and the wrappers around it.
     """
@@ -205,7 +206,7 @@ def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel 
     managed = {id(parameter): spec for module in modules for parameter, spec in _managed_by_fsdp2(module)}
     reasons: dict[int, str] = {}
     for module in modules:
-        # A frozen parameter that the wrapper ignores is most often the same on all ranks.
+        # A frozen parameter that the wrapper ignores is usually equal on all ranks.
         reasons |= {id(parameter): IGNORED for parameter in _ignored(module, managed) if parameter.requires_grad}
         for parameter in module._parameters.values():
             if parameter is None:
@@ -219,7 +220,7 @@ def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel 
 
 
 def _is_cut(spec: Any, elsewhere: set[int]) -> bool:
-    """Whether a DTensor is sharded along a mesh axis that leads only to ranks with other batches."""
+    """Whether a DTensor is sharded along a mesh axis on which all ranks are in `elsewhere`, the data-parallel ranks."""
     coordinate, grid = spec.mesh.get_coordinate(), np.array(spec.mesh.mesh.tolist())
     for axis, placement in enumerate(spec.placements if coordinate is not None else ()):
         line = grid[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
@@ -244,7 +245,7 @@ def _ignored(module: nn.Module, managed: Collection[int]) -> Iterator[nn.Paramet
 
 
 def _managed_by_fsdp2(module: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Yield the parameters that FSDP2 shards at this module, each with its DTensor spec while the module computes."""
+    """Yield each parameter that FSDP2 shards at this module, with the DTensor spec of the unsharded parameter."""
     kind = loaded("torch.distributed.fsdp", "FSDPModule")
     if kind is None or not isinstance(module, kind):
         return

@@ -1,13 +1,13 @@
-"""Finds the first value of a recording that is not finite, warns of it once, and gives it to the final summary.
+"""Finds the first NaN or infinite value of a recording, logs one warning, and keeps the value for the final summary.
 
-It reads statistics that are computed anyway, on the writer thread. Nothing here may touch a tensor or raise.
+Only statistics that are computed anyway are read, on the writer thread. Nothing here may touch a tensor or raise.
 
-The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. The warning
-is also for infinities at sites where no program puts them on purpose (`sites.may_mask`): in gradients, in optimizer
-state, and in a scalar that is called a loss. Infinities are no fault in inputs and buffers, which may contain masks, or
-in outputs, which may be masks. Inputs of inner modules are not checked: they are outputs, which are checked, or the
-program's own code has made them. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So
-the warning about a gradient waits until its step is over, and warnings about later values of the same step wait, too.
+NaN is reported in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. Infinities are
+reported only where no program puts them on purpose (`sites.may_mask`): in gradients, in optimizer state, and in a
+scalar that is called a loss. Inputs and buffers may contain masks, and outputs may be masks, so infinities there are no
+fault. Inputs of inner modules are not checked: they are outputs, which are checked, or the program's own code has made
+them. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the warning about a gradient
+waits until the gradient's step is over. Warnings about later values of that step wait, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..system.text import counted
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
 _MAX_STEPS = 64
-"""The most steps that are remembered as skipped or as not skipped; the writer thread may lag behind training."""
+"""The most steps that are remembered as skipped or as not skipped. The writer thread may lag behind training."""
 
 _LAG_STEPS = 3
-"""The warning waits for this many steps, because an earlier value that lies on a device may get its row late."""
+"""The number of steps that the warning waits, because the row of an earlier value on a device may come late."""
 
 
 class NonFiniteValue(NamedTuple):
-    """A value with elements that are not finite."""
+    """A value with elements that are NaN or infinite."""
 
     step: int
     where: str
@@ -46,32 +46,32 @@ class NonFiniteValue(NamedTuple):
 
 
 class FirstNonFinite:
-    """The first value of this rank that is not finite. Methods that name no other thread run on the writer thread."""
+    """Finds the first non-finite value of this rank. Methods that name no thread run on the writer thread."""
 
     def __init__(self, *, rank: int, clock: Clock) -> None:
         self.first: NonFiniteValue | None = None
-        """The value that the warning is about, whether the warning has been logged or not."""
+        """The value to warn of. It is kept after the warning was logged."""
         self._rank = rank
         self._clock = clock
         self._is_scalar = False
         """Whether `first` is a scalar, such as the loss."""
         self._is_said = False
         self._waiting: NonFiniteValue | None = None
-        """A non-finite gradient of a step that may yet be skipped."""
+        """A non-finite gradient whose step may yet be skipped."""
         self._next: NonFiniteValue | None = None
-        """The step's first non-finite value after `_waiting` that is no gradient; `first` if the step was skipped."""
+        """The first non-finite value after `_waiting` that is no gradient. It is reported if the step is skipped."""
         self._loss = ""
-        """The name of a non-finite loss that came after the waiting gradient in the same step; empty without one."""
+        """The name of a non-finite loss seen after the gradient `_waiting`, in the same step; empty without a loss."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
         self._taken: deque[int] = deque(maxlen=_MAX_STEPS)
-        """The steps whose rows have shown that the optimizer did not skip them."""
+        """The steps that the optimizer did not skip, as rows of these steps have shown."""
         self.lags = False
         """True if rows of values on a device may come some steps late. Set by the training thread."""
         self.is_told_by_rows = False
         """True if an optimizer decides on its device whether to skip a step. Set by the training thread."""
 
     def skipped(self, step: int) -> None:
-        """Note that `GradScaler` has skipped a step. Training thread."""
+        """Note that `GradScaler` has skipped a step. Called on the training thread."""
         self._skipped.append(step)
 
     def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
@@ -111,7 +111,7 @@ class FirstNonFinite:
                 self._taken.append(step)
 
     def _decide(self, waiting: NonFiniteValue) -> None:
-        """Decide, once the step of a waiting gradient is over, whether this gradient is the value to warn of."""
+        """Choose the value to warn of, once the step of a non-finite gradient is over."""
         is_taken = waiting.step in self._taken or not (self.is_told_by_rows or waiting.step in self._skipped)
         if is_taken and self._loss:
             waiting = waiting._replace(counts=f"{waiting.counts}; {self._loss} of this step is not finite, either")
@@ -121,8 +121,8 @@ class FirstNonFinite:
     def look(self, command: str | None, *, is_last: bool = False) -> None:
         """Log the warning if there is a value to warn of and the log can take a line.
 
-        `command` is the shell command that shows where the value comes from; None where there is no run. `is_last` is
-        True if no step follows, and the writer thread has ended.
+        `command` is the shell command that shows where the value comes from. It is None where there is no run.
+        `is_last` is True if no step follows and the writer thread has ended.
         """
         waiting = self._waiting
         if waiting is not None and (is_last or (not self.is_told_by_rows and self._clock.step > waiting.step)):

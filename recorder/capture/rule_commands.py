@@ -1,9 +1,9 @@
 """Passes commands that change the rules of a running recording from the writer thread to the training thread.
 
-Training takes commands as a step begins, and applies them from a later step on, so that every step has one set of rules
-from its first value to its last. Without commands, a step costs one check of an empty queue. On trouble, such as a
-value that turns NaN, the rank gives itself a command: rules that keep statistics only at some steps keep them at the
-next steps, too. Nothing here may raise into training, wait, or touch a file.
+The training thread takes commands as a step begins, and applies them from a later step on. So every step has one set of
+rules from its first value to its last. Without commands, a step costs one check of an empty queue. On trouble, such as
+a value that turns NaN, the rank sends a command to itself: rules that keep statistics only at some steps keep them at
+the next steps, too. Nothing here may raise into training, wait, or touch a file.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from .hooks.graph_rows import TapRows
 from .hooks.root import Root
 
 _MORE_STEPS, _MOST_TROUBLES = 3, 3
-"""The number of steps for which more is kept after trouble, and how often this may happen in a run."""
+"""The number of steps for which more is kept after trouble, and the number of times that this may happen in a run."""
 
 
 class RuleCommands:
-    """The commands that change the rules of one recording."""
+    """The queue of commands that change the rules of one recording."""
 
     def __init__(
         self, own: Sequence[Rule], *, selection: RuleSelection, clock: Clock, roots: Sequence[Root], taps: TapRows
     ) -> None:
-        """Begin without commands. `own` are the rules that the run began with; later roots are added to `roots`."""
+        """Begin without commands. `own` are the rules that the run began with. Later roots are added to `roots`."""
         self.changed: Callable[[], None] = lambda: None
-        """The function that the training thread calls after rules were added."""
+        """Called on the training thread after rules were added."""
         self.heeded: Callable[[str], None] = lambda text: None
-        """The function that the training thread calls, with a sentence, when more is kept because of trouble."""
+        """Called on the training thread, with a sentence, when more is kept because of trouble."""
         self._sparse = [rule for rule in own if rule.keep & KEEP_STATS and rule.steps != EVERY]
         self._trouble = ""
         self._num_troubles, self._heeded_until = 0, -1
@@ -68,11 +68,11 @@ class RuleCommands:
         self._told: deque[Command] = deque()
 
     def tell(self, command: Command) -> None:
-        """Queue a command for the training thread. Any thread, never waits."""
+        """Queue a command for the training thread. Called on any thread; never waits."""
         self._told.append(command)
 
     def keep_more(self, why: str) -> None:
-        """Have statistics kept of the steps that begin next, because of trouble. Any thread, never waits."""
+        """Keep statistics of the steps that begin next, because of trouble. Called on any thread; never waits."""
         self._trouble = self._trouble or why
 
     def _heed_trouble(self, step: int) -> None:
@@ -91,14 +91,14 @@ class RuleCommands:
         self._told.append(Command(kind=SET, from_step=step, to_step=last, rules=rules, reason=why, number=number))
 
     def answers(self) -> list[Answer]:
-        """Return the present state of each command. Any thread."""
+        """Return the present state of each command. Called on any thread."""
         told = [_answer_to(command)(state=WAITING) for command in list(self._told)]
         answers = self._changes.answers(self._clock.step)
         taken = {answer.number for answer in answers}
         return answers + [answer for answer in told if answer.number not in taken]
 
     def step_changes(self, step: int) -> None:
-        """Take, as a step begins, the commands that have arrived. Commands from outside take effect at a later step."""
+        """Take the commands that have arrived, as a step begins. Commands from outside take effect at a later step."""
         if self._trouble:
             self._heed_trouble(step)
         while self._told:
@@ -122,7 +122,7 @@ class RuleCommands:
             self._told.popleft()
 
     def _add_rules(self, command: Command) -> str:
-        """Add the rules of a command to the selection and the modules; return why they are refused, or ""."""
+        """Add a command's rules to the selection and the modules. Return why the rules are refused, or ""."""
         if command.kind != SET:
             return ""
         rules = rules_of(command)
@@ -149,7 +149,7 @@ class RuleCommands:
         return ""
 
     def _problem_of_ring(self, rules: Sequence[Rule]) -> str | None:
-        """Return why rules cannot keep values in the ring; None if they need no ring, or if this run's ring fits."""
+        """Return why rules cannot keep values in the ring. Return None if they can, or if they need no ring."""
         if (wanted := ring_window(rules)) is None:
             return None
         window = ring_window(self._own)
@@ -173,18 +173,18 @@ def _shown(paths: Sequence[str]) -> str:
 
 
 _MAX_RULES = 256
-"""The most rules that commands may add to a run: each rule is checked once a step, even one that is not in force."""
+"""The most rules that commands may add to a run. Each rule is checked at every step, even one that is not in force."""
 
 
 class _Taken(NamedTuple):
-    """A command, and the facts at the moment when training took the command."""
+    """A command that the training thread has taken, with the facts at that moment."""
 
     command: Command
     next_step: int
     """The first step that had not begun when training took the command."""
     rules: tuple[Rule, ...]
     refused: str
-    """The reason why the command is refused; empty for a command that is not refused."""
+    """The reason why the command is refused. Empty if the command is not refused."""
     note: str
     """A remark for people, or an empty text."""
 
@@ -199,9 +199,9 @@ class _StepsInForce(NamedTuple):
 
 
 class RuleChanges:
-    """The commands that training has taken, in order, and the steps at which every rule applies because of them.
+    """The commands that training has taken, in order, and the resulting steps of every rule.
 
-    The training thread takes commands; any thread may read their state.
+    The training thread takes commands. Any thread may read their state.
     """
 
     def __init__(self, own: Sequence[Rule]) -> None:
@@ -209,7 +209,7 @@ class RuleChanges:
         self._taken: tuple[_Taken, ...] = ()
 
     def problem(self, command: Command) -> str | None:
-        """Return why a command is refused, whatever the model is; None if it can be taken."""
+        """Return why a command is refused, whatever the model is. Return None if the command can be taken."""
         if command.kind == UNDO:
             target = next((one for one in self._taken if one.command.number == command.undoes), None)
             if target is None:
@@ -223,18 +223,18 @@ class RuleChanges:
 
     @property
     def num_rules(self) -> int:
-        """Return the number of rules: the run's own rules and the rules that commands have added."""
+        """Return the number of rules: those of the run and those that commands have added."""
         return len(self._own) + sum(len(taken.rules) for taken in self._taken)
 
     def has_taken(self, command: Command) -> bool:
-        """Whether this command was taken already, before an interrupt."""
+        """Whether this command was taken already. An interrupt may have left it in the queue."""
         return any(taken.command is command for taken in self._taken)
 
     def take(self, command: Command, next_step: int, rules: tuple[Rule, ...], *, refused: str, note: str) -> None:
         """Take a command, or note that the command is refused. `next_step` is the first step that has not begun.
 
-        `rules` are the command's rules if they were added to the selection, even if the command was `refused` after
-        that; the rules of a refused command never apply. `note` is a remark for people.
+        `rules` are the command's rules if they were added to the selection. They are given even if the command was
+        `refused` after that; the rules of a refused command never apply. `note` is a remark for people.
         """
         self._taken = (*self._taken, _Taken(command, next_step, rules, refused, note))
 

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer's step: wraps a closure that computes them, and finds out whether they were cleared."""
+"""Wraps the closures of optimizer steps, and finds out whether gradients were cleared between two updates."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return ``Optimizer.step``'s arguments, its closure calling ``returned`` at the end; None without a closure."""
+    """Return ``Optimizer.step``'s arguments with a closure that also calls `returned`. None without a closure."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
-    # A positional argument counts as a closure only if the signature calls it so: a user's `step` may take the model
-    # there.
+    # A positional argument counts as a closure only if the signature names it ``closure``: a user's `step` may take the
+    # model there.
     if len(args) > 1 and callable(args[1]) and not isinstance(args[1], torch.nn.Module):
         names = list(inspect.signature(type(args[0]).step).parameters)
         if names[1:2] == ["closure"]:
@@ -41,7 +41,7 @@ def _wrapped(closure: Callable[..., Any], returned: Callable[[], None]) -> Calla
 
 
 class _ClosureObject:
-    """A wrapper around a closure that is an object; every use except a call is passed on to the object."""
+    """A wrapper around a closure that is an object. Only calls are intercepted; all other uses go to the object."""
 
     def __init__(self, closure: Any, returned: Callable[[], None]) -> None:
         self.__dict__.update(_closure=closure, _returned=returned)
@@ -63,24 +63,24 @@ class _ClosureObject:
 
 
 _SMALL = 4096
-"""The most elements of a gradient that is compared with the same gradient at the next update."""
+"""A gradient with more elements than this is not compared with the same gradient at the next update."""
 _ALIKE = 0.9
-"""Two gradients look alike if their cosine is above this: a sum of gradients hardly turns."""
+"""The cosine above which two gradients look alike. Adding a gradient to a sum hardly turns the sum."""
 _LEAST_ADDED = 0.1
-"""The least norm of what a backward has added to a gradient, as a fraction of the gradient's norm before."""
+"""The least norm of what a backward has added to a gradient, as a fraction of the norm of the gradient before."""
 
 
 class LastGradient(NamedTuple):
-    """A copy of a small gradient as an update found it, to be compared with the gradient at the next update."""
+    """A copy of one small gradient at an update. It is compared with the same gradient at the next update."""
 
     gradient: weakref.ref[torch.Tensor]
     values: torch.Tensor
     next_version: int
-    """The version of the gradient after one more backward, if nothing else is done to the gradient."""
+    """The gradient's version counter after one more backward, if nothing else changes the gradient."""
 
     @classmethod
     def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
-        """Return a copy of the first gradient that is small and lies in host memory; None if no gradient qualifies.
+        """Return a copy of the first gradient that is small and lies in host memory. Return None if there is none.
 
         Args:
             parameters: the parameters of one optimizer.
@@ -98,10 +98,11 @@ class LastGradient(NamedTuple):
         return None
 
     def stands_uncleared(self) -> bool:
-        """Whether, since the last update, one backward was added to the gradient and nothing else was done to it.
+        """Whether one backward was added to the gradient since the last update, and nothing else changed the gradient.
 
         A gradient that was set to zero in place has another version. A gradient that was set to zero unseen by autograd
-        does not look like the last gradient any more; or, if the batch is the same, it is about equal and not longer.
+        does not look like the last gradient any more. If the batch is the same, it is about equal to the last and not
+        longer.
         """
         now = self.gradient()
         if now is None or now._version != self.next_version:

@@ -1,8 +1,9 @@
-"""What `recorder align` needs of each token, without the values: rows of ``keep=tokens``, each of a block of calls.
+"""Records what `recorder align` needs of each token, without the values, for rules with ``keep=tokens``.
 
-Three things are kept of a call of the model that is given tokens: its whole-number arguments, the log-probabilities of
-its tokens, and a sketch of every token (`numerics/units.py`) for each inner value that a rule selects. They stay where
-the model computes until a block is full, so that a decoding step of few tokens has no row of its own.
+Three things are kept of a model call that is given tokens: its whole-number arguments, the log-probabilities of its
+tokens, and a sketch of every token (`numerics/units.py`) for each inner value that a rule selects. One row has the data
+of a block of calls, so a decoding step of few tokens has no row of its own. The data stays where the model computes
+until a block is full.
 
 A token's log-probability is computed from the logits of the token before it. So the logits of a call's last tokens wait
 for the next call, which is given the chosen tokens. Nothing here may wait for a device or hold a tensor of the program.
@@ -26,31 +27,31 @@ from ..sites import TOKENS
 _BLOCK_CALLS = 64
 _BLOCK_BYTES = 1 << 20
 _BLOCK_S = 30.0
-"""The time after which a block ends, in seconds; a process that is killed loses the tokens of at most this time."""
+"""The longest time of a block, in seconds. A process that is killed loses the tokens of at most this time."""
 _PIECE = 1 << 23
-"""The number of logits that are widened to float32 at a time."""
+"""The most logits that are widened to float32 at a time."""
 _MAX_PAIRS = 1 << 12
 _MAX_WHOLE = 64
-"""A value of whole numbers is kept if it has at most this many per token, such as a router's chosen experts."""
+"""An integer value, such as a router's chosen experts, is kept if it has at most this many numbers a token."""
 _MAX_NUMBER = (1 << 31) - 1
 _IDS = ("input_ids", "tokens", "ids", "idx")
-"""Names of the argument that has the tokens, best first; else the root's first argument of whole numbers has them."""
+"""Names of the argument with the token ids, best first. Without a match, a root's first integer argument is used."""
 _GIVEN = {
     "position_ids": "positions", "positions": "positions", "cache_position": "cache_position",
     "cu_seqlens": "lengths", "cu_seqlens_q": "lengths", "cu_seq_lens_q": "lengths",
     "logits_to_keep": "kept", "logits_indices": "kept", "write_index.0": "slots",
 }  # fmt: skip
-"""Maps arguments that tell a token's sample, and its position there, to the names of the arguments in the rows."""
+"""Maps the names of arguments that tell a token's sample and position to their names in the rows."""
 _OF_ATTENTION = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-"""vLLM's names for each sample's start, length and cache blocks, and each token's cache position."""
+"""Attributes of vLLM's attention metadata: each sample's start, length and cache blocks, each token's cache place."""
 _LOGITS = "logits_processor"
-"""The path of the module, in an engine, that makes the logits."""
+"""The path, in an inference engine, of the module that makes the logits."""
 _NO_IDS = ("labels", "attention_mask", "mask", "cache_position", "position", "cu_seq", "past_key_value", "kv_cache")
-"""Prefixes of the names of arguments that may be whole numbers but are not tokens."""
+"""Prefixes of the names of arguments that may be integers but are no token ids."""
 
 
 class SaidTokens(threading.local):
-    """What the program has said, by `recorder.tokens`, about the model call that this thread is about to make."""
+    """What the program has told `recorder.tokens` about the next model call on this thread."""
 
     names: list[str] | None = None
     positions: torch.Tensor | None = None
@@ -62,7 +63,7 @@ SAID_TOKENS = SaidTokens()
 
 
 class _CallBlock:
-    """The data of one origin (a module and a name) from all calls since the origin's last row."""
+    """The data of several calls that becomes one row. Each origin (a module and a name) has one block."""
 
     def __init__(self, origin: ValuePlace, order: int) -> None:
         self.origin = origin
@@ -78,39 +79,39 @@ class _CallBlock:
 
 
 class _CallOfModel(threading.local):
-    """The call of a model that this thread is in."""
+    """The model call that this thread is executing."""
 
     number: int | None = None
-    """The number of the call on this rank; None outside of calls that are given tokens."""
+    """The number of the call on this rank. None outside of calls that are given tokens."""
     module_path = ""
     ids: torch.Tensor | None = None
     """The call's tokens, as [samples, tokens]; a flat argument counts as one sample."""
     num_kept = 0
     has_late_logits = False
-    """Whether the logits are made after the call, by another module, as in vLLM and SGLang."""
+    """Whether another module makes the logits after the call, as in vLLM and SGLang."""
     seen: dict[ValuePlace, int]
-    """For each value, the number of its last occurrence in this call, counted from 0."""
+    """For each origin (a module and a name), the index of its latest value in this call, counted from 0."""
 
 
 class TokenBlocks:
-    """The token blocks of one rank. Threads that run models call the methods."""
+    """Collects the token data of one rank. Called on the threads that run models."""
 
     def __init__(self, observe: Callable[..., None]) -> None:
         """Begin empty. `observe` records a tensor, as `Capture.observe` does."""
         self._observe = observe
         self._call = _CallOfModel()
         self._changing = threading.RLock()
-        """A lock, held while a block grows or is recorded: an engine may run in a thread beside others."""
+        """A lock, held while a block grows or is recorded, because several threads may run models."""
         self._blocks: dict[ValuePlace, _CallBlock] = {}
         self._num_calls = 0
         self._pending: dict[str, tuple[int, torch.Tensor | None]] = {}
-        """By root: the number of its last call, and the logits of its last tokens, one row each, or None at first."""
+        """For each root: the number of its last call, and the logits of that call's last tokens, None until made."""
         self._block_tokens: torch.Tensor | None = None
         """The number of tokens in a block of vLLM's cache, as a tensor on the device."""
         self._signs: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def call_begins(self, origin: ValuePlace, moment: StepPosition, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note a module's arguments if they have tokens, unless a call around this one was given tokens."""
+        """Record a module's arguments if they contain tokens. Do nothing inside a call that was given tokens."""
         call = self._call
         if origin.module_path == _LOGITS:
             return  # an engine gives it the tokens once more
@@ -151,7 +152,7 @@ class TokenBlocks:
             self._add_chosen(origin, moment, after, logits, ids, parts.get("lengths"))
 
     def _given_by_vllm(self, layers: Any) -> dict[str, torch.Tensor]:
-        """Return, by name, tensors that tell which sample a token of vLLM belongs to, from its attention's metadata."""
+        """Return tensors, by name, from vLLM's attention metadata, that tell which sample each token belongs to."""
         of = next(iter(layers.values())) if isinstance(layers, dict) else None
         if any(not isinstance(getattr(of, name, None), torch.Tensor) for name in _OF_ATTENTION):
             return {}
@@ -170,7 +171,7 @@ class TokenBlocks:
         self, origin: ValuePlace, moment: StepPosition, after: int, logits: torch.Tensor, ids: torch.Tensor,
         lengths: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Add the log-probabilities, by the last call's logits, of the chosen tokens that this call is given."""
+        """Add the log-probabilities of the tokens that this call is given, from the logits of the last call."""
         facts = {"after": after, "packed": lengths is not None and len(ids) == 1}
         if lengths is not None and len(ids) == 1:  # each with each, as only a reader can tell who goes on
             first = ids[0, lengths.reshape(-1)[:-1].long().clamp(max=ids.shape[1] - 1)]
@@ -184,7 +185,7 @@ class TokenBlocks:
         self._add(origin, "chosen", moment, {**facts, "shape": tuple(told.shape)}, told)
 
     def call_ends(self, origin: ValuePlace, moment: StepPosition, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Add the log-probabilities of a call's own tokens, if this module is the one that was given the tokens."""
+        """Add the log-probabilities of the tokens inside this call, if this module was given the tokens."""
         call, ids = self._call, self._call.ids
         if origin.module_path == _LOGITS and (waiting := self._pending.get(origin.root)) is not None:
             made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # not of drafts
@@ -212,10 +213,10 @@ class TokenBlocks:
         call.number = call.ids = None
 
     def saw(self, origin: ValuePlace, moment: StepPosition, value: torch.Tensor, *, is_sure: bool) -> None:
-        """Add a sketch of a module's value inside a call; of whole numbers, add the numbers themselves.
+        """Add a sketch of each token of a module's value inside a call. Integer values are added as they are.
 
-        `is_sure` is False for a plain tensor in a tensor parallel region. It may be a chunk: of columns, which readers
-        see by its shape, or of tokens.
+        `is_sure` is False for a plain tensor in a tensor parallel region, which may be a chunk of columns or of tokens.
+        Readers see a chunk of columns by its shape.
         """
         call, ids = self._call, self._call.ids
         if call.number is None or ids is None or not value.numel():
@@ -280,12 +281,12 @@ class TokenBlocks:
 
 
 def is_whole(chunk: Chunk) -> bool:
-    """Whether a rank's chunk is the whole value."""
+    """Whether a rank's chunk is the whole tensor."""
     return "Shard" not in chunk.placements and "Partial" not in chunk.placements
 
 
 def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield, by name, tensors that tell which request of SGLang each token given to the model belongs to."""
+    """Yield names and tensors that tell which request of SGLang each token belongs to."""
     of = {name.removeprefix("forward_batch."): one for name, one in arguments.items()}
     slots, lengths, requests = (of.get(name) for name in ("out_cache_loc", "seq_lens", "req_pool_indices"))
     places = of.get("req_to_token_pool.req_to_token")
@@ -299,7 +300,7 @@ def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[st
 
 
 def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:
-    """Return the argument that has the tokens; without one, tokens of -1 if a root's positions were said."""
+    """Return the argument with the token ids, or None. A root whose positions alone were said gets ids of -1."""
     named = next((arguments[name] for name in _IDS if name in arguments and _is_whole(arguments[name])), None)
     if named is not None or not is_root:
         return named
@@ -313,7 +314,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 
 def _past(arguments: Mapping[str, torch.Tensor], length: int) -> int | None:
-    """Return how many tokens, padding included, a call finds in its cache; None if no argument's shape tells it."""
+    """Return how many tokens, padding included, a call finds in its cache. None if no argument's shape tells it."""
     mask = arguments.get("attention_mask")
     if mask is not None:
         return max(0, mask.shape[1] - length) if mask.dim() == 2 else None
@@ -322,7 +323,7 @@ def _past(arguments: Mapping[str, torch.Tensor], length: int) -> int | None:
 
 
 def _given(arguments: Mapping[str, torch.Tensor], grid: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield, by name, tensors that tell which sample a token belongs to: positions, lengths, masks, cache places."""
+    """Yield names and tensors that tell which sample a token belongs to: positions, lengths, masks, cache places."""
     yield from ((_GIVEN[name], one) for name, one in arguments.items() if name in _GIVEN and _is_whole(one))
     packed, mask = arguments.get("cu_seq_lens_q"), arguments.get("attention_mask")
     if packed is None and mask is not None:
@@ -339,7 +340,7 @@ def _given(arguments: Mapping[str, torch.Tensor], grid: tuple[int, ...]) -> Iter
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each token by the logits of its row, in float32, for some rows at a time."""
+    """Return the log-probability of each token from the logits in its row, in float32. Works on some rows at a time."""
     num = max(1, _PIECE // logits.shape[1])
     told = []
     for first in range(0, len(logits), num):

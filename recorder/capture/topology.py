@@ -1,10 +1,10 @@
-"""Finds which process of the job this is: rank, attempt and the run's name, from the environment and the process group.
+"""Finds the rank, the attempt and the run's name of this process, from the environment and the process group.
 
 Besides `config`, only this module reads the environment. The writer thread asks the process group's store, with a
-deadline, over a connection of the recorder's own, because training may be using the other connection in a barrier. A
-call of torch's store client never returns if the store is stopped; and if it does return in a thread while the
-interpreter shuts down, the process aborts. So a `JobStore` sets a timeout on the connection's socket, and the thread
-that ends the recording can cut the connection. Nothing here issues a collective.
+deadline. It uses a connection of the recorder's own, because training may be in a barrier on the other connection. A
+call of torch's store client never returns if the store is stopped. If it does return in a thread while the interpreter
+shuts down, the process aborts. So a `JobStore` sets a timeout on the connection's socket, and the thread that ends the
+recording can cut the connection. Nothing here issues a collective.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) ->
 
 
 def _is_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether ``mpirun`` or ``mpiexec`` started this process, so that Slurm's task is only MPI's daemon on the node."""
+    """Whether ``mpirun`` or ``mpiexec`` started this process. Slurm's task is then only MPI's daemon on the node."""
     return "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process for a rank.
 
-    A batch script has the variables of a task, too, but no step id. A shell that ``srun --pty`` started does not count
-    either: it is a task, and every command that is typed into it inherits the task's variables.
+    A batch script has the variables of a task, too, but no step id. A shell that ``srun --pty`` started does not count:
+    it is a task, and every command that is run in the shell inherits the task's variables.
     """
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"
     return not _is_mpi(environ) and not is_shell and environ.get("SLURM_STEP_ID", "").isdigit()
@@ -88,7 +88,7 @@ _NONE: dict[str, tuple[str, ...]] = dict.fromkeys(_TORCHRUN, ())
 
 
 def read(environ: Mapping[str, str] | None = None) -> JobRank:
-    """Read the process group, or else the environment of torchrun, MPI or Slurm; if all are missing assume one rank."""
+    """Return this process's place in the job, from the process group, torchrun, MPI or Slurm, else as the only rank."""
     environ = os.environ if environ is None else environ
     scheduler = _MPI if _is_mpi(environ) else _SLURM if _is_slurm_task(environ) else _NONE
 
@@ -115,7 +115,7 @@ def read(environ: Mapping[str, str] | None = None) -> JobRank:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return this node's number of tasks from a variable such as ``8(x3),4``; None if the variable has another form."""
+    """Return the number of tasks on this node, from a variable such as ``8(x3),4``. Return None for another form."""
     node = _number(environ, ("SLURM_NODEID",), 0)
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
@@ -129,7 +129,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group."""
+    """Whether the default process group is initialized."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and bool(dist.is_available()) and bool(dist.is_initialized())
 
@@ -137,9 +137,9 @@ def is_distributed() -> bool:
 def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """Return the run's name, and whether all ranks are known to share the name. Runs on the writer thread.
 
-    The name is torchrun's run id if the id is a UUID, or Slurm's job and step if Slurm started the ranks. Otherwise it
-    is a fresh name on which the ranks agree through the process group's store (compare-and-set), or a name of this
-    process alone.
+    The name is torchrun's run id if that is a UUID, or Slurm's job and step if Slurm started the ranks. Otherwise the
+    ranks agree on a fresh name through the process group's store (compare-and-set). If they cannot, the name is this
+    process's own.
     """
     environ = os.environ if environ is None else environ
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -181,9 +181,9 @@ def _agree(fresh: str, deadline_s: float) -> str | None:
 
 
 class JobStore:
-    """The job's store, with the recorder's own prefix for all keys.
+    """The key-value store of the job. All keys get a prefix of the recorder's.
 
-    One thread calls the methods and may wait in them; another thread may `cut` the connection. All methods pass on
+    One thread calls the methods and may wait in them. Another thread may `cut` the connection. All methods pass on
     torch's errors.
     """
 
@@ -193,23 +193,23 @@ class JobStore:
         self._prefix = prefix
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number at a key, which is 0 at first, and return the sum."""
+        """Add to the number at a key and return the sum. A missing number counts as 0."""
         return int(self._client.add(self._prefix + key, amount))
 
     def put(self, key: str, value: bytes) -> None:
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes | None:
-        """Return the value at a key; None where the key has no value."""
+        """Return the value at a key. Return None if the key has no value."""
         return bytes(self._client.get(self._prefix + key)) if self._client.check([self._prefix + key]) else None
 
     def first(self, key: str, value: str) -> str:
-        """Set a value where the key has none; return the value that the key has now."""
+        """Set a key that has no value yet. Return the value that the key has now."""
         answer = self._client.compare_set(self._prefix + key, "", value)
         return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
     def cut(self) -> None:
-        """Make the call that is under way, and all later calls, return with an error. Any thread."""
+        """Make the call that is under way, and all later calls, fail with an error. Called on any thread."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -219,10 +219,10 @@ class JobStore:
 
 
 def open_job_store(prefix: str) -> JobStore | None:
-    """Connect to the store of the process group; the names of all keys begin with `prefix`. May wait.
+    """Connect to the store of the process group. The names of all keys begin with `prefix`. May wait.
 
-    None is returned where the process group has no store on a server, or where waiting for it cannot be bounded.
-    Torch's errors are passed on.
+    Return None if the process group has no store on a server, or if waiting for the store cannot be bounded. Torch's
+    errors are passed on.
     """
     if not is_distributed():
         return None
@@ -240,7 +240,7 @@ def open_job_store(prefix: str) -> JobStore | None:
 
 
 def _connection_of(client: Any) -> socket.socket | None:
-    """Return a second handle of the client's socket, with a timeout set on it; None where no handle is found."""
+    """Return a second handle of the client's socket, with a timeout set. Return None if no socket is found."""
     match = _HANDLE.search(repr(client))
     if match is None:
         return None
