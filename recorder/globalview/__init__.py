@@ -1,1 +1,1 @@
-"""The global view: finds which rows of all ranks belong to one value, and puts each value together as one tensor."""
+"""The global view: puts the tensors of all ranks together. It finds the rows of each value and joins them."""

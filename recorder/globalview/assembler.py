@@ -1,6 +1,6 @@
-"""Assembles the payload of a global tensor by its plan, from the rows of several ranks.
+"""Assembles the payload of a global tensor from the rows of several ranks, as the tensor's plan says.
 
-Frames that only have to be laid end to end are never decoded, and only a few parts are in memory at a time.
+Payloads whose elements only have to be concatenated are never decoded. Only a few parts are in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..read.payload import Payloads, decode_payload
 from ..records import PART_BYTES
 
 _CACHE_BYTES = 512 << 20
-"""The bound on the cache of decoded parts, in bytes. A tensor cut along an inner dim needs a part of every rank."""
+"""The most bytes of decoded parts in the cache. A tensor cut along an inner dim needs a part of every rank."""
 
 _BLOCK_ITEMS = 1 << 15
 """The number of elements that are reduced at a time: a float64 block fits the processor's cache."""
 
 
 class PayloadPart(NamedTuple):
-    """A part of a tensor's encoded payload, for one row: the buffers in `data`, laid end to end."""
+    """A part of a tensor's encoded payload, as one row holds it. The buffers in `data` are to be concatenated."""
 
     encoding: str
     data: list[memoryview]
@@ -48,7 +48,7 @@ class PayloadPart(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """The recorded tensor of one rank, in the rows of one or several parts."""
+    """The recorded tensor of one rank. A large tensor is in several rows, one for each part."""
 
     dtype: str
     shape: Ints
@@ -58,7 +58,7 @@ class Tensor(NamedTuple):
 
 
 class Assembler:
-    """Reads and assembles the payloads of values among loaded rows. Not thread-safe."""
+    """Reads the payloads of loaded rows and assembles global tensors from them. Not thread-safe."""
 
     def __init__(self, rows: MetadataRows, payloads: Payloads) -> None:
         self._rows = rows
@@ -78,7 +78,7 @@ class Assembler:
         return self._tensors[position]
 
     def has_payload(self, plan: Plan, positions: Sequence[int]) -> bool:
-        """Return True if every chunk that the plan needs has a payload, in its own row or in the row of a replica."""
+        """Return True if every chunk that the plan needs has a payload, or if an equal chunk of another rank does."""
         return plan.is_complete and all(
             self.tensor(self._held(plan, positions, term.chunk)) is not None
             for fill in plan.fills
@@ -86,7 +86,7 @@ class Assembler:
         )
 
     def _held(self, plan: Plan, positions: Sequence[int], chunk: int) -> int:
-        """Return the position of a chunk's row, or of another replica's row if the chunk's row has no payload."""
+        """Return the position of a chunk's row. If that row has no payload, use a replica's row that has one."""
         if self.tensor(positions[chunk]) is None:
             for copies in plan.copies:
                 if copies[0] == chunk:
@@ -115,7 +115,7 @@ class Assembler:
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def local_parts(self, position: int) -> Iterator[PayloadPart]:
-        """Yield the payload of one rank's tensor, part by part, as it is stored."""
+        """Yield the stored (encoded) payload of one rank's tensor, one part at a time."""
         tensor = self._whole(position)
         for part, start in zip(tensor.positions, (0, *tensor.ends), strict=False):
             encoded = self._payloads.encoded(part)
@@ -223,7 +223,7 @@ class Assembler:
         return decoded
 
     def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
-        """Compare the sizes that the rows state with the headers of the encoded parts, before memory is allocated."""
+        """Check the sizes in the rows against the headers of the encoded parts, before memory is allocated."""
         sources = self._sources(plan, positions)
         self._payloads.prepare(sources)
         for position in sources:
@@ -241,7 +241,7 @@ class Assembler:
         ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
-        """Decode a part, and compare its length with the row's `payload_bytes`, which may come from a wrong index."""
+        """Decode a part; raise CorruptError if the length is not the row's `payload_bytes`, as with a wrong index."""
         decoded = self._payloads.decoded(position)
         if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
@@ -295,7 +295,7 @@ _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "pr
 
 
 def _as_runs(plan: Plan) -> list[Fill] | None:
-    """Return the plan's fills in order if their contents, laid end to end, are the flattened tensor; else None."""
+    """Return the plan's fills in the order in which they make up the flattened tensor; None if they do not."""
     if not all(fill.is_copy for fill in plan.fills):
         return None
     runs = []
@@ -337,7 +337,7 @@ def _put(out: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
 
 
 def as_items(data: npt.NDArray[np.uint8], dtype: str) -> Items:
-    """View bytes as elements that can be compared bit by bit."""
+    """Return a view of bytes as plain elements as wide as the dtype, which can be compared bit by bit."""
     return data.view(_items(dtype))
 
 

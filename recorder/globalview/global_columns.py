@@ -1,4 +1,4 @@
-"""Computes the columns in which the row of a global tensor differs from the rows of the ranks."""
+"""Computes the columns whose values in a global tensor's row differ from those in the ranks' rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .assembler import Assembler
 from .planner import GlobalValue
 
 NO_VALUES = "no_values"
-"""The member of a row's note that says why the row has no values, although some ranks recorded values."""
+"""The member of a row's note that says why the row has no payload. It is set only if some rank recorded one."""
 _MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
 """The columns that have no meaning for a tensor of the complete model."""
 
 
 class GlobalColumns:
-    """Computes the columns in which the row of a global tensor differs from the row of its first chunk."""
+    """Computes those columns of global tensors' rows that are not copied from the row of the first chunk."""
 
     def __init__(self, metadata: MetadataRows, assembler: Assembler, values: Sequence[GlobalValue]) -> None:
         self._metadata = metadata
@@ -38,7 +38,7 @@ class GlobalColumns:
         self._values = values
         self._positions = [value.positions for value in values]
         self._lacking: dict[tuple[int, str], str] = {}
-        """By a value's index and a note's member: why the value lacks a column that its chunks have."""
+        """Why a value has no histogram or units. The key is the value's index and a member such as ``no_units``."""
         self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
 
     def by_name(self) -> dict[str, list[Any]]:
@@ -77,7 +77,7 @@ class GlobalColumns:
         return columns
 
     def _were_recorded(self, has_values: Sequence[bool]) -> list[bool]:
-        """Return for each value whether any rank recorded its payload. Rows are read only if `has_values` is False."""
+        """Return for each value whether any rank recorded its payload. If `has_values` is True, no row is read."""
         rows = [positions for positions, has_own in zip(self._positions, has_values, strict=True) if not has_own]
         at = np.array([position for positions in rows for position in positions], np.int64)
         is_there = iter(self._metadata.take("encoding", at).is_valid().to_pylist() if rows else ())
@@ -97,7 +97,7 @@ class GlobalColumns:
         for plan, positions, dtype in zip(self._plans, used, dtypes, strict=True):
             own = texts[start : start + len(positions)]
             start += len(positions)
-            # A fingerprint of a strided shard, or of a contiguous run in it, depends on the shard's memory layout.
+            # A fingerprint depends on the order in memory, which differs for a strided shard or a contiguous run in it.
             is_strided = any(len(f.region.boxes) > 1 or (f.moved and plan.source == "fsdp") for f in plan.fills)
             if not _is_copied(plan) or is_strided:
                 fingerprints.append(None)
@@ -146,7 +146,7 @@ class GlobalColumns:
         return columns, reasons
 
     def _or_reason(self, i: int, name: str, value: bytes | str | None) -> bytes | None:
-        """Return `value` if it is bytes. A text says why the column is null, and is put in the row's note."""
+        """Return `value` if it is bytes. A text says why the column is null: it is put in the row's note instead."""
         if isinstance(value, str):
             self._lacking[i, f"no_{name}"] = value
             return None
@@ -190,7 +190,7 @@ class GlobalColumns:
             return str(error)
 
     def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> str | None:
-        """Set the statistics of a one-element value that is a sum over ranks; return the reason if they are unknown."""
+        """Set the statistics of a one-element sum over ranks. Return None, or the reason why they are unknown."""
         value, terms = self._values[i], plan.fills[0].terms
         for name in DETAILS:
             if any(self._metadata.take(name, np.array(value.positions)).is_valid().to_pylist()):
@@ -251,7 +251,7 @@ def _note(
 
 
 def with_member(note: str | None, name: str, value: object) -> str:
-    """Return a row's note, a JSON object, with one more member."""
+    """Add one member to a row's note, which is a JSON object, and return the new note."""
     return as_json(note_members(note) | {name: value})
 
 
@@ -261,5 +261,5 @@ def _sizes_text(numbers: tuple[int, ...]) -> str:
 
 
 def as_json(value: object) -> str:
-    """Return a value as compact JSON, as it stands in the columns of rows."""
+    """Return a value as compact JSON, the form in which rows hold JSON."""
     return json.dumps(value, separators=(",", ":"))

@@ -26,7 +26,7 @@ _MAX_LOOKED_AT = 6
 """The most moments (step, micro-step, stage) at which a leaf's values are compared; each may be evidence."""
 Flags = npt.NDArray[np.bool_]
 ChunkKeys = tuple[tuple[int, int], ...]
-"""The keys of some chunks: the rank of each, and its micro-batch (0 without a pipeline)."""
+"""The rank and the micro-batch of each of some chunks. The micro-batch is 0 without a pipeline."""
 
 
 class Leaf(NamedTuple):
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 
 class Observation(Enum):
-    """What the ranks' values of a leaf at one moment prove about its layout: copies, or parts of a batch."""
+    """What the ranks' values of a leaf at one moment say about its layout: are they copies, or parts of a batch?"""
 
     NOTHING = 0
     """The values prove nothing: copies and parts of a batch could both have these values."""
@@ -52,21 +52,21 @@ class Observation(Enum):
     """The values are equal, and each value is one slice repeated along a dim that may be the batch."""
     UNEQUAL = 2
     PERHAPS = 3
-    """The values are equal, and no reason is known why values of different batches would be equal."""
+    """The values are equal. Values of different batches could be equal too, but there is no sign of it."""
     EQUAL = 4
     """The values are equal, and values of different batches could not be equal."""
 
 
 class BatchDims(NamedTuple):
-    """The sizes of the ranks' batches at one moment, and the dims of a leaf that have these sizes."""
+    """The sizes of the ranks' parts of the batch at one moment, and the dims of a leaf that have these sizes."""
 
     sizes: tuple[int, ...]
     dims: frozenset[int]
-    """The dims with the sizes of the batches, and also dim 0 if its sizes are a multiple of the batches' sizes."""
+    """The dims that have the sizes of the batches. Dim 0 also counts if its sizes are a multiple of these sizes."""
     first: int | None
-    """The first dim along which each rank's tensor is as long as the rank's batch; None if no such dim is known."""
+    """The first dim whose size on each rank is the size of the rank's batch; None if no such dim is known."""
     are_single: bool
-    """True if each of several ranks has one sample, and their samples differ."""
+    """True if there are several ranks, each has a batch of one sample, and their samples differ."""
 
 
 class Sample(NamedTuple):
@@ -78,17 +78,17 @@ class Sample(NamedTuple):
     """For each value, the number of its moment (step, micro-step, stage) and the number of its module call."""
     order: Integers
     look: Callable[[int, ChunkKeys | None], Observation]
-    """A function that compares all or some chunks of a value, and returns what they prove."""
+    """Compares all or some chunks of a value, and returns what the comparison says about the layout."""
     moment: Callable[[int], BatchDims | None]
-    """A function that returns the dims of a value that may be the batch; None if the batch is unknown."""
+    """Returns the dims of a value that may be the batch; None if the batch is unknown."""
     cut: Callable[[int, ChunkKeys], int | NoPlan | None]
-    """A function that returns the dim along which ranks that share a batch cut a value; None if a chunk is missing."""
+    """Returns the dim along which ranks that share a batch cut a value; None if a chunk is missing."""
     apart: Callable[[], Set[tuple[str, int, str]]]
-    """A function that returns root, stage and path of each module whose parameters differ from rank to rank."""
+    """Returns root, stage and path of each module whose parameters differ from rank to rank."""
 
 
 class Leaves:
-    """The layouts of a run's leaves, inferred from a sample. The first call loads the sample (None without values)."""
+    """The layouts of a run's leaves (named tensors), inferred from sampled steps. The first call loads these steps."""
 
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         self._make = sample
@@ -97,22 +97,22 @@ class Leaves:
         self._varying: dict[tuple[str, str, str], bool] = {}
         self._dims: dict[Leaf, int | None] = {}
         self._kin: dict[Leaf, list[Leaf]] | None = None
-        """Lists of leaves that differ only in mode and call, keyed by the leaf without both; None until needed."""
+        """Lists of leaves that differ only in mode and call. The key is the leaf without mode and call."""
         self._of_kin: dict[Leaf, list[BatchDims]] = {}
-        """The batch dims of leaves that differ only in mode and call, keyed by the leaf without mode and call."""
+        """For a leaf without mode and call: the batch dims at a few moments of all leaves that differ only in these."""
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
 
     def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
-        """Return whether all chunks of a leaf, or only the given chunks, are copies of each other."""
+        """Return whether all chunks of a leaf, or only `chunks`, are copies of each other."""
         key = leaf, chunks
         if key not in self._known:
             self._known[key] = self._judge(leaf, chunks)
         return self._known[key]
 
     def batch_dim(self, leaf: Leaf) -> int | None:
-        """Return the first dim that may be the batch at every moment with a known batch; None if there is no such dim.
+        """Return the first dim that may be the batch at every moment; None if there is no such dim.
 
-        If the batch is unknown at every moment of the leaf, moments of the same leaf in other modes and calls are used.
+        Moments without a known batch do not count. If none is left, the leaf's other modes and calls are used.
         """
         if leaf not in self._dims:
             moments = self._moments(leaf) or self._moments_of_kin(leaf)
@@ -121,7 +121,7 @@ class Leaves:
         return self._dims[leaf]
 
     def is_sequence_first(self, leaf: Leaf) -> bool:
-        """Return True if the batch is not dim 0 of the inputs of the module, or of the nearest module around it."""
+        """Return True if dim 0 of the module's inputs is not the batch. If unknown, the module around it decides."""
         path, (sample, _, _) = leaf.module_path, self._load()
         while sample is not None:
             given = (leaf.root, leaf.stage, path, "input", leaf.mode)
@@ -134,7 +134,7 @@ class Leaves:
         return False
 
     def works_apart(self, leaf: Leaf) -> bool:
-        """Return True if each rank has parameters of its own in a leaf's module, or in a module that contains it."""
+        """Return True if a leaf's module, or a module that contains it, has different parameters on each rank."""
         sample, _, _ = self._load()
         paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
         return sample is not None and any((leaf.root, leaf.stage, path) in sample.apart() for path in paths)
@@ -152,7 +152,7 @@ class Leaves:
         return self._of_kin[kin]
 
     def cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
-        """Return the dims along which ranks that share a batch cut the leaf at any sampled moment."""
+        """Return the dims along which ranks that share a batch were seen to cut the leaf."""
         key = leaf, chunks
         if key not in self._cuts:
             sample, every = self._values_of(leaf)
@@ -163,7 +163,7 @@ class Leaves:
         return self._cuts[key]
 
     def varies(self, root: str, mode: str, name: str) -> bool:
-        """Return True if the ranks were given different values of one argument of a root at any sampled step."""
+        """Return True if an argument of a root (a module under hooks) differed between ranks at any sampled step."""
         key = root, mode, name
         if key not in self._varying:
             sample, _, _ = self._load()
@@ -176,7 +176,7 @@ class Leaves:
         return self._varying[key]
 
     def inputs_vary(self, root: str, mode: str) -> bool:
-        """Return True if the ranks were given different values of any argument of a root at any sampled step."""
+        """Return True if any argument of a root (a module under hooks) differed between ranks at any sampled step."""
         sample, _, _ = self._load()
         names = {
             leaf.name
@@ -241,7 +241,7 @@ def _a_few(numbers: Sequence[int]) -> list[int]:
 class _Inputs:
     def __init__(self, num_void: int) -> None:
         self.num_before = self.num_so_far = num_void
-        """The number of void or doubtful values before the call's first input, and before its next input."""
+        """The number of void or doubtful values before the call's first input, and up to its last input so far."""
         self.are_void = self.are_equal = True
         self.has_void = False
 
@@ -252,13 +252,13 @@ class _Inputs:
 
 
 def _find_void(sample: Sample) -> tuple[Flags, Flags]:
-    """Flag the values that are no evidence of their layout (void values), and other values that are doubtful.
+    """Return a flag for each value that says nothing about its layout (void), and a flag for each doubtful value.
 
-    Constants are void. So are arguments of the root that are equal on all ranks if each rank has one sample: an
-    argument such as positions may have one row for each sample, or one row for all samples. So is the output of a
-    module with only void inputs: behind a dead ReLU the output of a linear layer is its bias, on all ranks and for any
-    batch. A function between modules leaves no record of its inputs, so its result may be computed from any earlier
-    void value. Such a result is doubtful, and so is a module's output computed from it.
+    A constant is void. An argument of the root (the module under hooks) is void if it is equal on all ranks and each
+    rank has one sample: an argument such as positions may have one row for each sample, or one row for all samples. An
+    output is void if all inputs of the module are void: behind a dead ReLU the output of a linear layer is its bias, on
+    all ranks and for any batch. A function between modules leaves no record of its inputs, so its result may be
+    computed from any earlier void value. Such a result is doubtful, and so is a module's output computed from it.
     """
     search = _VoidSearch(sample)
     if search.is_open.any() and search.is_seed.any():
@@ -268,10 +268,10 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
 
 
 class _VoidSearch:
-    """The flags of void and of doubtful values, for which the values of a sample are judged in their order."""
+    """Flags void values, which say nothing about their layout, and doubtful values. Values are judged in order."""
 
     def __init__(self, sample: Sample) -> None:
-        """Flag the values that are void on their own, without the values before them."""
+        """Flag the values that are void whatever values come before them, such as constants."""
         self._sample = sample
         self._grouped = grouped = sample.grouped
         sites, paths = grouped.labels["site"], grouped.labels["module_path"]
@@ -287,21 +287,20 @@ class _VoidSearch:
             self.is_void[number] = moment is not None and moment.are_single and bool(moment.dims)
         self.is_doubtful: Flags = np.zeros(len(self.is_void), bool)
         self.is_seed = self.is_void | grouped.is_zero
-        """Void values, and zeros: zeros of different signs are unequal, but give a module equal outputs."""
+        """True for void values and zeros. Zeros of either sign are unequal, but a module's outputs for them are not."""
         self.is_open = self._is_equal & ~self.is_void & ~grouped.has_nan
-        """The values that the values before them decide about."""
+        """True for the values that `judge` may still flag, depending on the values before them."""
         dtypes = [grouped.chunks[code].dtype for code in grouped.codes[grouped.starts].tolist()]
         self._is_float = [dtype.startswith(("float", "bfloat", "complex")) for dtype in dtypes]
         self._fingerprints, self._statistics = grouped.fingerprints[grouped.starts], grouped.statistics[grouped.starts]
         self._inputs_of_call: dict[int, _Inputs] = {}
         self._origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
-        """By moment and content of equal values, two flags: whether the values are void, and whether they are
-        doubtful."""
+        """For a moment and a content: were the values with this content void, and were they doubtful?"""
         self._num_void: dict[int, int] = {}
-        """By moment: how many float values so far are void or doubtful. Integers are masks, which no layer computes."""
+        """For each moment: how many float values are void or doubtful. Integers are masks, which no layer computes."""
 
     def judge(self, number: int) -> None:
-        """Flag a value by the values before it, and remember the value for the values after it."""
+        """Flag the value at index `number`, depending on earlier values. Values must come in the order of execution."""
         moment, call = self._sample.calls[number].tolist()
         is_input, is_forward = bool(self._is_input[number]), bool(self._is_forward[number])
         num_before = self._num_void.get(moment, 0)
@@ -326,7 +325,7 @@ class _VoidSearch:
         return None if code == NONE else (moment, has_fingerprint, code)
 
     def _flag(self, number: int, origin: tuple[bool, bool] | None, inputs: _Inputs | None, num_before: int) -> None:
-        """Flag an open value. `origin` are the flags of earlier values of the same content, if there are some."""
+        """Flag one value. `origin` has the flags (void, doubtful) of an earlier value with equal content, or None."""
         is_void = False
         if self._is_output[number] and inputs is not None:
             is_void = inputs.are_void
@@ -347,12 +346,12 @@ def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
 
 
 class LeafAcrossSteps(ChunkValues):
-    """What all sampled steps prove about all or some chunks of a value that was not recorded itself."""
+    """What the sampled steps say about the layout of a value, which need not be recorded itself."""
 
     def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:
         self.leaves, self.leaf, self.chunks = leaves, leaf, chunks
         self.numbers: Sequence[int] | None = None
-        """The indexes of the chunks that are compared; None for all chunks."""
+        """The indexes of the chunks that are compared; None to compare all chunks."""
 
     def replication(self) -> Replication:
         return self.leaves.replication(self.leaf, None if self.numbers is None else keys_of(self.chunks, self.numbers))
@@ -370,7 +369,7 @@ class LeafAcrossSteps(ChunkValues):
 
 
 class Comparison(LeafAcrossSteps):
-    """What all sampled steps prove about a value, and what its own rows and, if needed, its payloads prove."""
+    """What the sampled steps and the rows of one value say about its layout. Payloads are read only if needed."""
 
     def __init__(
         self,
@@ -382,10 +381,10 @@ class Comparison(LeafAcrossSteps):
         rows: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
     ) -> None:
-        """Read nothing yet. `rows` are the grouped rows of the value with index `number`, in data-parallel order."""
+        """Read nothing yet. `rows` are the indexes in `grouped` of value `number`'s rows, by data-parallel order."""
         super().__init__(leaves, leaf, chunks)
         self.judged_by: set[str] = set()
-        """The evidence that was used beyond the value's own rows: ``payloads``, ``statistics`` or ``other rows``."""
+        """The evidence, besides the value's own rows, that was used: ``payloads``, ``statistics`` or ``other rows``."""
         self._grouped = grouped
         self._rows = rows
         self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
@@ -394,7 +393,7 @@ class Comparison(LeafAcrossSteps):
         self._equal: dict[tuple[int, ...], bool | None] = {}
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each row the index of the first row with an equal fingerprint, and again with equal statistics."""
+        """Return, for each row, the index of the first row with its fingerprint, and again with its statistics."""
         patterns = []
         for column in (self._grouped.fingerprints, self._grouped.statistics):
             numbers = column[self._rows].tolist()
@@ -409,7 +408,7 @@ class Comparison(LeafAcrossSteps):
         return self.equality() is False
 
     def equality(self) -> bool | None:
-        """Return whether chunks are equal: by fingerprints or payloads, else by float statistics; None if unknown."""
+        """Return whether the chunks are equal, by fingerprints, payloads or float statistics; None if unknown."""
         rows = self._rows if self.numbers is None else [self._rows[i] for i in self.numbers]
         key = tuple(rows)
         if key not in self._equal:

@@ -1,4 +1,4 @@
-"""The plan of one value: how the chunks of its ranks make one tensor, or why they do not.
+"""The plan of one value: how the ranks' chunks form one tensor, or why they do not.
 
 `Planner` reads rows and applies all rules in a fixed order. `decide` reads no rows: it picks a rule of `layout` from
 chunks, groups of ranks and comparisons. Payloads are compared only if rows do not show whether chunks are equal.
@@ -55,17 +55,17 @@ _ASSUMED = " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '.
 
 
 class GlobalValue(NamedTuple):
-    """Rows of several ranks that hold one value, in data-parallel order."""
+    """One value of the complete model: the rows of the ranks that hold it, in data-parallel order, and its plan."""
 
     positions: tuple[int, ...]
-    """For each rank, the position of the row of its part 0."""
+    """For each rank, the position of the first row of its chunk (the row of part 0)."""
     plan: Plan | NoPlan
     present: tuple[int, ...]
     expected: tuple[int, ...]
     differing: tuple[int, ...] = ()
     """The ranks whose replica differs from the first replica of the same chunk."""
     batch: Batch = Batch(None)
-    """The `Batch` from which the layout of an activation was decided."""
+    """The batch sizes from which the layout of an activation was decided."""
     leads: tuple[int, ...] = ()
     """One rank for each part of the batch, in data-parallel order."""
     stage: Stage | None = None
@@ -76,7 +76,7 @@ class GlobalValue(NamedTuple):
 
 
 class _Differing(NamedTuple):
-    """Replicas that differ, and the chunks that they were compared with; both as indexes of chunks."""
+    """Replicas that differ, and the replicas that they were compared with, as indexes of chunks."""
 
     copies: tuple[int, ...] = ()
     originals: tuple[int, ...] = ()
@@ -91,16 +91,16 @@ class Planner:
         self._loss = loss
         self._findings = findings
         self._decided: dict[Any, tuple[Plan | NoPlan, Batch, Plan | NoPlan | None]] = {}
-        """Decisions, keyed by all facts that they depend on. Each holds the forward plan whose `id` is in its key."""
+        """Decisions, keyed by all facts that they depend on. The forward plan is kept, as its `id` is in the key."""
 
     def plan(
         self, grouped: GroupedRows, number: int, forward: GlobalValue | None, *, is_gradient: bool, is_micro_batch: bool
     ) -> GlobalValue:
-        """Plan the value with index `number` of the grouped rows.
+        """Return the value at index `number` of the grouped rows, with its plan.
 
-        Even after a layout was decided, later rules may leave the chunks with their ranks. `forward` is the value that
-        a gradient belongs to, or None if it was not recorded. With `is_micro_batch` only one micro-batch of a pipeline
-        is wanted, so other micro-batches do not count as missing.
+        Even after a layout was decided, later rules may refuse to join the chunks. `forward` is the activation that a
+        gradient belongs to, or None if it was not recorded. With `is_micro_batch` only one micro-batch of a pipeline is
+        wanted, so other micro-batches do not count as missing.
         """
         value = self._reader.read(grouped, number)
         override = find_override(self._overrides, value.key.module_path, value.key.site, value.key.name)
@@ -265,7 +265,7 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Refuse to join ranks' own parameters, unless they are equal, and to join values computed with such parameters."""
+    """Refuse to join parameters of single ranks that differ, and values computed with such parameters."""
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
         return plan, differing
@@ -273,7 +273,7 @@ def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differi
 
 
 def _refuse_equal_summands(plan: Plan | NoPlan, chunks: Sequence[RankChunk], comparison: Comparison) -> Plan | NoPlan:
-    """Refuse to add up an activation's partial sums that are equal on all ranks.
+    """Return a refusal for partial sums of an activation that are equal on all ranks.
 
     A tensor that a program has reduced in place through ``.data`` still looks like a partial sum.
     """
@@ -296,7 +296,7 @@ def _batch_of_ranks(forward: GlobalValue, ranks: tuple[int, ...]) -> Batch:
 
 
 LOCAL_GRADIENT = "local_grad"
-"""The name that the rules have for site `grad` in phase `backward`: gradients before any reduction over ranks."""
+"""What the layout rules call a `grad` in phase `backward`: a gradient before any reduction over ranks."""
 KNOWN_SITES = frozenset((*SITES, LOCAL_GRADIENT))
 _OF_A_CALL = "it is of the call of one rank, which a replay runs again as that rank ran it"
 _UNKNOWN_SITE = "this version does not know what stands at the site: it may be of a later one"
@@ -321,14 +321,14 @@ class Question(NamedTuple):
     """The batches that the value may belong to, the most likely first."""
     forward: Plan | NoPlan | None
     unrecorded: LeafAcrossSteps | None
-    """For a gradient whose activation was not recorded: evidence about the activation's leaf, which is cut alike."""
+    """For a gradient without a recorded activation: what other steps say about the activation's layout."""
     is_gradient: bool
     loss: str
     infer: Infer
 
     @property
     def num_expected(self) -> int:
-        """The number of ranks that should have a chunk; if ranks share parts of the batch, the number of parts."""
+        """The number of ranks that should have a chunk. If ranks share a part of the batch, the number of parts."""
         return self.value.local_batches.num_expected
 
 
@@ -374,8 +374,8 @@ def _overridden(question: Question, override: Override) -> Plan | NoPlan:
         own = tuple(chunk.shape[plan.dim] for chunk in chunks)
         is_assumed = question.value.group.source == "assumed"
         if is_assumed and plan.dim and batch.sizes is not None and batch.sizes != own:
-            # These ranks are only assumed to be data-parallel, and by the override they cut another dim than the batch.
-            # So they share one loss, and their gradients are not scaled.
+            # The override cuts another dim than the batch, on ranks that are only assumed to be data-parallel. So these
+            # ranks share one loss, and their gradients are not scaled.
             return plan
         plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
         plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
@@ -442,7 +442,7 @@ _LEAF = ["module_path", "site", "name"]
 
 
 def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
-    """Raise LookupFailedError for a layout that is not ``PATTERN=LAYOUT``, or that matches no value of any run.
+    """Raise LookupFailedError for a layout that is not ``PATTERN=LAYOUT``, or whose pattern matches no value.
 
     If two overrides with different layouts match one value, a warning is logged.
     """
@@ -481,7 +481,7 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 
 
 def parse_overrides(layouts: Sequence[str]) -> Overrides:
-    """Parse ``PATTERN=LAYOUT``, where a pattern without a colon is for modules; raise ValueError for any other text."""
+    """Parse ``PATTERN=LAYOUT`` texts. A pattern without a colon is for modules. Raise ValueError for a wrong text."""
     overrides = []
     for layout in layouts:
         pattern, equals, wanted = layout.rpartition("=")

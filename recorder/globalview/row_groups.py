@@ -1,8 +1,8 @@
-"""Groups the rows of several ranks by value, and keeps each finding about the rows once.
+"""Groups the rows of several ranks by value, and collects findings about the rows.
 
-The module also infers along which dim plain tensors (no DTensors) are cut, by means of rows of the same step that name
-their positions. Where these rows contradict each other, or where either of two dims of equal size might be cut, the dim
-stays unknown. The module must never mix two launches within a step, and never read a payload.
+The module also infers along which dim plain tensors (no DTensors) are cut. The evidence is in rows of the same step
+that name their positions. The dim stays unknown if these rows contradict each other, or if either of two dims of equal
+size might be cut. The module must never mix two launches within a step, and never read a payload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, i
 from ..sites import ACTIVATIONS, STATES, VALUE_OF, values_of
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
-"""Maps the sites of activation gradients to the sites of the activations."""
+"""Maps the sites of activation gradients to the sites of the activations, such as ``grad_output`` to ``output``."""
 LABELS = ("root", "module_path", "site", "name", "mode", "phase")
 _CHUNK = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh", "note")
 COLUMNS = (
@@ -46,14 +46,14 @@ class GroupedRows(NamedTuple):
     codes: Integers
     chunks: list[RankChunk]
     equal: Integers
-    """For each value: 1 if its rows' tensors are equal, 0 if they differ, `NONE` if only the payloads could tell."""
+    """For each value: 1 if the ranks' tensors are equal, 0 if they differ, `NONE` if only the payloads could tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
-    """For each value: True if every row's statistics show a constant, NaN or nothing finite, which fits any layout."""
+    """For each value: True if all rows' statistics show a constant, NaN or nothing finite. That fits any layout."""
     is_zero: npt.NDArray[np.bool_]
     """For each value: True if every row's statistics show only zeros, of either sign."""
     has_nan: npt.NDArray[np.bool_]
-    """For each value: True if a row's statistics show NaN, or no finite number."""
+    """For each value: True if at least one row's statistics show NaN, or no finite number."""
     is_measured: npt.NDArray[np.bool_]
     fingerprints: Integers
     statistics: Integers
@@ -71,15 +71,15 @@ class GroupedValues(NamedTuple):
 
     rows: GroupedRows
     keys: Integers
-    """For each value, the id of its key, which consists of root, module, site, name, mode, phase, step and so on."""
+    """For each value, the id of its key (root, module, site, name, mode, phase, step and so on)."""
     forward_keys: Integers
-    """For each gradient, the key of its activation (the largest integer if not recorded); -1 for other values."""
+    """For each gradient, the key of its activation; no value has it if it was not recorded. Else -1."""
     order: Integers
     """The indexes of the values in the order of execution."""
 
 
 class RowGrouper:
-    """Groups rows by value. The rows need `COLUMNS`; `stages` are the pipeline stages by writer and root."""
+    """Groups rows by value. `COLUMNS` must be loaded. `stages` are the pipeline stages by writer and root."""
 
     def __init__(self, rows: MetadataRows, stages: Mapping[tuple[int, str], Stage]) -> None:
         self._rows = rows
@@ -101,7 +101,7 @@ class RowGrouper:
         return GroupedValues(grouped, keys[starts], forward_keys[starts], sequence)
 
     def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Integers, Integers]:
-        """Return for each row the id of its key, and the id of its activation's key if it is a gradient (else -1)."""
+        """Return the id of each row's key. For a gradient, also return the id of its activation's key (else -1)."""
         keys = {name: self._rows.keys(name, chosen) for name in KEY}
         columns = {name: key.codes.copy() for name, key in keys.items()}
         columns |= {"micro_step": micro_batches.key, "stage": micro_batches.stage}
@@ -124,7 +124,7 @@ class RowGrouper:
         forward_keys[at] = numbers[len(chosen) :]
         is_backward = columns["phase"] == backward
         is_backward &= np.isin(columns["site"], [sites.code(site) for site in FORWARD_OF])
-        # The largest integer marks a gradient whose activation was not recorded.
+        # No forward row has the activation's site. The largest integer is a key that no value has.
         forward_keys[is_backward & (forward_keys < 0)] = np.iinfo(np.int64).max
         return numbers[: len(chosen)], forward_keys
 
@@ -208,7 +208,7 @@ class RowFinding(NamedTuple):
 
 
 class FindingLog:
-    """Findings in the order in which they were made. Each finding counts the values or steps to which it applies."""
+    """A list of findings without duplicates. Each finding counts the values or steps to which it applies."""
 
     def __init__(self, rows: MetadataRows) -> None:
         self.findings: list[RowFinding] = []
@@ -225,7 +225,7 @@ class FindingLog:
         site: str = "",
         name: str = "",
     ) -> None:
-        """Add a finding about the row at `position` and its step. Without a position, the finding is about the run."""
+        """Add a finding about the row at `position`, or about the run if `position` is None."""
         key = (kind, ranks, text) if kind == "partial" else (kind, ranks, text, module_path, site, name)
         index = self._index_of.get(key)
         if index is not None:
@@ -241,7 +241,7 @@ _COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements"
 
 
 class Wanted(NamedTuple):
-    """The tensors of which the sharded dim is wanted: those at one site of a module at one step."""
+    """A module's site at one step; the sharded dim of the tensors there is wanted."""
 
     root: str
     module_path: str
@@ -252,24 +252,24 @@ class Wanted(NamedTuple):
 class _ShardedDim(NamedTuple):
     dim: int
     size: int
-    """The size that this rank's chunk would have along the dim if only this mesh axis cut the tensor."""
+    """The size of this rank's chunk along the dim if only this mesh axis cut the tensor."""
     ranks: Ints
     """The ranks along the mesh axis, including this rank; empty if the row does not name them."""
 
 
 class _StepCuts(NamedTuple):
     parameters: dict[object, set[_ShardedDim]]
-    """How parameters are cut, by root, module and rank."""
+    """How parameters are cut. The key is root, module and rank."""
     activations: dict[object, set[_ShardedDim]]
-    """How activations are cut, by root, rank and shape."""
+    """How activations are cut. The key is root, rank and shape."""
     uncut: set[object]
-    """Root, rank and shape of the activations that are complete on the rank."""
+    """The activations that are complete on a rank, as root, rank and shape."""
 
 
 class ShardingInference:
     """Infers along which dim plain tensors (no DTensors) are cut, from rows of the same step that name positions.
 
-    `counts` flags the rows to use, and `is_linear` tells whether a module is a linear layer.
+    `counts` flags the rows that may be used. `is_linear` says whether a module is a linear layer.
     """
 
     def __init__(
@@ -281,9 +281,9 @@ class ShardingInference:
         self._kept: tuple[int, _StepCuts] | None = None
 
     def infer(self, wanted: Wanted, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
-        """Return the dim along which chunks of ranks that share a batch lie end to end, or why that dim is unknown.
+        """Return the dim along which the chunks of ranks that share a batch are concatenated, or why it is unknown.
 
-        `known` are the dims along which the value is cut at other steps; empty if no step shows them.
+        `known` are the dims along which the value is cut at other steps; it is empty if no step shows them.
         """
         step_cuts = self._cuts_at(wanted.step)
         ranks = tuple(chunk.rank for chunk in chunks)
@@ -331,7 +331,7 @@ class ShardingInference:
         return cuts
 
     def _equal(self, positions: Positions) -> set[object]:
-        """Return root, rank and shape of plain values that are bit-equal on several ranks, except constants and NaN."""
+        """Return root, rank and shape of plain activations (not constant, no NaN) that are equal on several ranks."""
         rows = self._rows
         columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}
         is_plain = (columns["placements"].codes == NONE) & (columns["fingerprint"].codes != NONE)
@@ -355,7 +355,7 @@ class ShardingInference:
 def _by_parameters(
     parameters: dict[object, set[_ShardedDim]], wanted: Wanted, chunk: RankChunk, ranks: Ints
 ) -> set[int]:
-    """Return the value's last dim if it is as long as the chunk of the linear layer's weight or bias; else empty."""
+    """Return the tensor's last dim if it has the size of this rank's part of the linear layer's weight or bias."""
     cuts = parameters.get((wanted.root, wanted.module_path, chunk.rank), set())
     last = len(chunk.shape) - 1
     if values_of(wanted.site) == "input":
@@ -370,7 +370,7 @@ def _is_of(cut: _ShardedDim, ranks: Ints) -> bool:
 
 
 def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
-    """Return how each mesh axis that shards the tensor cuts this chunk; empty if an axis neither shards nor copies."""
+    """Return how each mesh axis cuts this chunk. Return nothing if an axis neither shards nor replicates the tensor."""
     shape, coordinate, ranks = mesh_of(chunk)
     placements = parse_placements(chunk.placements)
     if not len(shape) == len(coordinate) == len(placements) or (ranks and len(ranks) != math.prod(shape)):

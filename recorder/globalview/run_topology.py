@@ -1,6 +1,6 @@
-"""The manifests' facts about ranks: data-parallel groups, modules, attempts, and parameters that belong to one rank.
+"""Facts about ranks from the manifests: data-parallel groups, modules, attempts, and parameters of one rank alone.
 
-This module reads rows only for their steps, and for the first statistics of parameters that may be a rank's own.
+Rows are read only for their steps, and for the first statistics of parameters that may belong to one rank alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Launch(NamedTuple):
 
 
 def find_superseded(winners: Mapping[int, int], sources: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
-    """Flag the rows that do not count, because rows of another launch or attempt count at their step.
+    """Flag the rows that do not count, because another launch or attempt counts at their step.
 
     Args:
         winners: for each step, the launch or the attempt whose rows count.
@@ -46,7 +46,7 @@ def find_superseded(winners: Mapping[int, int], sources: Integers, steps: Intege
 
 
 class Topology:
-    """The facts about the ranks from the manifests of all writers of a run."""
+    """The facts about ranks in the manifests of all writers of a run, such as the ranks that should have a value."""
 
     def __init__(self, writers: Sequence[RecordedWriter], run_id: str, world_size: int | None) -> None:
         self._writers = writers
@@ -98,7 +98,7 @@ class Topology:
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """Return the ranks that share a root with a writer, by its manifest: a data-parallel group, or else a mesh."""
+        """Return the ranks that share a root with a writer: its data-parallel ranks, or else its model-parallel."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -111,14 +111,14 @@ class Topology:
         return f"{writer.name} of rank {writer.rank} (run {writer.manifest.run_id})"
 
     def counting(self) -> bool:
-        """Return True if a writer counted its steps from 0, so that equal steps of two launches are different steps."""
+        """Return True if a writer counted steps from 0. Equal steps of two launches are then different steps."""
         return any(writer.is_counted for writer in self._writers)
 
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Return for each step the index (in the order of starts) of the launch whose rows count; empty for one launch.
+        """Return for each step the index (in the order of starts) of the launch whose rows count.
 
         The newest launch that completed the step counts, or else the newest launch. If the recorder counted the steps
-        itself, only the newest launch counts. `steps_of` are the recorded steps by writer number.
+        itself, only the newest launch counts. `steps_of` are the recorded steps by writer number. Empty for one launch.
         """
         if len(set(self.launches)) < 2:
             return {}
@@ -135,7 +135,7 @@ class Topology:
 
     @cached_property
     def _complete_to(self) -> dict[int, int]:
-        """For each launch, the first step that it did not complete on all its ranks."""
+        """For each launch, the first step that some rank did not complete."""
         first_incomplete: dict[int, int] = {}
         for launch_index, writer in zip(self.launch_indices(), self._writers, strict=True):
             if writer.last_step is not None:
@@ -149,7 +149,7 @@ class Topology:
         return [order.index(launch) for launch in self.launches]
 
     def last_step(self, rank: int) -> int:
-        """Return the last step of which a rank has a row; -1 if the rank has no row."""
+        """Return the last step at which a rank has a row; -1 if the rank has no rows."""
         return self._last_steps.get(rank, -1)
 
     @cached_property
@@ -162,7 +162,7 @@ class Topology:
 
     @cached_property
     def _world_sizes(self) -> list[int | None]:
-        """By writer: the world size of its launch, if a relaunch has changed it; None to use the run's world size."""
+        """For each writer, the world size of its launch if it differs from the run's world size; else None."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
         world_sizes: dict[Launch, int] = {}
@@ -194,7 +194,7 @@ class Topology:
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _ranks(self, named: ParallelRanks | None, world_size: int | None) -> Ranks:
-        """Return the ranks that a manifest names; empty if these are more ranks than the run has."""
+        """Return the ranks that a manifest names. Return none if they are more than the run has ranks."""
         largest = world_size or self._world_size or MAX_RANKS
         return named.ranks if named is not None and len(named.ranks) <= largest else ()
 
@@ -219,7 +219,7 @@ class Topology:
         }
 
     def _why_apart(self, root: str, number: int) -> str:
-        """Return why ranks seem to be stages of a pipeline that the program runs by hand; empty if they do not."""
+        """Return why the ranks seem to be the stages of a hand-made pipeline; empty if they do not."""
         key = self.launches[number], root
         if key not in self._apart:
             of_launch = zip(self._writers, self.launches, strict=True)
@@ -227,14 +227,14 @@ class Topology:
         return self._apart[key]
 
     def is_between(self, stage: Stage, module_path: str, site: str) -> bool:
-        """Return True for a module's input after the first stage that it spans, or its output before the last stage."""
+        """Return True for an activation that one stage hands to the next, within a module that spans several stages."""
         numbers = self._stages_spanned.get(module_path, {stage.number}) if module_path else {0, stage.num_stages - 1}
         wanted = {"input": min(numbers), "output": max(numbers)}
         return stage.number != wanted.get(values_of(site), stage.number)
 
     @cached_property
     def _stages_spanned(self) -> dict[str, set[int]]:
-        """By path: the stages that one module spans, each with other children; equal children mean separate modules."""
+        """For each path, the stages that the module spans. A module with equal children on all stages spans none."""
         children: dict[str, dict[int, set[str]]] = {}
         for number, writer in enumerate(self._writers):
             for root in writer.manifest.roots:
@@ -260,12 +260,12 @@ class Topology:
         }
 
     def _find_launches(self) -> list[Launch]:
-        """Return each writer's launch. A launch is the n-th writers of all ranks, of equal attempt and world size."""
+        """Return each writer's launch. A launch has the n-th writer of each rank, of one attempt and world size."""
         seen: dict[tuple[int | None, int, int], int] = {}
         keys = []
         starts: dict[tuple[int, int, int], int] = {}
         for writer in self._writers:  # the writers of one rank come in the order of their starts
-            # A writer whose manifest is lost gets the run's world size, so it makes no launch of its own.
+            # A writer whose manifest is lost gets the run's world size, so that it does not count as another launch.
             world_size = writer.manifest.world_size or self._world_size or 0
             of_rank = writer.rank, writer.attempt, world_size
             number = seen.get(of_rank, -1) + 1
@@ -284,28 +284,28 @@ Ranks = tuple[int, ...]
 
 
 class RankStatement(NamedTuple):
-    """What one rank's manifest says about a root (a module under hooks) and about the ranks that train it together."""
+    """What one rank's manifest says about a root (a module under hooks): which ranks train it, and how."""
 
     rank: int
     source: str
-    """The `layout_source` of rows of replicas: ``ddp``, ``fsdp`` or ``marked``; empty if no wrapper names the ranks."""
+    """The `layout_source` for replicas' rows: ``ddp``, ``fsdp`` or ``marked``; empty if no wrapper names the ranks."""
     data: Ranks
-    """Ranks that share the model and differ in their batches; empty without a wrapper."""
+    """The data-parallel ranks: they share the model and differ in their batches. Empty without a wrapper."""
     model: Ranks
-    """Ranks that share the batch and work on parts of the model; empty if each rank works alone."""
+    """The model-parallel ranks: they share the batch and work on parts of the model. Empty if there are none."""
 
 
 class DataParallelGroup(NamedTuple):
     """Ranks that share one model and differ in their batches."""
 
     source: str
-    """The `layout_source` of rows of replicas: ``ddp``, ``fsdp``, ``marked``, or ``assumed``."""
+    """The `layout_source` for rows of replicas: ``ddp``, ``fsdp``, ``marked``, or ``assumed``."""
     ranks: Ranks
     conflict: str = ""
     """Why the ranks of this root do not form one group; empty if they do."""
     is_sorted: bool = True
     model_groups: tuple[Ranks, ...] = ()
-    """The groups of ranks that share a part of the batch, in data-parallel order; empty if no ranks share a part."""
+    """The groups of ranks that share a part of the batch, in data-parallel order. Empty if no ranks share a part."""
 
     def of(self, ranks: Ranks) -> DataParallelGroup:
         """Return the group restricted to some of its ranks."""
@@ -317,7 +317,7 @@ class DataParallelGroup(NamedTuple):
 
 
 def find_group(statements: Sequence[RankStatement]) -> DataParallelGroup | None:
-    """Return the data-parallel group of one root; None if no manifest names ranks that share the root."""
+    """Return the data-parallel group of one root. Return None if no manifest names ranks that share the root."""
     sources = {one.data: one.source for one in statements if one.data}
     models = tuple(dict.fromkeys(one.model for one in statements if len(one.model) > 1))
     if models:
@@ -349,7 +349,7 @@ def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, .
 
 
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
-    """Return the model-parallel groups in data-parallel order, also groups without manifests, and a conflict if any."""
+    """Return the model-parallel groups in data-parallel order, and why they form no grid (empty if they do)."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
     if known is None:  # every instance has a rank without a manifest
         first = next(iter(data.values()))
@@ -371,7 +371,10 @@ _ENDS = ("root", "module_path", "site", *_CONTENT)
 
 
 def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
-    """Return why modules of one name differ: by class, or because a rank is given another rank's output; else empty."""
+    """Return why modules of one name are not one module on all ranks; empty if there is no sign of it.
+
+    The signs are different classes, and an input of a rank's root that is the output of another rank's root.
+    """
     classes: dict[str, tuple[int | None, str]] = {}
     given: dict[int | None, set[Any]] = {}
     givers: dict[Any, int | None] = {}
@@ -418,15 +421,15 @@ BEGAN_ALIKE = (
 
 _FIRSTS = ("root", "module_path", "name", "site", "step", "rank", "ranks_present", "fingerprint", *STATISTICS, *COUNTS)
 _Names = set[tuple[str, str]]
-"""Parameters or modules, each as the name of its root and its own full name."""
+"""Parameters or modules. Each is the name of its root (a module under hooks) and its full name."""
 
 
 class OwnParameters:
-    """Parameters that each rank has for itself (such as experts), and the modules that have no other parameters.
+    """The parameters that belong to one rank alone (such as experts), and the modules with only such parameters.
 
-    A parameter that a wrapper only ignores counts as a rank's own if it differed between ranks at its first record. An
-    ignored parameter that began equal on all ranks is no expert: it is a mistake that its gradients are not reduced.
-    The inputs and outputs of an expert are no part of the rank's own batch, because other ranks have sent rows to it.
+    A parameter that a wrapper was told to ignore belongs to one rank if it differed between ranks at its first record.
+    If it began equal on all ranks, it is no expert: it is a mistake that its gradients are not reduced. The inputs and
+    outputs of an expert are no part of the rank's own batch, because other ranks have sent rows to the expert.
     """
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
@@ -435,11 +438,11 @@ class OwnParameters:
         roots = [root for manifest in shared for root in manifest.roots]
         reasons = {(root.name, full, reason) for root in roots for full, reason in root.unshared.items()}
         self._experts: _Names = {(root, full) for root, full, reason in reasons if reason == _EXPERT}
-        """Parameters of experts whose names differ by expert, so that ranks with the same name have the same expert."""
+        """Parameters of experts whose names include the expert's number: equal names on two ranks mean one expert."""
         self._claimed: _Names = {(root, full) for root, full, _ in reasons} - self._experts
-        """Parameters that a manifest calls a rank's own."""
+        """Parameters that a manifest says belong to one rank alone."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
-        """Parameters that the program itself, and not only a wrapper that ignores them, calls a rank's own."""
+        """Parameters that the program itself says belong to one rank. A wrapper that ignores one does not say so."""
 
     @cached_property
     def _names(self) -> _Names:
@@ -451,7 +454,7 @@ class OwnParameters:
 
     @cached_property
     def _alike(self) -> _Names:
-        """Parameters that a wrapper ignores, if all parameters of their expert (or module) began equal on all ranks."""
+        """Parameters that a wrapper ignores, if all parameters of the expert or module began equal on all ranks."""
         is_open = self._claimed - self._stated
         if not is_open:
             return set()
@@ -476,20 +479,20 @@ class OwnParameters:
         return {(root, path) for root, full in names for path in _with_above(_owner(full))} - shared
 
     def has(self, root: str, module_path: str, name: str) -> bool:
-        """Return True if a parameter belongs to one rank alone; `name` may be its state, such as ``weight.exp_avg``."""
+        """Return True if a parameter belongs to one rank alone. `name` may be its state, such as ``weight.exp_avg``."""
         return bool(self._claimed) and _is_of(self._names, root, module_path, name)
 
     def began_alike(self, root: str, module_path: str, name: str) -> bool:
-        """Return True if a wrapper ignores a parameter that began with equal values on all ranks."""
+        """Return True if a wrapper ignores a parameter, and the parameter began equal on all ranks."""
         return bool(self._claimed) and _is_of(self._alike, root, module_path, name)
 
     def works_apart(self, root: str, module_path: str) -> bool:
-        """Return True if a module, or a module around it, has only parameters of experts or of one rank alone."""
+        """Return True if a module, or a module around it, has only parameters that are experts or of one rank alone."""
         return any((root, path) in self._modules for path in _with_above(module_path))
 
 
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
-    """Return, by parameter and rank, a key for the first recorded content (equal for equal tensors), or None."""
+    """Return, by parameter and rank, a key that is equal for equal first tensors; None if nothing tells."""
     first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):
@@ -511,7 +514,7 @@ def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tu
 
 
 def _expert_of(modules: _Names, root: str, module_path: str) -> str:
-    """Return the outermost path in `modules` that is or contains `module_path`, or else `module_path` itself."""
+    """Return the outermost path in `modules` that is or contains `module_path`, or `module_path` if there is none."""
     above = [path for path in _with_above(module_path) if (root, path) in modules]
     return above[-1] if above else module_path
 

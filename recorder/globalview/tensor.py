@@ -1,4 +1,4 @@
-"""The one global tensor that a query selects: put together from the ranks' chunks, or explained as text."""
+"""The one global tensor that a query selects: assembled from the ranks' chunks, or its layout as text."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
 def global_tensor(
     loaded: LoadedRows, tensor_rows: TensorRows, *, partial: bool
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-    """Return bytes, dtype and shape of the global tensor that some ranks' rows form; `partial` allows missing ranks.
+    """Return bytes, dtype and shape of the global tensor that the ranks' rows form; `partial` allows missing ranks.
 
-    LookupFailedError says why the rows form no single tensor; CorruptError means that the bytes have changed.
+    LookupFailedError says why the rows form no single tensor. CorruptError means that the bytes have changed.
     """
     _, values, assembler = loaded
     if not values.counts[tensor_rows.positions].any():
@@ -82,7 +82,7 @@ def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
 
 
 def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
-    """Return the plan of a value; raise LookupFailedError if the value has no plan or if a needed rank is missing."""
+    """Return the plan of a value. Raise LookupFailedError if there is no plan, or if a needed rank is missing."""
     plan = value.plan
     if not isinstance(plan, Plan):
         raise LookupFailedError(
@@ -123,7 +123,7 @@ def histogram_of(
 
 
 def units_of(loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool) -> Units:
-    """Return the sums over each unit (channel) of a query's value; arguments and errors are those of `histogram_of`."""
+    """Return the sums over each unit (neuron, channel) of a value. Arguments and errors are `histogram_of`'s."""
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "units", tensor_rows, "sums of its units", "them")
     try:
@@ -172,7 +172,7 @@ _SOURCES = {
 
 
 _POSITIONS = {"dtensor": "the placements of DTensors", "marked": "the framework's marks"}
-"""By a row's `layout_source`: what names the position of the row's chunk, in words."""
+"""For a row's `layout_source`, the words for what names the position of the row's chunk in the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,19 +182,19 @@ class LayoutChunk:
     rank: int
     shape: Ints
     coordinate: Ints | None
-    """The chunk's coordinate in the mesh that its row names; None for a plain tensor."""
+    """The chunk's coordinate in its device mesh; None for a plain tensor, whose row names no mesh."""
     mesh: Ints
-    """The ranks of the chunk's mesh, row-major; empty if the row does not list them."""
+    """The ranks of the chunk's device mesh, row-major; empty if the row does not list them."""
     placements: str
-    """The placements on the mesh, such as ``Shard(0) Replicate``; empty for a plain tensor."""
+    """The placements on the device mesh, such as ``Shard(0) Replicate``; empty for a plain tensor."""
     offsets: Ints | None
-    """The chunk's start in the global tensor; None if the chunk is not a box or there is no global tensor."""
+    """The index of the chunk's first element in the global tensor; None without one, or if the chunk is no box."""
     micro_step: int
     """The index of the micro-batch, in a pipeline."""
     is_copy: bool
     """True if an equal chunk of another rank was used instead of this chunk."""
     reduce_op: str = ""
-    """The reduction that joins partial sums of one region, such as ``sum``; empty if this chunk is no partial sum."""
+    """The reduction that joins the partial sums, such as ``sum``; empty if this chunk is no partial sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class TensorLayout:
         return [*lines, *self._mesh(), *self._cut(), "", *self._table()]
 
     def _mesh(self) -> list[str]:
-        """Draw the ranks of each mesh: the last mesh axis runs across, the other axes run down."""
+        """Draw the ranks of each mesh. The last mesh axis runs across the text, the other axes run down."""
         if not self.mesh_shape or math.prod(self.mesh_shape) > _MAX_LISTED:
             return []
         meshes = dict.fromkeys(chunk.mesh for chunk in self.pieces if chunk.coordinate)
@@ -255,7 +255,7 @@ class TensorLayout:
         return lines + (["  ..."] if len(meshes) > _MAX_MESHES else [])
 
     def _cut(self) -> list[str]:
-        """Draw the tensor as a box that is cut along at most two dims, with the ranks that have each chunk."""
+        """Draw the tensor as a box with the ranks that have each chunk. At most two dims may be cut."""
         if self.global_shape is None or any(chunk.offsets is None for chunk in self.pieces):
             return []
         starts = [sorted({(chunk.offsets or ())[d] for chunk in self.pieces}) for d in range(len(self.global_shape))]
@@ -314,7 +314,7 @@ def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
 
 
 def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
-    """Return the layout of the selected tensor; raise LookupFailedError if its rows hold several values."""
+    """Return the layout of the selected tensor. Raise LookupFailedError if the rows hold several values."""
     value = value_of(values, tensor_rows)
     chunks = values.chunks(value)
     told = describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
@@ -327,7 +327,7 @@ def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
 def describe(
     what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
 ) -> TensorLayout:
-    """Describe one value's layout. `chunks` are in the order of the plan; chunks of `differing` ranks are no copies."""
+    """Describe the layout of one value. `chunks` are in the plan's order. Chunks of `differing` ranks are no copies."""
     made, refused = (plan, None) if isinstance(plan, Plan) else (None, plan)
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()
@@ -383,7 +383,7 @@ def _in_words(plan: Plan) -> str:
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Return the start of the partial sum that a chunk repeats. Both have equal coordinates on axes that cut or sum."""
+    """Return the offsets of the partial sum that this chunk repeats: only coordinates on replicated axes differ."""
 
     def sharded_coordinate(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
@@ -395,7 +395,7 @@ def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints 
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:
-    """Return the reduction of chunks whose own rows do not name a reduction."""
+    """Return the reduction of chunks whose rows do not name one."""
     is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
     return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 

@@ -26,13 +26,13 @@ from .run_topology import DataParallelGroup, Topology
 NO_BATCH: tuple[Batch, ...] = (Batch(None),)
 _MAX_BATCHES = 4
 _When = tuple[str, str, int, int]
-"""Root, mode, step and micro-step of a call."""
+"""A call of a root (a module under hooks): root, mode, step and micro-step."""
 
 
 class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     content: str
-    """A text that is equal for equal values; empty if the rows do not show whether values are equal."""
+    """A text that is equal for equal tensors; empty if the rows do not show whether tensors are equal."""
 
 
 class _Args(NamedTuple):
@@ -41,7 +41,7 @@ class _Args(NamedTuple):
 
 
 class RootBatches:
-    """The batches of all calls of all roots. `varies` tells whether ranks ever had different values of an argument."""
+    """The batches of every call of a root (a module under hooks). `varies` says if an argument differs by rank."""
 
     def __init__(
         self, rows: MetadataRows, counts: npt.NDArray[np.bool_], varies: Callable[[str, str, str], bool]
@@ -54,10 +54,10 @@ class RootBatches:
     def of(
         self, when: _When, ranks: tuple[int, ...], seqs: Sequence[int] | None, expected: tuple[int, ...]
     ) -> tuple[Batch, ...]:
-        """Return the batches that the values of some ranks may belong to, the most likely first; never empty.
+        """Return the batches that a value may belong to, the most likely first; never empty.
 
-        `seqs` are the `seq` of the values' rows: a value belongs to the last call that began before its row. `seqs` is
-        None for values of a backward, which came after the call.
+        `seqs` are the `seq` of the value's rows: the value belongs to the last call that began before its row. `seqs`
+        is None for a value of a backward, whose place among the rows does not show the call.
         """
         calls = self._calls.get(when)
         if calls is None:
@@ -88,7 +88,7 @@ class RootBatches:
         return rank in self._calls.get(when, {})
 
     def micro_batches(self, when: tuple[str, str, int], ranks: set[int]) -> set[int]:
-        """Return the micro-steps in which one of these ranks called a root; `when` is root, mode and step."""
+        """Return the micro-steps in which any of these ranks called a root. `when` is root, mode and step."""
         return set().union(*(own for rank, own in self._slices.get(when, {}).items() if rank in ranks))
 
     @cached_property
@@ -144,7 +144,7 @@ def _batches(
 def _of_call(
     of_ranks: dict[int, _Args], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
 ) -> list[Batch]:
-    """Return the batches that one call's arguments may be, the batch with the most frequent sizes of dim 0 first.
+    """Return the batches that a call's arguments may be; first the batch sizes that most arguments have as dim 0.
 
     Arguments that differ between ranks are preferred. An argument that is equal on all ranks in this call may still be
     the batch: it may be all zeros, or all ranks may have the same samples.
@@ -175,7 +175,7 @@ def _of_call(
 
 
 class ValueKey(NamedTuple):
-    """The names of a value, by the columns of `row_groups.LABELS`."""
+    """Root, module, site, name, mode and phase of a value: the columns of `row_groups.LABELS`."""
 
     root: str
     module_path: str
@@ -186,37 +186,37 @@ class ValueKey(NamedTuple):
 
 
 class ValueRows(NamedTuple):
-    """The rows of one value, in data-parallel order, and the manifests' facts about their ranks."""
+    """The rows of one value, in data-parallel order, and what the manifests say about the ranks."""
 
     first: int
     """The position of the row of the value's lowest rank."""
     step: int
     key: ValueKey
     stage: Stage | None
-    """The pipeline stage that computed the value; None without a pipeline, and for a scalar, which has no stage."""
+    """The pipeline stage that computed the value. None without a pipeline, and for scalars, which have no stage."""
     leaf: Leaf
     group: DataParallelGroup
     indices: list[int]
-    """Indices of the value's rows among the grouped rows."""
+    """The indexes of the value's rows among the grouped rows."""
     codes: tuple[int, ...]
     chunks: list[RankChunk]
     ranks: tuple[int, ...]
     positions: tuple[int, ...]
     expected: tuple[int, ...]
     batch_groups: tuple[BatchGroup, ...] | NoPlan | None
-    """The groups of chunks whose ranks share a part of the batch; None if each rank has its own part."""
+    """The groups of chunks whose ranks share a part of the batch. None if each rank has a part for itself."""
     local_batches: LocalBatches
 
 
 class LocalBatches(NamedTuple):
-    """The parts of the batch that a value's chunks belong to."""
+    """The parts of the batch that a value's chunks were computed from."""
 
     chunks: tuple[int, ...]
-    """The index of the first chunk of each part of the batch."""
+    """For each part of the batch, the index of the first chunk that was computed from it."""
     ranks: tuple[int, ...]
     micro_steps: tuple[int, ...]
     expected: tuple[int, ...]
-    """One rank for each part of the batch that should have a chunk."""
+    """For each part of the batch that should have a chunk, one of the part's ranks."""
     num_expected: int
 
     @property
@@ -230,7 +230,7 @@ def find_local_batches(
     group: DataParallelGroup,
     expected: tuple[int, ...],
 ) -> LocalBatches:
-    """Find the parts of the batch for chunks in data-parallel order. The `expected` ranks should have a chunk."""
+    """Return the parts of the batch for chunks in data-parallel order. The `expected` ranks should have a chunk."""
     ranks = tuple(chunk.rank for chunk in chunks)
     micro_steps = tuple(chunk.micro_step for chunk in chunks)
     if batch_groups is None or isinstance(batch_groups, NoPlan):
@@ -244,10 +244,10 @@ def find_local_batches(
 
 
 class ValueReader:
-    """Reads facts about values from rows with `row_groups.COLUMNS`, and decides nothing.
+    """Reads facts about values from rows with the columns `row_groups.COLUMNS`. It decides nothing.
 
-    `counts` flags the rows to use. `is_same` compares the tensors of some rows, and `items_of` reads a row's tensor;
-    both return None if a payload is missing.
+    `counts` flags the rows that may be used. `is_same` compares the tensors of some rows, and `items_of` reads a row's
+    tensor. Both return None if a payload is missing.
     """
 
     def __init__(
@@ -346,10 +346,10 @@ class ValueReader:
         )
 
     def batches(self, value: ValueRows, *, is_later: bool) -> tuple[Batch, ...]:
-        """Return the possible batches of an activation or its gradient, from the root's inputs, the most likely first.
+        """Return the possible batches of an activation or its gradient, the most likely first.
 
-        With `is_later` the value came with a backward, after the root's call, so its place among the rows does not show
-        its call.
+        The batches are found in the root's inputs. With `is_later` the value came with a backward, after the root's
+        call, so its place among the rows does not show its call.
         """
         local = value.local_batches
         seqs = None

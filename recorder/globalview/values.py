@@ -1,4 +1,4 @@
-"""The values in the rows of a run, each with its plan, and the few steps from which layouts are inferred."""
+"""The values of a run, each with its plan, and the choice of the few steps from which layouts are inferred."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .run_topology import Topology, find_superseded
 from .value_rows import ValueReader, ValueRows
 
 _MAX_LOOKED_UP = 100_000
-"""The most rows that queries keep grouped, because the next query often needs the same module and step."""
+"""The most rows that stay grouped between queries. The next query often needs the same module and step."""
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
-    """Flag the rows that count: all but rows of another run, and of steps that a later attempt recorded again."""
+    """Flag the rows that count. Rows of another run do not, nor rows of steps that a later attempt recorded again."""
     writers = rows.writer_numbers(np.arange(rows.num_rows, dtype=np.int64))
     counts: npt.NDArray[np.bool_] = ~np.isin(writers, topology.foreign_writers)
     for number in topology.foreign_writers:
@@ -49,7 +49,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
 
 
 class PlannedValues:
-    """The values of grouped rows, each planned when it is first needed; arguments as for `GlobalValues.values_of`."""
+    """The values of grouped rows. Each value is planned when it is first needed."""
 
     def __init__(self, values: GroupedValues, planner: Planner, *, is_micro_batch: bool) -> None:
         self._values = values
@@ -83,7 +83,7 @@ class PlannedValues:
 
 
 class GlobalValues:
-    """The values of the complete model in loaded rows. Not thread-safe."""
+    """The values of the complete model, found in loaded rows of the ranks. Not thread-safe."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class GlobalValues:
         items_of: Callable[[int], npt.NDArray[Any] | None],
         leaves: Leaves | None = None,
     ) -> None:
-        """Load the columns that every query needs. `leaves` are by default the leaves of these rows."""
+        """Load the columns that every query needs. Without `leaves`, layouts are inferred from these rows."""
         rows.load(COLUMNS)
         self._rows = rows
         self._topology = topology
         self._log = FindingLog(rows)
         self.counts = find_counting_rows(rows, topology, self._log)
-        """For each row position, True if the row counts: superseded rows and rows of another run do not count."""
+        """True for each row that counts: rows of another run do not, nor rows that a later attempt recorded again."""
         for text in missing_stages(topology.stages):
             self._log.add("partial", None, (), text)
         leaves = leaves or Leaves(self.sample)
@@ -117,7 +117,7 @@ class GlobalValues:
         return self._log.findings
 
     def values(self, positions: Positions | None = None) -> Iterator[GlobalValue]:
-        """Yield the values of some rows, by default of all, in the order of execution; skip rows that do not count."""
+        """Yield the values of some rows (None: all rows) in the order of execution, except rows that do not count."""
         values = self._group(positions)
         if values is not None:
             yield from PlannedValues(values, self._planner, is_micro_batch=False)
@@ -125,9 +125,9 @@ class GlobalValues:
     def values_of(self, rows: Positions, module_rows: Positions, *, is_micro_batch: bool) -> list[GlobalValue]:
         """Return the values that have at least one of these rows.
 
-        The grouping of `module_rows`, which are all rows of the same module and step, is kept, because the next query
-        often needs the same module and step. With `is_micro_batch` only one micro-batch of a pipeline is wanted, so
-        missing micro-batches are not reported.
+        `module_rows` are all rows of the same module and step. They stay grouped, because the next query often needs
+        them. With `is_micro_batch` only one micro-batch of a pipeline is wanted, so missing micro-batches are not
+        reported.
         """
         key = module_rows.tobytes(), is_micro_batch
         if key not in self._kept:
@@ -142,23 +142,23 @@ class GlobalValues:
         return self._kept[key].holding(rows)
 
     def chunks(self, value: GlobalValue) -> list[RankChunk]:
-        """Return the chunk that each row of a value describes, in the order of the plan's chunk indexes."""
+        """Return a chunk for each row of a value, indexed as in the value's plan."""
         positions = np.array(value.positions, np.int64)
         micro_steps = MicroBatches(self._rows, positions, self._topology.stages).micro_step
         return [self._grouper.chunk(int(p), int(m)) for p, m in zip(positions, micro_steps, strict=True)]
 
     def source_of(self, value: GlobalValue) -> str:
-        """Return the `layout_source` of a value's first row, which has to be loaded; empty if the row names none."""
+        """Return the `layout_source` of a value's first row; empty if the row has none. The column must be loaded."""
         return self._rows.text("layout_source", value.positions[0]) or ""
 
     def sample(self, positions: Positions | None = None) -> Sample | None:
-        """Sample the values of these rows, but not states and scalars, which need no sample; None if none are left."""
+        """Sample these rows' values, without states and scalars, which need no sample. Return None if none are left."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
         apart = cache(partial(self._find_apart, positions))
         return None if values is None else Sampler(self._reader).sample(values, apart)
 
     def _find_apart(self, positions: Positions | None) -> set[tuple[str, int, str]]:
-        """Return root, stage and path of the modules whose first parameters, except constants, differ between ranks."""
+        """Return root, stage and path of modules whose first recorded (not constant) parameters differ by rank."""
         chosen = np.flatnonzero(self.counts) if positions is None else positions
         sites, steps = self._rows.keys("site", chosen), self._rows.numbers("step")[chosen]
         chosen, steps = (some[sites.codes == sites.code("param")] for some in (chosen, steps))
@@ -188,7 +188,7 @@ class GlobalValues:
 
 
 MAX_ROWS = 50_000
-"""If a run has at most this many rows, over all ranks, all its steps are sampled, which takes half a second."""
+"""A run with at most this many rows, over all ranks, has all its steps sampled. That takes half a second."""
 _COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
 _SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
 _NUM_STEPS = 4
@@ -221,7 +221,7 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
 
 
 def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Positions:
-    """Load the batches of a sample, and return the positions of the rows in its steps."""
+    """Load the rows of a sample, and return the positions of those in the sampled steps (None: all steps)."""
     metadata.load(COLUMNS)
     numbers = metadata.numbers("step")
     return np.arange(len(numbers)) if steps is None else np.flatnonzero(np.isin(numbers, steps))
@@ -230,7 +230,10 @@ def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Position
 def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Return the two steps with most payloads of useful values (not constant, no NaN), and first and last with many."""
+    """Return up to four steps: two with the most payloads that are neither constant nor NaN, and two far apart.
+
+    The latter are the first and the last step with at least half as many such values as the step that has most.
+    """
     known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []
@@ -242,11 +245,11 @@ def _choose(
 
 
 _MIN_BITS = 10
-"""Integer tensors with less content than this, in bits, may be equal by chance, such as classes of a few samples."""
+"""Integer tensors with less information than this, in bits, may be equal by chance, such as a few classes."""
 
 
 class EqualContent(Enum):
-    """What the equality of tensors proves, by the kind of their content."""
+    """What it proves that tensors are equal, by what they contain."""
 
     NOTHING = 0
     """A constant, NaN, or too few integers: the tensors may be equal by chance."""
@@ -259,7 +262,7 @@ class EqualContent(Enum):
 def content_by(
     low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool
 ) -> EqualContent:
-    """Classify a tensor's content by its least and greatest finite element, the sum, and the number of elements."""
+    """Classify a tensor by its least and greatest finite element, its sum and its number of elements."""
     if low is None or high is None:
         return EqualContent.NOTHING
     if is_float and not (low.is_integer() and high.is_integer() and total is not None and float(total).is_integer()):
@@ -269,7 +272,7 @@ def content_by(
 
 
 def content_of(items: npt.NDArray[Any]) -> EqualContent:
-    """Classify a tensor's content by its elements."""
+    """Classify a tensor by its elements."""
     kind = items.dtype.kind
     try:
         wide = items.astype(np.float64 if kind != "c" else np.complex128)
@@ -352,10 +355,10 @@ class Sampler:
     def _content(
         self, grouped: GroupedRows, number: int, position: int, chunk: RankChunk
     ) -> tuple[EqualContent, npt.NDArray[Any] | None]:
-        """Classify what equal chunks hold, and return their elements, if these had to be read."""
+        """Classify the content of equal chunks. Also return their elements if they were read, else None."""
         if not grouped.is_measured[number]:
             items = self._reader.items_of(position)
-            # A fingerprint does not tell whether the elements are zeros or NaN.
+            # A fingerprint does not show whether the elements are zeros or NaN.
             return (EqualContent.NOTHING if items is None else content_of(items)), items
         at = np.array([position], np.int64)
         low, high, total = (self._reader.rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))
@@ -364,11 +367,11 @@ class Sampler:
         return content_by(low, high, total, numel, is_float=is_float), None
 
     def batch_dims(self, grouped: GroupedRows, number: int) -> BatchDims | None:
-        """Return the sizes of the ranks' batches and the dims with these sizes; None where the batch is not known."""
+        """Return the sizes of the ranks' batches and the dims with these sizes. Return None if the batch is unknown."""
         return self._batch_dims_of(self._reader.read(grouped, number))[0]
 
     def _batch_dims_of(self, value: ValueRows) -> tuple[BatchDims | None, bool]:
-        """Return the dims that may be the batch (None: unknown batch), and whether all ranks had the same batch."""
+        """Return the dims that may be the batch (None if unknown), and whether all ranks had the same batch."""
         batch = self._reader.batches(value, is_later=value.key.phase in ("recompute", "backward"))[0]
         shapes = [value.chunks[i].shape for i in value.local_batches.chunks]
         if batch.sizes is None or len(batch.sizes) != len(shapes) or len({len(shape) for shape in shapes}) > 1:
@@ -384,7 +387,7 @@ class Sampler:
         return BatchDims(batch.sizes, frozenset(dims), first, are_single), batch.is_shared
 
     def sharded_dim(self, grouped: GroupedRows, number: int, some: ChunkKeys) -> int | NoPlan | None:
-        """Return the dim along which the named chunks of a value are cut; None where one of the chunks is missing."""
+        """Return the dim along which the chunks with keys `some` are cut. Return None if one of them is missing."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
@@ -392,7 +395,7 @@ class Sampler:
 
 
 def _are_of_one_batch(value: ValueRows, numbers: Sequence[int]) -> bool:
-    """Return whether the ranks of these chunks share one part of the batch."""
+    """Return whether the ranks of these chunks worked on the same part of the batch."""
     if isinstance(value.batch_groups, NoPlan):
         return False
     units = ({i for unit in one.units for i in unit} for one in value.batch_groups or ())
@@ -400,7 +403,7 @@ def _are_of_one_batch(value: ValueRows, numbers: Sequence[int]) -> bool:
 
 
 def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
-    """Return the indices of the chunks in `some`, by default of all; empty if one of them is missing."""
+    """Return the indexes of the chunks with the keys `some` (None: all chunks); empty if one of them is missing."""
     if some is None:
         return list(range(len(chunks)))
     at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}

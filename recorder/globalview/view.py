@@ -41,7 +41,7 @@ _FIRST_CLAUSE = re.compile(r"(?:[^;(]|\([^)]*\)?)*")
 
 
 class LoadedRows(NamedTuple):
-    """Loaded rows, the values of the complete model in them, and the assembler that reads the payloads."""
+    """Loaded rows, the values of the complete model in them, and the assembler of their tensors."""
 
     metadata: MetadataRows
     values: GlobalValues
@@ -58,8 +58,8 @@ class GlobalView:
             run: a recorded or a merged run.
             loss: how each rank's loss depends on its samples: ``mean`` (activation gradients of W ranks are divided by
                 W), ``weighted`` (by the ranks' batch sizes) or ``sum`` (not scaled).
-            layouts: ``PATTERN=LAYOUT``, where PATTERN is a glob over ``module_path:site:name`` and LAYOUT one of
-                ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last pattern that matches is used.
+            layouts: ``PATTERN=LAYOUT``. PATTERN is a glob over ``module_path:site:name``. LAYOUT is ``shard(DIM)``,
+                ``replicate``, ``partial(sum)`` or ``per_rank``. The last pattern that matches a value is used.
 
         Raises:
             LookupFailedError: `loss` or a layout is none of the allowed texts.
@@ -89,7 +89,7 @@ class GlobalView:
         part_of_writer: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         of_models = whole_roots(self.stages)
         parts: dict[int, tuple[dict[int, int], int]] = {}
-        """By the `id` of a group: the index of each rank's part of the batch, and the number of parts."""
+        """For the `id` of a group of ranks: the index of each rank's part of the batch, and the number of parts."""
         for number, writer in enumerate(self._run.writers):
             for root in writer.manifest.roots:
                 group = self._topology.group(root.name, "", number)
@@ -119,7 +119,7 @@ class GlobalView:
         last: int | None = None,
         only: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> GlobalRows:
-        """Return the rows of steps from `first` up to, but without, `last`; with `only`, of the listed steps alone."""
+        """Return the rows of the steps in [first, last). `only` restricts them to the listed steps."""
         metadata = self._metadata(first, last)
         metadata.load((*METADATA_COLUMNS, *COLUMNS))
         steps = metadata.numbers("step")
@@ -134,7 +134,7 @@ class GlobalView:
         return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self.stages))
 
     def kept(self, metadata: MetadataRows) -> LoadedRows:
-        """Return all rows of the run as values. They are kept for the next query, until damage changes the rows."""
+        """Return all rows of the run with their values. The result is cached until damage removes rows."""
         metadata.load(COLUMNS)
         if self._kept is None or self._kept[0] != metadata.num_rows or self._kept[1].metadata is not metadata:
             self._kept = metadata.num_rows, self.load(metadata)
@@ -175,9 +175,9 @@ class GlobalView:
         return LoadedRows(metadata, values, assembler)
 
     def sample_batches(self) -> tuple[MetadataRows, list[int] | None]:
-        """Return the batches from which layouts are inferred, not yet loaded, and the sampled steps (None for all).
+        """Return the rows from which layouts are inferred, not yet loaded, and the sampled steps (None: all steps).
 
-        The batches and the steps are the same whatever part of the run is queried.
+        The result does not depend on the part of the run that is queried.
         """
         steps = choose_steps(self._run.writers)
         ranges = None if steps is None else tuple((step, step + 1) for step in steps)
@@ -206,10 +206,10 @@ class GlobalRows:
         findings: Sequence[RowFinding] = (),
         roots: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Made by `GlobalView.rows`. `roots` maps each root that is a pipeline stage to the model's root."""
+        """Made by `GlobalView.rows`. `roots` maps the root of each pipeline stage to the root of the complete model."""
         self._roots = roots
         self.findings = list(findings)
-        """Findings for the user; a finding that several values share appears once."""
+        """Findings for the user. A finding that concerns several values appears once."""
         self._metadata = metadata
         self._is_merged = assembler is None
         apart = [(value, value.plan) for value in values if isinstance(value.plan, NoPlan)]
@@ -218,7 +218,7 @@ class GlobalRows:
         self._assembler = assembler or Assembler(metadata, Payloads(metadata))
         if self._is_merged:
             part_0 = positions[metadata.numbers("part")[positions] == 0]
-            # A step that was merged in several units of work has a writer for each unit, in the order of execution.
+            # The merge wrote each unit of work of a step with a writer of its own, in the order of execution.
             keys = (metadata.numbers("seq")[part_0], metadata.writer_numbers(part_0), metadata.numbers("rank")[part_0])
             order = np.lexsort([*keys, metadata.numbers("step")[part_0]])
             self._sources: list[GlobalValue | int] = part_0[order].tolist()
@@ -226,7 +226,7 @@ class GlobalRows:
             self._sources = list(_rows_of_values(values))
         self._handed_on = {p: one.stage for one in values if one.is_between_stages for p in one.positions}
         self.table = self._make_table()
-        """Metadata columns, one row per tensor in the order of execution; `rank` is null for a global tensor."""
+        """The metadata columns. Each row is a tensor, in the order of execution; `rank` is null for a global tensor."""
         whole_bytes = _whole_bytes(self.table.column("dtype"), self.table.column("numel"))
         self.payload_bytes = np.where(self.table.column("encoding").is_valid().to_numpy(), whole_bytes, 0)
         """The size in bytes of each row's decoded tensor; 0 for a row without values."""
@@ -235,7 +235,7 @@ class GlobalRows:
         return len(self._sources)
 
     def array(self, i: int) -> npt.NDArray[Any]:
-        """Return the tensor of a row; bfloat16 and 8-bit floats have ml_dtypes' types. Raises what `parts` raises."""
+        """Return the tensor of row `i`; bfloat16 and 8-bit floats have ml_dtypes' types. Raises what `parts` raises."""
         source = self._with_payload(i)
         shape = parse_shape(self.table.column("shape")[i].as_py())
         dtype = self.table.column("dtype")[i].as_py()
@@ -245,7 +245,7 @@ class GlobalRows:
         return as_array(self._assembler.array(source.plan, source.positions), dtype, shape)
 
     def chunk_regions(self, i: int) -> list[tuple[int, int, Region]]:
-        """Return rank, micro-step and region of each chunk of a row's tensor; empty if the tensor is a reduction."""
+        """Return rank, micro-step and region of each chunk of row `i`; empty if the tensor is a reduction of chunks."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -257,7 +257,7 @@ class GlobalRows:
         return [(int(ranks[p]), int(micro_steps[p]), fill.region) for p, fill in zip(at, fills, strict=True)]
 
     def how_it_lies(self, i: int) -> tuple[str, str] | None:
-        """Return how the ranks' chunks of a row's tensor lie, and how this is known, both in words.
+        """Return how the ranks' chunks form the tensor of row `i`, and how this is known, both in words.
 
         Returns:
             None for a rank's own row beside the global row of the same value.
@@ -285,7 +285,7 @@ class GlobalRows:
         )
 
     def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
-        """Return rank, micro-step and statistics of each chunk of a global row; empty for a single rank's row."""
+        """Return rank, micro-step and statistics of each chunk of row `i`; empty if the row is a single rank's."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -295,7 +295,7 @@ class GlobalRows:
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def parts(self, i: int) -> Iterator[PayloadPart]:
-        """Yield the encoded payload of a row in parts of at most 32 MiB; raise LookupFailedError if there is none."""
+        """Yield the encoded payload of row `i` in parts of at most 32 MiB; raise LookupFailedError if there is none."""
         source = self._with_payload(i)
         if isinstance(source, int):
             yield from self._assembler.local_parts(source)
@@ -339,7 +339,7 @@ class GlobalRows:
         return pa.table(columns, schema=pa.schema([f.with_nullable(True) if f.name == "rank" else f for f in fields]))
 
     def _with_reasons(self, notes: Any, is_cut: npt.NDArray[np.bool_]) -> Any:
-        """Add to the notes of single ranks' rows why these rows were not joined, or why they have no values."""
+        """Add to the notes of single ranks' rows why a row was not joined with others, or why it has no values."""
         changed: dict[int, str] = {}
         if not (self._whys or self._handed_on or is_cut.any()):
             return notes
@@ -362,7 +362,7 @@ class GlobalRows:
         return pc.replace_with_mask(notes, pa.array(is_changed), pa.array([*changed.values()], pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
-        """Flag the rows of single ranks whose later parts are missing, so that the values of the row are incomplete."""
+        """Flag the rows of single ranks whose tensors are incomplete, because a later part is missing."""
         payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
         is_cut = np.zeros(len(self._sources), bool)
         for i in np.flatnonzero(
@@ -381,7 +381,7 @@ def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
 
 
 def _rows_of_values(values: Sequence[GlobalValue]) -> Iterator[GlobalValue | int]:
-    """Yield for each value its global row, its ranks' rows, or both if the global row does not say everything."""
+    """Yield the global row of each value that has one, and the ranks' rows where it does not say everything."""
     for value in values:
         plan = value.plan
         if isinstance(plan, Plan):
