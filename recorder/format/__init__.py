@@ -1,1 +1,1 @@
-"""The format of a run on disk, and the only code that writing and reading share. FORMAT.md specifies it."""
+"""The format of a run on disk (see FORMAT.md). The writing and the reading side share only this package."""

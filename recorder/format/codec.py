@@ -1,8 +1,8 @@
-"""Encodes and decodes payload bytes, and chooses the encoding that saves most; knows no dtypes, rows or files.
+"""Encodes and decodes payloads (the bytes of tensors), and chooses the encoding for each payload.
 
-`encodings` defines each encoding. Measured on one core (float32 activations): splitting into byte planes takes place at
-9 to 16 GB/s, and zstd on the top plane at 1.1 GB/s. The compiled Huffman code is twice as fast as zstd, because it
-makes frames of the same format without searching for matches.
+Encodings are defined in `encodings`. Nothing here knows dtypes, rows or files. Speeds on one core with float32
+activations: byte planes are split at 9 to 16 GB/s, and zstd compresses the top plane at 1.1 GB/s. The compiled Huffman
+code is twice as fast as zstd, because it writes frames of the same format without a search for matches.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .encodings import ENCODING_OF, PLANES, PLANES_PLAIN, RAW, Bytes, PayloadWri
 CODECS = ("auto", "none", "zstd")
 
 _MIN_BYTES = 16384
-"""The size below which a payload is stored as it is: at 4 KiB, byte planes cost 22 us a row and save 7 %."""
+"""Payloads below this size are stored uncompressed. At 4 KiB, byte planes cost 22 us a row and save only 7 %."""
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
-"""A payload is compressed if its sample shrinks below this fraction: compression costs over 8 % of a write's time."""
+"""A payload is compressed if a sample shrinks below this fraction. Compression takes over 8 % of a write's time."""
 _MATCHES_PAY = 1.05
-"""zstd must compress better than the Huffman code by this factor to be chosen: zstd takes at least twice as long."""
+"""zstd is chosen only if it compresses better by this factor than the Huffman code, which is at least twice as fast."""
 _SAMPLED_EACH = 16
-"""One in this many payloads of a kind is sampled (25 us), or the next one if a ratio changes by `_ALIKE`."""
+"""One in this many payloads of a kind is sampled (25 us). If a ratio changes by `_ALIKE`, the next one is sampled."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 
 
 def max_encoded_bytes(nbytes: int) -> int:
-    """Return how many bytes `out` of `Encoder.encode` must have for `nbytes` of data: more than it ever writes."""
+    """Return the bytes that `out` of `Encoder.encode` must have for `nbytes` of data. `encode` never writes more."""
     return nbytes + nbytes // 128 + 4096
 
 
@@ -44,7 +44,7 @@ class _Known:
     def __init__(self, choice: tuple[str, Kernels | None], share: float) -> None:
         self.choice = choice
         self.share = share
-        """The encoded size of the sampled payload, divided by its size."""
+        """The encoded size of the sampled payload as a fraction of its size."""
         self.num_left = _SAMPLED_EACH - 1
 
 
@@ -61,9 +61,9 @@ class Encoder:
         self._writer = PayloadWriter(level, kernels)
         self._known: dict[tuple[Hashable, int], _Known] = {}
         self.is_hurried = False
-        """True while payloads are stored as they are, because training needs the cores more."""
+        """Set to True while training needs the cores. Payloads are then stored uncompressed."""
         self.has_rested = False
-        """True once a payload that is not small was stored as it is because of `is_hurried`."""
+        """True once `is_hurried` has caused a payload to be stored as it is that is large enough to be compressed."""
 
     def encode(self, data: Bytes, item_bytes: int, out: Bytes, kind: Hashable = None) -> tuple[str, int]:
         """Write the payload of `data` to the front of `out`.
@@ -105,10 +105,10 @@ class Encoder:
         return encoding, num_written
 
     def _choose(self, data: Bytes, item_bytes: int) -> tuple[str, Kernels | None]:
-        """Return the encoding, and the compiled loops if they compress instead of zstd.
+        """Return the encoding, and the compiled loops if they compress; None in their place means zstd.
 
-        The Huffman code is taken to need at least one bit per byte, because planes that are constant in a sample need
-        not be constant elsewhere.
+        The Huffman code is assumed to take at least one bit per byte, because a plane that is constant in the sample
+        may vary elsewhere.
         """
         if self._codec == "zstd":
             return PLANES if item_bytes > 1 else RAW, None
@@ -131,7 +131,7 @@ class Encoder:
         return PLANES_PLAIN if item_bytes > 1 else RAW, self._huffman if is_near else None
 
     def _sample_planes(self, data: Bytes, item_bytes: int) -> tuple[Bytes, int]:
-        """Return the byte planes of a sample, valid until the next call, and plane 0's rough Huffman-coded size."""
+        """Return a sample's byte planes, which the next call overwrites, and plane 0's rough Huffman-coded size."""
         if self.kernels is None:
             return _sample(data, item_bytes).T[::-1].copy(), 0
         scratch = self._writer.scratch
@@ -140,10 +140,11 @@ class Encoder:
 
 
 def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> Bytes:
-    """Return a tensor's bytes, new and writable, from a payload that is no reference to another row.
+    """Decode a payload, and return the tensor's bytes in new, writable memory.
 
-    `payload` is any contiguous buffer. Memory is allocated only after the sizes in it agree with `payload_bytes`, the
-    size of the result. CorruptError is raised if the sizes disagree, UnsupportedError for an unknown encoding.
+    `payload` is any contiguous buffer, and `payload_bytes` is the size of the result. Memory is allocated only after
+    the sizes in the payload agree with `payload_bytes`. Raises CorruptError if the sizes disagree, and UnsupportedError
+    for an unknown encoding and for a reference, which names another row instead of containing a tensor's bytes.
     """
     source, read = memoryview(payload).cast("B"), encoding_of(encoding).read
     if read is None:
@@ -154,12 +155,12 @@ def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> 
 
 
 def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> None:
-    """Check by a payload's headers alone that the payload may decode to `payload_bytes` bytes; raises like `decode`."""
+    """Raise as `decode` does unless the payload's headers agree with `payload_bytes`. Decodes nothing."""
     encoding_of(encoding).check(memoryview(payload).cast("B"), payload_bytes, item_bytes)
 
 
 class EncodedPayload(NamedTuple):
-    """The columns `encoding`, `data` (any contiguous buffer) and `payload_bytes` of one row."""
+    """An encoded payload: the columns `encoding`, `data` (any contiguous buffer) and `payload_bytes` of a row."""
 
     encoding: str
     data: Any
@@ -167,9 +168,10 @@ class EncodedPayload(NamedTuple):
 
 
 def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[str, list[memoryview]] | None:
-    """Join payloads end to end without decoding, by placing their frames and planes one after the other.
+    """Join payloads end to end without decoding them.
 
-    Returns the encoding, and the pieces of ``data`` in order; None if encodings differ, or forbid joining this way.
+    Return the encoding and the pieces of ``data`` in order. Return None if the payloads have different encodings, or an
+    encoding whose payloads cannot be joined.
     """
     sources = [(memoryview(p.data).cast("B"), p.payload_bytes) for p in payloads if p.payload_bytes]
     encodings = {payload.encoding for payload in payloads if payload.payload_bytes} or {PLAIN}
@@ -181,7 +183,7 @@ def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[st
 
 
 def _sample(data: Bytes, item_bytes: int) -> Bytes:
-    """Return pieces taken evenly across the data, as an array of shape (elements, item_bytes)."""
+    """Return evenly spaced slices of the data as an array of shape (elements, item_bytes)."""
     items = data.reshape(-1, item_bytes)
     if len(items) <= _SAMPLE_SLICES * _SAMPLE_ITEMS:
         return items

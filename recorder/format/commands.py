@@ -1,10 +1,9 @@
-"""Commands to a run that is under way, the answers of its writers, and the rules in force as a result.
+"""Commands to a run that is being recorded, writers' answers to them, and the capture rules that result.
 
-A command is one small immutable file, ``_commands/000001.json``. A writer answers in its manifest and its status.
-
-A command names the steps to which it applies, which lie ahead when it is sent, so that all ranks act at the same steps
-without communication. A command only selects what is recorded: it never contains a path, a size or code. Nothing here
-touches a file; `storage.commands` sends and finds commands.
+A command is one small file that never changes, such as ``_commands/000001.json``. It names the steps to which it
+applies. These steps lie ahead when the command is sent, so all ranks act at the same steps without communication. A
+writer answers in its manifest and its status file. A command only selects what is recorded: it never contains a path, a
+size or code. Nothing here touches a file; `storage.commands` sends and finds commands.
 """
 
 from __future__ import annotations
@@ -41,31 +40,31 @@ _NAME = re.compile(r"([0-9]{6})\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """An instruction to a run that is under way."""
+    """An instruction to a run that is being recorded."""
 
     kind: str
     """``set`` adds capture rules to the run's own. ``undo`` ends another command. ``pause`` stops the recording, and
-    ``resume`` ends a pause. ``dump`` writes the values of the steps that wait in the ring."""
+    ``resume`` ends a pause. ``dump`` writes the values that the ring (a buffer of recent steps in memory) holds."""
     from_step: int
     to_step: int | None = None
     rules: tuple[str, ...] = ()
-    """The rules of a ``set``, each as text that `rules.parse_rules` reads."""
+    """The capture rules of a ``set``. Each is a text that `rules.parse_rules` reads."""
     undoes: int | None = None
-    """The number of the command that an ``undo`` ends before `from_step`."""
+    """The number of the command that an ``undo`` ends. That command's last step is the one before `from_step`."""
     reason: str = ""
     by: str = ""
-    """The text that names the sender: a user and a host, or a rank."""
+    """The sender: a user and a host, or a rank."""
     attempt: int = 0
-    """The job's highest attempt when the command was sent; a later attempt does not repeat a ``dump``."""
+    """The job's highest attempt (restart number) when the command was sent. Later attempts do not repeat a ``dump``."""
     created_ns: int = field(default_factory=time.time_ns)
     """The time at which the command was made, by the sender's clock."""
     id: str = field(default_factory=lambda: urandom(8).hex())
-    """The command's id. A command carried to another node may have two numbers; by its id it is done only once."""
+    """A random id. It shows a writer that a command copied to another node, under a second number, was done already."""
     number: int = 0
     """The command's number in the run, from its file's name; 0 before it is sent."""
 
     def encode(self) -> bytes:
-        """Return the bytes of the command's file. CommandError: writers would refuse the command, or it is too long."""
+        """Return the bytes of the command's file. Raises CommandError if the command is invalid or too long."""
         if (problem := problem_of(self)) is not None:
             raise CommandError(problem)
         members = {
@@ -96,13 +95,13 @@ def command_name(number: int) -> str:
 
 
 def parse_command_name(name: str) -> int | None:
-    """Return the command's number in a file name that `command_name` made; None for any other name."""
+    """Return the number in a command's file name. Return None if `command_name` did not make the name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match is not None and match[1].isascii() and 0 < int(match[1]) <= MAX_COMMANDS else None
 
 
 def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
-    """Return the command in untrusted JSON. CommandError: writers would refuse it; the message begins with `where`."""
+    """Return the command in untrusted JSON. Raises CommandError, which begins with `where`, for an invalid command."""
     try:
         check_version(raw, where)
     except RunError as error:
@@ -120,7 +119,7 @@ def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
 
 
 def problem_of(command: Command) -> str | None:
-    """Return why writers would refuse a command; None if they would take it."""
+    """Return the reason why writers would refuse a command. Return None if they would accept it."""
     if command.kind not in KINDS:
         return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
     if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
@@ -141,7 +140,7 @@ def problem_of(command: Command) -> str | None:
 
 
 def rules_of(command: Command) -> tuple[Rule, ...]:
-    """Return the rules of a command that `problem_of` accepts."""
+    """Parse the rules of a command for which `problem_of` returns None."""
     return parse_rules(list(command.rules))
 
 
@@ -157,17 +156,17 @@ def _problem_of_rules(command: Command) -> str | None:
             return f"{rule.text!r} keeps a ring, whose memory is set apart as a run starts; keep=tensor writes at once"
         patterns = (*rule.module, *rule.cls, *rule.name)
         if any(pattern.removeprefix("!").startswith(EXPRESSION) for pattern in patterns):
-            # Python's `re` may run for ever with some expressions, and training would have to wait.
+            # Some regular expressions run for ever in Python's `re`, and training would have to wait.
             return f"{rule.text!r} has a regular expression; in a run under way rules have names and * ? [] alone"
     return None
 
 
 WAITING, IN_FORCE, ENDED, MISSED, REFUSED = "waiting", "in force", "ended", "missed", "refused"
 STATES = (WAITING, IN_FORCE, ENDED, MISSED, REFUSED)
-"""The states of a command at a writer: its steps lie ahead; the command is in force; the command is over; the writer
-learned of the command after all its steps; the writer refuses it. A later version may add states."""
+"""The states of a command at one writer: its steps have not begun; it is in force; its steps are over; the writer
+learned of it after its last step; the writer refused it. A later version of the format may add states."""
 _PROGRESS = (WAITING, IN_FORCE)
-"""The states that are not final, in the order in which a command passes through them."""
+"""The states that later change, in the order in which a command passes through them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,27 +179,27 @@ class Answer:
     state: str
     """The state of the command at the writer, one of `STATES`."""
     since: int | None = None
-    """The first step at which the writer obeys; after the command's first step if the writer learned of it late."""
+    """The first step at which the writer obeys. It lies after `from_step` if the writer learned of the command late."""
     until: int | None = None
     why: str = ""
-    """A sentence: the reason why the command was missed or refused, or the result of the command."""
+    """A sentence: why the command was missed or refused, or what it did."""
     by: str = ""
     rules: tuple[str, ...] = ()
 
     def members(self) -> dict[str, Any]:
-        """Return the answer as members for a writer's manifest; empty members are left out."""
+        """Return the answer as an object for a writer's manifest, without empty members."""
         return self.short_members() | {
             name: value for name, value in (("by", self.by), ("rules", list(self.rules))) if value
         }
 
     def short_members(self) -> dict[str, Any]:
-        """Return the answer as members for a status file, which has little room."""
+        """Return the answer as a short object for a status file, which has little room."""
         names = ("number", "id", "kind", "state", "since", "until")
         members = {name: getattr(self, name) for name in names} | {"why": self.why[:_MAX_TEXT] or None}
         return {name: value for name, value in members.items() if value is not None}
 
     def is_before(self, other: Answer) -> bool:
-        """Return whether a writer gave this answer before the answer `other` to the same command."""
+        """Return whether this answer is older than `other`, which the same writer gave to the same command."""
         known = len(_PROGRESS)
         one, two = (_PROGRESS.index(of.state) if of.state in _PROGRESS else known for of in (self, other))
         return one < two
@@ -212,7 +211,7 @@ class Answer:
 
 
 def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rule]:
-    """Return a writer's own and commands' rules, each with the steps at which it applied. ConfigError: a wrong rule."""
+    """Return a writer's and its commands' rules, each with the steps at which it applied. Raises ConfigError."""
     held = [answer for answer in answers if answer.since is not None and answer.state != REFUSED]
     pauses = [span for answer in held if answer.kind == PAUSE and (span := _span(answer)) is not None]
     sets = [(answer, span) for answer in held if answer.kind == SET and (span := _span(answer)) is not None]

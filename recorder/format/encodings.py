@@ -1,8 +1,8 @@
-"""The registry of encodings, and the Zstandard frames and byte planes that payloads consist of (FORMAT.md, section 4).
+"""The registry of payload encodings, and the Zstandard frames and byte planes that payloads are made of.
 
-All code that reads or writes payloads finds the encodings here. To add an encoding in a minor version, add an entry to
-`ALL_ENCODINGS` and a line to FORMAT.md; if the package should write it, `codec.Encoder` must choose it. Nothing here
-knows dtypes, rows or files. Memory is allocated only after sizes were compared.
+FORMAT.md, section 4, specifies them. All code that reads or writes payloads finds the encodings here. To add an
+encoding in a minor version, add an entry to `ALL_ENCODINGS` and a line to FORMAT.md. To write it too, choose it in
+`codec.Encoder`. Nothing here knows dtypes, rows or files. Sizes are compared before memory is allocated.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Pieces = Sequence[tuple[memoryview, int]]
 
 
 class PayloadWriter:
-    """Writes payloads with zstd at one level. Each method returns the number of bytes written. Not thread-safe."""
+    """Writes payloads with zstd at one level. Each method returns the bytes written. Not thread-safe."""
 
     def __init__(self, level: int, kernels: Kernels | None) -> None:
         self.kernels = kernels
         self.compress: Callable[[Any], bytes] = compressor(level).compress
         self.scratch = np.empty(FRAME_BYTES, np.uint8)
-        """1 MiB of scratch memory; its content is valid until the next call."""
+        """1 MiB of scratch memory. The next call overwrites it."""
 
     def copy(self, data: Bytes, out: Bytes) -> int:
         """Write bytes unchanged to the front of `out`."""
@@ -65,16 +65,16 @@ class Encoding:
     since: int = 0
     """The minor version of the format that added the encoding."""
     read: Callable[[memoryview, int, int], Bytes] | None
-    """Decodes a payload to `payload_bytes` new, writable bytes, given the bytes of an element; None for a reference."""
+    """Decodes a payload, given `payload_bytes` and the element size, to new, writable bytes. None for a reference."""
     check: Callable[[memoryview, int, int], None]
-    """Raises CorruptError if the sizes that the payload declares cannot add up to `payload_bytes`."""
+    """Raises CorruptError if the sizes in the payload's headers disagree with `payload_bytes`."""
     target: Callable[[memoryview], int] | None = None
-    """Returns the `seq` of the earlier row in the shard that has a reference's content; None for other encodings."""
+    """Returns the row (`seq`) of the shard whose content a reference stands for. None for other encodings."""
     join: Callable[[Pieces, int], list[memoryview]] | None = None
-    """Joins payloads end to end without decoding; None for an encoding whose payloads cannot be joined."""
+    """Joins payloads end to end without decoding them. None if payloads of this encoding cannot be joined."""
     write: Callable[[PayloadWriter, Bytes, int, Bytes, Kernels | None], int] | None = None
-    """Encodes a tensor's bytes to the front of a buffer, by zstd or the compiled Huffman code, and returns the number
-    of bytes written; None if the package never writes this encoding."""
+    """Encodes a tensor's bytes to the front of a buffer, with zstd or the compiled Huffman code. Returns the number of
+    bytes written. None if the package never writes this encoding."""
 
 
 def _read_plain(source: memoryview, payload_bytes: int, item_bytes: int) -> Bytes:
@@ -118,7 +118,7 @@ def _join_planes(pieces: Pieces, item_bytes: int) -> list[memoryview]:
 
 
 def _find_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> list[memoryview]:
-    """Return the frames of each byte plane of a payload; each plane begins with a new frame."""
+    """Return the frames of each byte plane of a payload. A plane always begins with a new frame."""
     planes: list[memoryview] = []
     num_items = payload_bytes // item_bytes
     begin = position = total = 0
@@ -212,7 +212,7 @@ ENCODING_OF: Mapping[str, Encoding] = {encoding.name: encoding for encoding in A
 
 
 def encoding_of(name: str) -> Encoding:
-    """Return the encoding with this name. UnsupportedError: this version does not know the encoding."""
+    """Return the encoding with this name. Raises UnsupportedError if this version does not know it."""
     encoding = ENCODING_OF.get(name)
     if encoding is None:
         raise UnsupportedError(
@@ -223,7 +223,7 @@ def encoding_of(name: str) -> Encoding:
 
 
 def target_of(name: str, payload: object) -> int | None:
-    """Return the `seq` of the row that a reference names; None for other payloads. CorruptError: damaged reference."""
+    """Return the `seq` of the row that a reference names; None for other payloads. Raises CorruptError."""
     encoding = ENCODING_OF.get(name)
     if encoding is None or encoding.target is None:
         return None
@@ -237,18 +237,18 @@ def target_of(name: str, payload: object) -> int | None:
 Bytes = npt.NDArray[np.uint8]
 
 FRAME_BYTES = 1 << 20
-"""The most content bytes of a Zstandard frame. It bounds scratch memory, and a frame's content stays in the cache."""
+"""The most content bytes of a Zstandard frame. So scratch memory is bounded, and a frame's content fits the cache."""
 _JOIN_ITEMS = 1 << 15
-"""The number of elements that are joined from byte planes at a time, so that they stay within the cache."""
+"""The number of elements that are joined from byte planes at a time. So many fit in the cache."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _MAGIC = 0xFD2FB528
 
 
 def compressor(level: int) -> zstandard.ZstdCompressor:
-    """Return a compressor whose frames carry their content size and a checksum.
+    """Return a compressor whose frames contain their content size and a checksum.
 
-    Level 1 is tuned for byte planes, which shrink by entropy coding and hardly by matches: it finds only long matches,
-    with a table of 64 entries. It compresses at 1.15 GB/s to 33.5 %; zstd's own level 1 does so at 0.39 GB/s to 36.6 %.
+    Level 1 is tuned for byte planes, which shrink by entropy coding and hardly by matches. It finds only long matches,
+    with a table of 64 entries. It compresses to 33.5 % at 1.15 GB/s; zstd's own level 1 reaches 36.6 % at 0.39 GB/s.
     """
     if level != 1:
         return zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=True)
@@ -267,10 +267,10 @@ def compressor(level: int) -> zstandard.ZstdCompressor:
 
 
 def read_frames(source: memoryview, num_bytes: int) -> Bytes:
-    """Return the content of frames laid end to end. CorruptError: the content is damaged, or not `num_bytes` long.
+    """Decompress frames that lie end to end. Raises CorruptError unless the content is `num_bytes` long and undamaged.
 
-    The sizes that the frames declare are added up before anything is decompressed; zstd checks the size and checksum of
-    each content.
+    The declared sizes of all frames are added up before anything is decompressed. zstd checks each frame's size and
+    checksum.
     """
     frames = _frames(source, num_bytes)
     content = np.empty(num_bytes, np.uint8)
@@ -287,7 +287,7 @@ def read_frames(source: memoryview, num_bytes: int) -> Bytes:
 
 
 def _frames(source: memoryview, num_bytes: int) -> list[tuple[memoryview, int]]:
-    """Return the frames of data laid end to end; their declared content sizes must add up to `num_bytes`."""
+    """Split data into its frames, whose declared content sizes must add up to `num_bytes`."""
     frames = []
     position = total = 0
     while position < len(source) and total <= num_bytes:
@@ -300,14 +300,14 @@ def _frames(source: memoryview, num_bytes: int) -> list[tuple[memoryview, int]]:
 
 
 class Frame(NamedTuple):
-    """The sizes in bytes of a Zstandard frame and of its content."""
+    """The size in bytes of a Zstandard frame, and of its decompressed content."""
 
     frame_bytes: int
     content_bytes: int
 
 
 def measure_frame(source: Any) -> Frame:
-    """Return the sizes of the Zstandard frame at the front of `source`, by its block headers (RFC 8878, 3.1.1)."""
+    """Return the sizes of the Zstandard frame at the start of `source`, from its block headers (RFC 8878, 3.1.1)."""
     try:
         parameters = zstandard.get_frame_parameters(source)
         position = zstandard.frame_header_size(source)
@@ -329,7 +329,7 @@ def measure_frame(source: Any) -> Frame:
 
 
 def expect_bytes(what: str, num_bytes: int, expected: int) -> None:
-    """Raise a CorruptError that begins with `what` if a number of bytes differs from the expected number."""
+    """Raise CorruptError if `num_bytes` differs from `expected`. The message begins with `what`."""
     if num_bytes != expected:
         raise CorruptError(f"{what} of {num_bytes} bytes: expected {expected}")
 
@@ -345,7 +345,7 @@ def split_planes(data: Bytes, item_bytes: int, planes: range, out: Bytes, kernel
 
 
 def join_planes(runs: Sequence[Bytes], num_items: int, item_bytes: int) -> Bytes:
-    """Join elements from all their byte planes, most significant first. Items of `runs` have one plane or more each."""
+    """Join elements from all their byte planes, most significant first. Each item of `runs` has one or more planes."""
     planes = [run[start : start + num_items] for run in runs for start in range(0, len(run), num_items or 1)]
     if item_bytes in (2, 4):
         return _join_by_shifts(planes, num_items, item_bytes)
@@ -358,8 +358,8 @@ def join_planes(runs: Sequence[Bytes], num_items: int, item_bytes: int) -> Bytes
 def _split_plane(data: Bytes, item_bytes: int, plane: int, out: Bytes) -> None:
     """Copy one byte plane to `out`.
 
-    The wanted byte is the low byte of an integer that is read from a shifted, unaligned address. numpy's casts to bytes
-    are vectorised: 30 to 70 GB/s, against 4 GB/s for a copy with strides.
+    The wanted byte becomes the low byte of an integer that is read from a shifted, unaligned address. numpy's casts
+    from integers to bytes are vectorised: they run at 30 to 70 GB/s, and a copy with strides runs at 4 GB/s.
     """
     first, wide = item_bytes - 1 - plane, _UNSIGNED.get(item_bytes)
     if wide is None:
@@ -370,9 +370,9 @@ def _split_plane(data: Bytes, item_bytes: int, plane: int, out: Bytes) -> None:
 
 
 def _join_by_shifts(planes: list[Bytes], num_items: int, item_bytes: int) -> Bytes:
-    """Return elements joined from byte planes, by shifts within the cache.
+    """Join elements of 2 or 4 bytes from byte planes, by shifts of blocks that fit in the cache.
 
-    10 and 6 GB/s were measured for 2 and 4 bytes an element, against 4 GB/s for a copy with strides.
+    Elements of 2 bytes are joined at 10 GB/s and elements of 4 bytes at 6 GB/s; a copy with strides runs at 4 GB/s.
     """
     items = np.empty(num_items, _UNSIGNED[item_bytes])
     wide = np.empty(min(num_items, _JOIN_ITEMS), items.dtype)

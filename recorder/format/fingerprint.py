@@ -1,8 +1,8 @@
-"""The fingerprint of a tensor: 64 bits that add up over the tensor's chunks, however the tensor is cut.
+"""The fingerprint of a tensor: a 64-bit hash that is the sum of the hashes of the tensor's chunks, however it is cut.
 
-F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64, where d
-counts from the last dim, and indices are positions in the global tensor. Section "Fingerprint" of FORMAT.md is the
-specification.
+F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64. Dims
+are counted from the last one, and indices are positions in the global tensor. FORMAT.md specifies the fingerprint in
+section "Fingerprint".
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..numerics.dtypes import flat_boxes
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4
-"""The most bytes of a word, the unit of the sum. Wider elements are split: in a sum of 64-bit elements, the sign bits
-that a negation flips would cancel."""
+"""The most bytes of a word. Words are the integers that are added up, and wider elements are split into words: in a sum
+of 64-bit elements, the sign bits that a negation flips would cancel."""
 _BLOCK_ITEMS = 1 << 15
-"""The number of words multiplied at a time; words and weights together stay in the second-level cache."""
+"""The number of words that are multiplied at a time. Words and weights together fit in the second-level cache."""
 
 _COMPILED_BLOCK_ITEMS = 1 << 12
-"""The number of words in a block of the compiled loops, so that the block's weights stay in the first-level cache."""
+"""The number of words in a block of the compiled loops. A block's weights fit in the first-level cache."""
 
 _UInt64s = npt.NDArray[np.uint64]
 
@@ -40,7 +40,7 @@ def fingerprint(
 ) -> int:
     """Return the fingerprint of a tensor, or of its chunk at `offsets`, as an unsigned 64-bit integer.
 
-    `data` are the little-endian C-order bytes, contiguous, of the tensor or chunk, whose shape is `shape`. `kernels`
+    `data` are the contiguous little-endian C-order bytes of the tensor or chunk, and `shape` is its shape. `kernels`
     are the compiled loops, or None.
     """
     if kernels is not None and len(data):
@@ -58,7 +58,7 @@ def fingerprint(
 
 @lru_cache(maxsize=128)
 def compiled_weights(item_bytes: int, shape: tuple[int, ...]) -> Weights:
-    """Return the compiled loops' weights for the words of a non-empty tensor at the origin; about 4 MiB are cached."""
+    """Return the weights that the compiled loops use for a non-empty tensor at the origin. About 4 MiB are cached."""
     plan = _plan(_word_shape(item_bytes, shape), _COMPILED_BLOCK_ITEMS)
     return Weights(
         _weights(plan.block_shape, 0),
@@ -74,7 +74,7 @@ def _word_shape(item_bytes: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def moved(value: int, item_bytes: int, offsets: tuple[int, ...]) -> int:
-    """Return the fingerprint of a chunk at `offsets`, from the fingerprint that the chunk would have at the origin."""
+    """Return the fingerprint of a chunk at `offsets`. `value` is the fingerprint of the same chunk at the origin."""
     if item_bytes > _WORD_BYTES:
         offsets = (*offsets, 0)
     return value * _product_of_powers(offsets) % MODULUS
@@ -87,11 +87,11 @@ def to_text(value: int) -> str:
 
 @lru_cache(maxsize=128)
 def constant(dim: int) -> int:
-    """Return C_d for dim d, counted from the last dim; the powers of C_d weight the indexes along the dim.
+    """Return C_d, the constant whose powers weight the indices along dim d (counted from the last dim).
 
-    C_d is a result of the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8. Such constants have the
-    longest cycle of powers, and a sum of n powers contains the factor 2 no more often than n does, so that a change of
-    one high bit in all elements still changes the fingerprint.
+    C_d is an output of the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8. The powers of such a
+    constant have the longest possible cycle. A sum of n powers contains the factor 2 no more often than n does. So a
+    change of one high bit in all elements still changes the fingerprint.
     """
     z = (dim + 1) * 0x9E3779B97F4A7C15 % MODULUS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
@@ -101,7 +101,7 @@ def constant(dim: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """How words are cut for summing: into one run per index of the outer dims; a run has blocks of the inner rows."""
+    """How words are cut into blocks for summing. Each index of the outer dims has a run, and a run has blocks."""
 
     block_shape: tuple[int, ...]
     outer_shape: tuple[int, ...]
@@ -109,7 +109,7 @@ class _Plan(NamedTuple):
     """The index of the innermost outer dim, counted from the tensor's last dim (0)."""
     run_items: int
     block_step: int
-    """The factor by which a block's weights are multiplied to get the weights of the next block in the run."""
+    """The ratio of the weights of a block to the weights of the block before it in the run."""
 
 
 def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
@@ -128,7 +128,7 @@ def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
 
 
 def _fingerprint_at_origin(words: npt.NDArray[np.signedinteger], shape: tuple[int, ...]) -> int:
-    """Sum the weighted words in blocks: complete rows along one dim, with all elements of the dims after that dim."""
+    """Sum the weighted words in blocks. A block has some indices of one dim, and all of the dims after it."""
     if not words.size:
         return 0
     plan = _plan(shape, _BLOCK_ITEMS)
@@ -151,12 +151,12 @@ def _dot(words: npt.NDArray[np.signedinteger], weights: _UInt64s, scratch: npt.N
 
 @lru_cache(maxsize=32)
 def _block_weights(shape: tuple[int, ...]) -> _UInt64s:
-    """Return the weights of a block of at most `_BLOCK_ITEMS` words; the last 32 shapes' weights, 8 MiB, are cached."""
+    """Return the weights of a block of at most `_BLOCK_ITEMS` words. The weights of 32 shapes (8 MiB) are cached."""
     return _weights(shape, 0)
 
 
 def _weights(shape: tuple[int, ...], first_dim: int) -> _UInt64s:
-    """Return the weight of each element of `shape` in C order. The last dim of `shape` counts as dim `first_dim`."""
+    """Return the weight of each element of `shape` in C order. The last dim of `shape` counts as `first_dim`."""
     weights = np.ones(1, np.uint64)
     for dim, length in enumerate(reversed(shape), first_dim):
         powers = np.full(length, constant(dim), np.uint64)
@@ -180,9 +180,10 @@ def flat_fingerprint(
     start: int,
     kernels: Kernels | None = None,
 ) -> int:
-    """Return the fingerprint of a run, which begins at index `start`, of a flattened (C order) tensor.
+    """Return the fingerprint of the elements from index `start` on of a flattened (C order) global tensor.
 
-    `data` are the run's little-endian bytes, contiguous. Each element is weighted by its position in the global tensor.
+    `data` are the contiguous little-endian bytes of these elements. Each element is weighted by its position in the
+    global tensor.
     """
     total = done = 0
     for offsets, shape in flat_boxes(global_shape, start, start + len(data) // item_bytes):
@@ -195,10 +196,10 @@ def flat_fingerprint(
 def combine_fingerprints(
     fingerprints: Sequence[str | None], moves: Sequence[tuple[int, ...] | None], item_bytes: int
 ) -> str | None:
-    """Return the fingerprint of a tensor from the fingerprints of its chunks; None if a chunk has no valid fingerprint.
+    """Return a tensor's fingerprint from those of its chunks; None if a chunk has no valid fingerprint.
 
-    `moves` has the offsets of each chunk whose fingerprint was computed as if the chunk lay at the origin, and None for
-    other chunks.
+    `moves` has None for a chunk whose fingerprint already counts the chunk's position. For a chunk whose fingerprint
+    was computed as if at the origin, it has the chunk's offsets.
     """
     total = 0
     for text, offsets in zip(fingerprints, moves, strict=True):

@@ -1,6 +1,6 @@
-"""The metadata of each batch of a shard: batch number, ledger and checksums. Nothing here touches a file.
+"""The metadata of each batch of a shard: batch number, row counts (the ledger) and checksums. Touches no file.
 
-A checksum covers the bytes that a column's values need, without padding, so IPC alignment and compression do not change
+A checksum covers the bytes that a column's values need, without padding. So IPC alignment and compression do not change
 it.
 """
 
@@ -22,7 +22,7 @@ METADATA_CRC_KEY = b"recorder_batch_crc32c"
 FILE_CRC_KEY = b"recorder_file_crc32c"
 """The key of the checksum of a shard's file, 8 hexadecimal digits, in the footer's `custom_metadata`."""
 NO_DIGITS = b"00000000"
-"""The digits that stand for the file's checksum while that checksum is computed."""
+"""The placeholder for the file's checksum while the checksum is being computed."""
 
 Crcs = dict[str, list[int | None]]
 
@@ -32,34 +32,34 @@ class BatchHeader(NamedTuple):
 
     number: int
     ledger: dict[str, Any]
-    """The writer's ledger: the numbers of rows up to and including this batch."""
+    """The writer's ledger: how many rows were seen, written and dropped up to the end of this batch."""
     crcs: Crcs
-    """The CRC32C of each buffer of a column, by the column's name; None for a validity bitmap that does not exist."""
+    """For each column, the CRC32C of each of its buffers; None for a validity bitmap that does not exist."""
     is_seal: bool
-    """True for the batch of 0 rows that ends a sealed shard."""
+    """True for the seal: the batch of 0 rows that ends a complete shard."""
     num_batches: int | None
-    """The number of batches of the shard, including the seal; None in the header of any other batch than the seal."""
+    """In a seal, the number of batches of the shard, including the seal. None for other batches."""
     has_file_crc: bool
-    """True in the header of a seal if the footer contains the checksum of the file."""
+    """True for a seal if the shard's footer contains the checksum of the file."""
 
 
 def batch_metadata(
     batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object], crcs: Crcs | None = None
 ) -> dict[bytes, bytes]:
-    """Return the `custom_metadata` for an IPC batch that is no slice; `crcs` are the batch's checksums if known."""
+    """Return the `custom_metadata` of an IPC batch that is no slice. `crcs` are its checksums, if known."""
     crcs = batch_crcs(batch) if crcs is None else crcs
     return _metadata({"number": number, "rows": batch.num_rows, "ledger": dict(ledger), "crc32c": crcs})
 
 
 def batch_crcs(batch: pa.RecordBatch) -> Crcs:
-    """Return the checksums of all columns of a batch that is no slice."""
+    """Return the checksums of all columns of a batch. The batch must be no slice."""
     return {name: column_crcs(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
 def seal_metadata(
     *, number: int, num_batches: int, ledger: Mapping[str, object], has_file_crc: bool = False
 ) -> dict[bytes, bytes]:
-    """Return the `custom_metadata` of a seal (a shard's last batch); with `has_file_crc` the footer has a checksum."""
+    """Return the `custom_metadata` of a shard's last batch, the seal. `has_file_crc`: the footer has a checksum."""
     if num_batches != number + 1:
         raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
     fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches}
@@ -74,10 +74,11 @@ def check_batch(
     crcs_of: Callable[[str], list[int | None]] | None = None,
     where: str,
 ) -> BatchHeader:
-    """Compare columns of a batch with the checksums in the batch's `custom_metadata`; without `columns`, all columns.
+    """Compare columns of a batch with the checksums in its `custom_metadata`. Without `columns`, compare all columns.
 
-    `crcs_of` computes `buffer_crcs` of a column from the bytes that the batch was decoded from; by default the buffers
-    of the batch are read. CorruptError: the metadata is missing or damaged, or bytes of a column changed.
+    `crcs_of` returns the `buffer_crcs` of a column, from the bytes that the batch was decoded from. By default the
+    batch's own buffers are read. Raises CorruptError if the metadata is missing or damaged, or if a column's bytes
+    changed.
     """
     fields = _parse(metadata, where)
     header = _header(fields, where)
@@ -98,7 +99,7 @@ def check_batch(
 
 
 def read_header(metadata: Mapping[Any, Any] | None, where: str) -> BatchHeader:
-    """Return the header in a batch's `custom_metadata`. CorruptError: no metadata, or its checksum differs."""
+    """Return the header in a batch's `custom_metadata`. Raises CorruptError if it is missing or damaged."""
     return _header(_parse(metadata, where), where)
 
 
@@ -132,7 +133,7 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
 
 
 def column_crcs(column: Any) -> list[int | None]:
-    """Return the CRC32C of each buffer of a column, as `buffer_crcs` does. ValueError: the column is a slice."""
+    """Return the CRC32C of each buffer of a column, as `buffer_crcs` does. Raises ValueError for a slice."""
     if column.offset:
         raise ValueError("a slice of an array")
     buffers = [None if buffer is None else memoryview(buffer) for buffer in column.buffers()]
@@ -140,12 +141,12 @@ def column_crcs(column: Any) -> list[int | None]:
 
 
 class ColumnKind(NamedTuple):
-    """For one Arrow type, the sizes that tell which bytes of a column's buffers the column's values use."""
+    """The sizes that tell which bytes of a column's buffers are used, for one Arrow type."""
 
     bit_width: int
-    """The number of bits of a value of fixed width; 0 for texts and bytes."""
+    """The number of bits of a value; 0 for texts and bytes, whose values vary in length."""
     offset_bytes: int
-    """The number of bytes of an entry in the buffer of offsets of texts and bytes; 0 for other types."""
+    """For texts and bytes, the size of an entry of the buffer of offsets; 0 for other types."""
 
 
 @lru_cache(maxsize=64)
@@ -161,7 +162,7 @@ def column_kind(column_type: Any) -> ColumnKind:
 def buffer_crcs(
     kind: ColumnKind, num_rows: int, num_nulls: int, buffers: Sequence[memoryview | None]
 ) -> list[int | None]:
-    """Return the CRC32C of a column's validity bitmap (None without nulls), then of the used part of other buffers."""
+    """Return the CRC32C of a column's validity bitmap (None without nulls) and of the used part of other buffers."""
     if num_rows == 0:
         return []
     crcs = [_crc(buffers[0], (num_rows + 7) // 8) if num_nulls else None]
@@ -175,10 +176,11 @@ def buffer_crcs(
 
 
 def joined_crc(crc: int, next_crc: int, next_bytes: int) -> int:
-    """Return the CRC32C of some bytes and `next_bytes` more bytes after them, from the checksums `crc` and `next_crc`.
+    """Return the CRC32C of two byte strings joined end to end, from their checksums `crc` and `next_crc`.
 
-    The method is that of zlib's `crc32_combine`: zeros after some bytes multiply the checksum of these bytes by a power
-    of x, modulo the polynomial. It takes 20 to 200 us; the checksum of 1 MiB of bytes takes 120 us.
+    `next_bytes` is the length of the second byte string. As in zlib's `crc32_combine`, zeros appended to a byte string
+    multiply its checksum by a power of x, modulo the polynomial. This takes 20 to 200 us; a checksum of 1 MiB takes 120
+    us.
     """
     return _product(_power_of_x(8 * next_bytes), crc) ^ next_crc
 
@@ -208,7 +210,7 @@ def _product(one: int, other: int) -> int:
 
 
 _POLYNOMIAL = 0x82F63B78
-"""The polynomial of CRC32C without its highest power; the lowest bit is the coefficient of x to the 31st."""
+"""The polynomial of CRC32C without its highest power. The lowest bit is the coefficient of x to the 31st."""
 
 
 def _crc(buffer: memoryview | None, num_bytes: int) -> int:

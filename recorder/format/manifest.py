@@ -1,7 +1,7 @@
-"""The content of `_run.json` and `_writer.json`, each read once: `RunManifest`, `WriterManifest`. Opens no file.
+"""The manifests `_run.json` and `_writer.json`, as the classes `RunManifest` and `WriterManifest`. Opens no file.
 
 A manifest is untrusted input, and only this module reads its members. A member whose type differs from FORMAT.md counts
-as missing, and `problems` names the member.
+as missing, and `problems` names it.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ class Stage(NamedTuple):
     number: int
     num_stages: int
     parts_of_loss: int = 1
-    """The number by which the program divides the mean loss of a micro-batch; 0 if the loss is a sum, not a mean."""
+    """The number by which the program divides a micro-batch's mean loss; 0 if the loss is a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelRanks:
-    """Ranks that share the work of a root."""
+    """Ranks that share the work of a root (a recorded model)."""
 
     ranks: tuple[int, ...]
-    """The ranks, in data-parallel order or row-major in a mesh; empty if the manifest's entries cannot be ranks."""
+    """The ranks in data-parallel order, or row-major in a mesh. Empty if the manifest's list is invalid."""
     kind: str = ""
-    """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron``; empty for ranks that work on the same part of the batch."""
+    """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron`` if the ranks divide the batch. Empty if they have the same
+    samples."""
     broadcast_buffers: bool | None = None
-    """Whether each forward first copies the first rank's buffers to all ranks; None if unknown."""
+    """Whether each forward begins by copying the first rank's buffers to all ranks. None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jitter:
-    """The perturbation of a root's values by the setting `jitter`."""
+    """The small perturbation of a model's values that the setting `jitter` asked for."""
 
     moved: tuple[str, ...]
-    """The kinds of values that were perturbed: ``inputs`` and ``embeddings``; empty if no value could be perturbed."""
+    """The kinds of perturbed values: ``inputs`` and ``embeddings``. Empty if no value could be perturbed."""
     eps: float
-    """The largest relative change of an element by the perturbation."""
+    """The largest relative change of an element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedModule:
-    """One module below a root, as its writer describes it."""
+    """One module of a model, as a writer describes it."""
 
     path: str
     class_name: str = ""
@@ -66,37 +67,37 @@ class RecordedModule:
     buffers: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    """For each tied parameter, by its name in the module, the full name under which it is recorded."""
+    """For each tied parameter of the module: the full name of the parameter under which it is recorded."""
     non_persistent: tuple[str, ...] = ()
-    """The buffers that `state_dict` leaves out."""
+    """The names of buffers that `state_dict` leaves out."""
     foreign_hooks: tuple[str, ...] = ()
-    """The program's own hooks on the module, each as a text: when the hook runs, its name and its source line."""
+    """The program's own hooks on the module. Each text says when the hook runs, its name and its source line."""
     hidden: str = ""
-    """The reason why hooks cannot observe calls of the module; empty if they can."""
+    """The reason why hooks cannot observe the module's calls. Empty if they can."""
     tapped: tuple[str, ...] = ()
-    """The sites at which only taps inside compiled graphs record the module."""
+    """The sites (such as ``output``) that are recorded only by taps: nodes added to a compiled graph."""
     has_dtensors: bool = False
     """Whether the module has parameters that are DTensors."""
     is_compiled: bool = False
-    """True if the hooks do nothing, because the module is compiled."""
+    """True if the module is compiled, so that hooks on it do nothing."""
     disarmed: Mapping[str, int] = field(default_factory=dict)
-    """For each site whose hooks kept failing, so that the recorder removed them: the first step without the hooks."""
+    """For each site whose hooks were removed because they kept failing: the first step without them."""
     frozen: tuple[str, ...] = ()
     """The parameters that require no gradient."""
     rates: Mapping[str, str] = field(default_factory=dict)
-    """For each parameter of an optimizer, the name of the scalar of its learning rate, such as ``lr.AdamW.0``."""
+    """For each parameter of an optimizer, the scalar that records its learning rate, such as ``lr.AdamW.0``."""
     untrained: tuple[str, ...] = ()
-    """The parameters that have a gradient although no optimizer has them."""
+    """The parameters that get a gradient although no optimizer updates them."""
     evaluated: int | None = None
-    """The first known step at which the module was in evaluation mode while an optimizer stepped."""
+    """The first step at which the module was seen in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None
-    """The first known step whose gradients were added to the previous step's; in a root's first module alone."""
+    """The first step seen to add its gradients to the previous step's. Only a root's first module has it."""
     members: Mapping[str, Any] = field(default_factory=dict)
-    """All members of the module's entry in the writer's manifest, for code that writes the entry again."""
+    """The module's JSON in the manifest, for code that writes it again."""
 
     @property
     def has_values(self) -> bool:
-        """Whether any selected site can have values: a module without parameters has no parameter gradients."""
+        """Whether at least one selected site can have values. For example, only parameters have parameter gradients."""
         kinds = {SITE_OF[site].expected for site in self.sites if site in SITE_OF}
         has_state = (Expected.PARAMETER in kinds and self.params) or (Expected.BUFFER in kinds and self.buffers)
         return bool(Expected.CALL in kinds or has_state)
@@ -121,7 +122,7 @@ class RecordedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRoot:
-    """One outermost module, as its writer describes it."""
+    """One recorded model (an outermost module), as a writer describes it."""
 
     name: str
     class_name: str = ""
@@ -129,10 +130,10 @@ class RecordedRoot:
     data_parallel: ParallelRanks | None = None
     """The ranks among which the batch is divided; None without a data-parallel wrapper."""
     model_parallel: ParallelRanks | None = None
-    """The ranks that work on the same part of the batch as this writer's rank; None if unknown."""
+    """The ranks that work on the same samples as this writer's rank. None if unknown."""
     stage: Stage | None = None
     unshared: Mapping[str, str] = field(default_factory=dict)
-    """For each parameter of which every rank has its own values, by the parameter's full name: the reason."""
+    """For each parameter of which every rank has its own values, by the parameter's full name: the reason why."""
     jitter: Jitter | None = None
     members: Mapping[str, Any] = field(default_factory=dict)
 
@@ -170,28 +171,28 @@ def _stage(members: Members | None) -> Stage | None:
 
 
 COUNTED = "counted"
-"""The `step_source` in a manifest if the recorder counted the steps itself, from 0."""
+"""The value of `step_source` in a manifest if the recorder itself counted the steps from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """One writer's row counts: `observed = written + sum of dropped + passed`, and the rows deleted by retention."""
+    """One writer's ledger of rows: `observed` = `written` + all `dropped` + `passed`. Retired rows are deleted."""
 
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     passed: int = 0
-    """The number of rows kept in memory only, because no trigger asked for their steps; they do not count as lost."""
+    """The number of rows kept in memory only, because no trigger asked for their steps. They do not count as lost."""
     retired_rows: int = 0
     retired_bytes: int = 0
     suspect: int = 0
-    """The number of written rows that may not be on the disk, because a sync of their file has failed."""
+    """The number of written rows that may be missing on the disk, because a sync of their file failed."""
     synced: int = 0
-    """The number of written rows that were surely on the disk when the rows were counted; 0 from an older writer."""
+    """The number of written rows known to be on the disk when the rows were counted. 0 from an older writer."""
 
     @classmethod
     def read(cls, ledger: Members | None) -> RowCounts:
-        """Return the numbers of rows in a ledger; all numbers are 0 without a ledger."""
+        """Read row counts from a ledger. Without a ledger all of them are 0."""
         if ledger is None:
             return cls()
         retired = ledger.inner("retired")
@@ -208,12 +209,12 @@ class RowCounts:
 
     @property
     def num_missing(self) -> int:
-        """The number of rows that were numbered, but neither written, dropped nor passed."""
+        """The number of observed rows that were neither written, dropped nor passed."""
         return self.observed - self.written - self.num_dropped - self.passed
 
     @property
     def is_possible(self) -> bool:
-        """Whether the numbers of rows are consistent: no more rows were deleted than written."""
+        """Whether no more rows were deleted than written."""
         return self.retired_rows <= self.written
 
 
@@ -265,16 +266,16 @@ class RunManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """The members that a writer's manifest and its status have in common: the process's identity and state."""
+    """The identity and state of a writer's process, which its manifest and its status file both contain."""
 
     writer: str = ""
     attempt: int = 0
     state: str = ""
-    """``recording``, ``closed``, or ``failed`` if the writer's thread has given up."""
+    """``recording``, ``closed``, or ``failed`` if the writer thread gave up."""
     host: str = ""
     pid: int = 0
     process: str | None = None
-    """A text that distinguishes processes with the same pid."""
+    """A text that differs between processes with the same pid."""
     started_ns: int = 0
 
     @classmethod
@@ -283,25 +284,25 @@ class Lifetime:
 
     @property
     def is_running(self) -> bool | None:
-        """Whether the process is still alive; None if this process cannot find out."""
+        """Whether the process is still alive. None if this process cannot find out."""
         return runs(self.host, self.pid, self.process)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSetting:
-    """A setting that was in force, and its source."""
+    """The value of a setting, and where the value came from."""
 
     value: Any
     source: str
 
 
 EXCEPTION = "exception"
-"""The kind of event for an exception that ended the program; the event's message has the exception's type and text."""
+"""The kind of an event for an exception that ended the program. Its message is the exception's type and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
-    """An event in a writer's manifest: a message of the recorder itself."""
+    """A message of the recorder itself, kept in a writer's manifest."""
 
     kind: str
     message: str
@@ -310,18 +311,18 @@ class RecordedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDump:
-    """One dump of the ring: the steps that a trigger asked a writer to write, and how much of them the writer wrote."""
+    """One dump of the ring (a buffer of recent steps in memory): the steps requested, and the rows written."""
 
     first_step: int
     last_step: int
     reason: str
     by: str
-    """The text that names who asked for the dump: a rank, or a user and a host."""
+    """The sender of the request: a rank, or a user and a host."""
     time_ns: int
     num_rows: int
     num_bytes: int
     missed: tuple[int, ...]
-    """The steps of the dump that the writer no longer had in memory; of many, only the first ones."""
+    """The requested steps that were no longer in memory. Of many, only the first ones."""
     num_missed: int
 
     @classmethod
@@ -339,12 +340,12 @@ class RingDump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetiredEarlier:
-    """The shards of a rank's earlier writer that a later writer of the rank has deleted."""
+    """The shards of an earlier writer that a later writer of the same rank has deleted."""
 
     shards: Mapping[str, RowCounts]
-    """The rows and bytes, as `retired_rows` and `retired_bytes`, of each deleted shard, by the shard's sealed name."""
+    """For each deleted shard, by its sealed name: its rows and bytes, as `retired_rows` and `retired_bytes`."""
     balance: RowCounts
-    """The earlier writer's ledger, if a deleted shard contained the ledger's newest state; else all numbers are 0."""
+    """The earlier writer's latest row counts if they stood in a deleted shard; else all 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +370,7 @@ class MergedWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterManifest(Lifetime):
-    """The content of `_writer.json`. Without arguments, the manifest of a writer that has not written one yet."""
+    """The content of `_writer.json`. Without arguments, stands for a manifest that is not written yet."""
 
     run_id: str | None = None
     local_rank: int | None = None
@@ -379,7 +380,7 @@ class WriterManifest(Lifetime):
     step_source: str | None = None
     balance: RowCounts = field(default_factory=RowCounts)
     retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
-    """The deleted shards of earlier writers, by the earlier writer's name."""
+    """For each earlier writer, by its name: the shards that this writer has deleted."""
     restarted: str = ""
     """The error after which the writer restarted; empty if it never did."""
     roots: tuple[RecordedRoot, ...] = ()
@@ -388,21 +389,21 @@ class WriterManifest(Lifetime):
     versions: Mapping[str, str] = field(default_factory=dict)
     events: tuple[RecordedEvent, ...] = ()
     commands: tuple[Answer, ...] = ()
-    """The writer's answers, with the commands' numbers, to commands that were sent while the run was under way."""
+    """The writer's answers to commands that were sent during the run."""
     dumps: tuple[RingDump, ...] = ()
     autoload: bool = False
-    """True if ``RECORDER=1`` started the recording, False if the program did."""
+    """True if ``RECORDER=1`` started the recording, and False if the program did."""
     merged_writers: tuple[MergedWriter, ...] = ()
     members: Mapping[str, Any] = field(default_factory=dict)
-    """All members of the manifest, for code that writes the manifest again; empty without a manifest."""
+    """The manifest's JSON, for code that writes it again. Empty without a manifest."""
     problems: tuple[str, ...] = ()
     """A sentence for each member of the manifest that has an unexpected type."""
 
     @classmethod
     def read(cls, raw: dict[str, Any], shared: Shared | None = None) -> WriterManifest:
-        """Read the untrusted JSON of a manifest that `check_version` has accepted; the result keeps the JSON.
+        """Read the untrusted JSON of a manifest that `check_version` has accepted. Keeps `raw`.
 
-        `shared` lets the manifests of one run share equal members.
+        With `shared`, the manifests of one run keep a single copy of members that are equal.
         """
         shared = shared or Shared()
         for key, value in raw.items():
@@ -438,11 +439,11 @@ class WriterManifest(Lifetime):
         )
 
     def in_force(self, rules: Sequence[Rule]) -> list[Rule]:
-        """Return the writer's own and the commands' rules, each with its steps. ConfigError: a command's wrong rule."""
+        """Return `rules` and commands' rules, each with its steps. Raises ConfigError if a command's rule is wrong."""
         return rules_in_force(rules, self.commands)
 
     def whole_setting(self, name: str) -> int:
-        """Return the value of the setting `name` if the value is an integer; else 0."""
+        """Return the setting `name`. Return 0 if its value is no integer."""
         value = self.settings[name].value if name in self.settings else 0
         return value if type(value) is int else 0
 
@@ -459,5 +460,5 @@ def _retired_earlier(members: Members) -> RetiredEarlier:
 
 
 def _printable(text: str | None) -> str | None:
-    """Return a text without lone surrogates, which JSON allows and UTF-8 does not."""
+    """Escape lone surrogates, which JSON allows and UTF-8 does not."""
     return None if text is None else text.encode(errors="backslashreplace").decode()

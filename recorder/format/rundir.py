@@ -1,9 +1,8 @@
-"""The files of a run directory besides its rows: their names, the version of the format, and their JSON.
+"""The files of a run directory other than rows: their names, the version of the format, and their JSON.
 
-Manifests are untrusted input: `Members` reads each member as the type that is expected. A member that is missing or
-null has its default value. A member of another type also gets its default value, and is removed from the object; a
-sentence says where the member was and what was expected. This module needs neither numpy nor pyarrow. A name that was
-found on disk must never be used as a path.
+Manifests are untrusted input. `Members` reads each member of a JSON object as the type that is expected. A missing or
+null member has its default value. So has a member of another type, which is also removed from the object and reported
+in a sentence. This module needs neither numpy nor pyarrow. A name found on disk must never be used as a path.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from ..sites import FORMAT_NAME, FORMAT_VERSION, PROBE
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
 MERGE_MANIFEST = "_merge.json"
-"""The file in the output of a merge that names the source run and the options."""
+"""The file in the output of a merge that names the source run and the merge's options."""
 SHARD_KINDS = ("tensors", "stats", PROBE)
 MAX_MANIFEST_BYTES = 64 << 20
 """The most bytes of a manifest. 50,000 modules with their sites need 15 MB; no recorder writes a larger file."""
 
 CHECKSUM = "crc32c"
-"""The name of a manifest's first member: the CRC32C of all bytes after the comma that follows the member."""
+"""The key of a manifest's first member: the CRC32C of all bytes after the comma behind this member."""
 
 _CHECKSUM = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
 _WRITER_DIR = re.compile(r"[0-9]{6,}-[0-9a-f]{12}")
-"""The pattern of the names that the recorder gives to writers' directories; other software may choose any name."""
+"""The names that this recorder gives to writers' directories. Other software may choose any name."""
 _SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
 _OPEN_PREFIX = "_"
 OPEN_SUFFIX = ".open"
@@ -45,7 +44,7 @@ OPEN_SUFFIX = ".open"
 
 
 class ShardName(NamedTuple):
-    """The kind and the number in a shard's file name, and whether the shard is still being written."""
+    """The parts of a shard's file name: its kind, its number, and whether it is still being written."""
 
     kind: str
     number: int
@@ -53,12 +52,12 @@ class ShardName(NamedTuple):
 
 
 def rank_dir(rank: int) -> str:
-    """Return the directory of a rank, such as `rank=00003`, which `pyarrow.dataset` can read as a hive partition."""
+    """Return the name of a rank's directory, such as `rank=00003`. `pyarrow.dataset` reads it as a hive partition."""
     return f"rank={rank:05d}"
 
 
 def parse_rank_dir(name: str) -> int | None:
-    """Return the rank of a directory named by `rank_dir`; None for any other name."""
+    """Return the rank in a directory name. Return None if `rank_dir` did not make the name."""
     match = _RANK_DIR.fullmatch(name)
     if match is None or rank_dir(int(match[1])) != name:
         return None
@@ -66,9 +65,9 @@ def parse_rank_dir(name: str) -> int | None:
 
 
 def is_writer_dir(name: str, files: Callable[[], Iterable[str]]) -> bool:
-    """Return whether a directory in a rank's directory is a writer's; if its name does not tell, `files` lists it.
+    """Return whether a directory in a rank's directory is a writer's. `files` is called if its name does not tell.
 
-    In another program's directory no file's name begins with ``_``, and no file's name is that of a shard.
+    The directory of another program has no file whose name begins with ``_``, and no file with the name of a shard.
     """
     is_named = _WRITER_DIR.fullmatch(name) is not None
     return is_named or any(file.startswith("_") or parse_shard_name(file) for file in files())
@@ -87,18 +86,18 @@ def open_name(shard: str) -> str:
 
 
 def index_name(shard: str) -> str:
-    """Return the name of the index that is derived from a sealed shard, such as `_tensors-000012.index`."""
+    """Return the name of a sealed shard's index file, such as `_tensors-000012.index`."""
     return f"_{shard.removesuffix('.arrow')}.index"
 
 
 def shard_of_index(name: str) -> str:
-    """Return the name of the shard whose index has this name; empty for any other name."""
+    """Return the shard to which an index file belongs. Return an empty text for any other file name."""
     shard = f"{name[1:].removesuffix('.index')}.arrow"
     return shard if name == index_name(shard) and parse_shard_name(shard) else ""
 
 
 def parse_shard_name(name: str) -> ShardName | None:
-    """Return the parts of a name made by `shard_name` or `open_name`; None for any other name."""
+    """Parse a name made by `shard_name` or `open_name`. Return None for any other name."""
     is_open = name.startswith(_OPEN_PREFIX) and name.endswith(OPEN_SUFFIX)
     match = _SHARD.fullmatch(name[len(_OPEN_PREFIX) : -len(OPEN_SUFFIX)] if is_open else name)
     if match is None or match[0] != shard_name(match[1], int(match[2])):
@@ -107,19 +106,19 @@ def parse_shard_name(name: str) -> ShardName | None:
 
 
 def encode_manifest(obj: Mapping[str, object]) -> bytes:
-    """Return the text of a manifest with at least one member: JSON that begins with a checksum of the rest."""
+    """Return the bytes of a manifest with at least one member: JSON that begins with a checksum of the rest."""
     rest = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()[1:]
     return b'{"%s":"%08x",%s' % (CHECKSUM.encode(), crc32c(rest), rest)
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a manifest, a regular file (no symbolic link) of at most `max_bytes`.
+    """Read the JSON object in a manifest: a regular file of at most `max_bytes`, never through a symbolic link.
 
-    NotARunError is raised if there is no such regular file, and CorruptError if the file is too large, contains no JSON
+    Raises NotARunError if there is no such regular file. Raises CorruptError if the file is too large, contains no JSON
     object, or has a wrong checksum.
     """
     try:
-        # O_NONBLOCK is set because opening a FIFO would wait for a writer, for ever.
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise NotARunError(f"{path}: {error.strerror}; expected a manifest of a run") from error
@@ -127,7 +126,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotARunError(f"{path}: not a regular file; expected a manifest of a run")
         with open(descriptor, "rb", closefd=False) as file:
-            # No more than the file's size is read, because Python allocates all the bytes before it reads.
+            # Python allocates all requested bytes before it reads, so no more than the file's size is requested.
             text = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
     finally:
         os.close(descriptor)
@@ -137,7 +136,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in a manifest's text. CorruptError, with `where`: no object, or a wrong checksum."""
+    """Return the JSON object in a manifest's text. Raises CorruptError if there is none, or its checksum is wrong."""
     head = _CHECKSUM.match(text)
     if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
         raise CorruptError(f"{where}: its bytes are not those that were written; the checksum differs")
@@ -151,7 +150,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 
 
 def check_version(raw: Mapping[str, Any], where: str) -> None:
-    """Raise NotARunError unless a manifest is of this format, and UnsupportedError for another major version."""
+    """Raise NotARunError if a manifest is of another format, and UnsupportedError if of another major version."""
     if raw.get("format") != FORMAT_NAME:
         raise NotARunError(f"{where}: its format is {raw.get('format')!r}, expected {FORMAT_NAME!r}")
     match raw.get("version"):
@@ -166,12 +165,12 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
 
 
 NODES = "_nodes"
-"""The folder in an object store's run with a document per node, which repeats the statuses of the node's writers."""
+"""A folder of runs in object stores. It has one file per node that repeats the statuses of the node's writers."""
 STATUS = "_status.json"
 STATUS_BYTES = 4096
-"""The size of every status file in bytes: one block, which the kernel replaces atomically on most file systems."""
+"""The size of a status file in bytes: one block, which the kernel replaces atomically on most file systems."""
 OTHER_REASONS = "other"
-"""The reason under which a status counts all drops whose own reasons do not fit in the file."""
+"""The reason under which a status file adds up all drops whose reasons do not fit."""
 _MAX_REASONS = 24
 _MAX_ANSWERS = 8
 _MAX_FINDINGS = 8
@@ -179,7 +178,7 @@ _MAX_TEXT = 200
 
 
 def encode_status(facts: Mapping[str, object]) -> bytes:
-    """Return the bytes of a status file: a manifest, padded with blanks to `STATUS_BYTES` bytes."""
+    """Return the bytes of a status file: a manifest padded with blanks to `STATUS_BYTES`."""
     facts = _short(facts)
     dropped = facts.get("dropped")
     most = (_MAX_REASONS, _MAX_ANSWERS, _MAX_FINDINGS)
@@ -212,12 +211,12 @@ def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:
 _MAX_PROBLEMS = 100
 _MAX_SHOWN = 40
 _MAX_SHARED = 8
-"""The most distinct values of a member that `Shared` keeps to compare with a new value."""
+"""The most distinct values of a member that `Shared` remembers."""
 Made = TypeVar("Made")
 
 
 def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in a text. CorruptError, with `where` at its start: the text is no JSON object."""
+    """Return the JSON object in a text. Raises CorruptError, which begins with `where`, if there is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -229,9 +228,10 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 class Members:
-    """One JSON object of a manifest, with its place in the file for messages.
+    """Reads the members of one JSON object of a manifest, and checks their types.
 
-    `problems` receives a sentence for each member of an unexpected type. The object is the member `key` of `above`.
+    Each member of an unexpected type adds a sentence to `problems`. Sentences name the object as `above`'s member
+    `key`.
     """
 
     __slots__ = ("_above", "_key", "_problems", "raw")
@@ -252,11 +252,11 @@ class Members:
         return ""
 
     def optional_text(self, key: str) -> str | None:
-        """Return the text of a member; None for a missing member, and empty for a member of another type."""
+        """Return a member that is a text. Return None if it is missing, and an empty text if it is of another type."""
         return None if self.raw.get(key) is None else self.text(key)
 
     def count(self, key: str) -> int:
-        """Return a member that is an integer from 0 to 2^63 - 1; 0 for any other member."""
+        """Return a member that is an integer from 0 to 2^63 - 1. Return 0 for any other member."""
         value: Any = self.raw.get(key)
         return value if type(value) is int and 0 <= value < 1 << 63 else self.optional_count(key) or 0
 
@@ -268,7 +268,7 @@ class Members:
         return None
 
     def number(self, key: str, below: float = 1e12) -> float:
-        """Return a member that is a finite number from 0 up to a bound; 0 for any other member."""
+        """Return a member that is a number from 0 to below a bound. Return 0 for any other member."""
         value: Any = self.raw.get(key)
         if type(value) in (int, float) and math.isfinite(value) and 0 <= value < below:
             return float(value)
@@ -282,7 +282,7 @@ class Members:
         return value is True
 
     def optional_flag(self, key: str) -> bool | None:
-        """Return a member that is true or false; None for any other member."""
+        """Return a member that is true or false. Return None for any other member."""
         self.flag(key)
         value: Any = self.raw.get(key)
         return value if isinstance(value, bool) else None
@@ -291,17 +291,17 @@ class Members:
         return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
 
     def counts_of(self, key: str) -> dict[str, int]:
-        """Return the counts in a member that is an object, by their names, without counts of 0."""
+        """Return the counts in a member that is an object, by name. Counts of 0 are left out."""
         inner = self.inner(key)
         return {} if inner is None else {name: count for name in list(inner.raw) if (count := inner.count(name))}
 
     def texts_of(self, key: str) -> dict[str, str]:
-        """Return the texts in a member that is an object, by their names."""
+        """Return the texts in a member that is an object, by name."""
         inner = self.inner(key)
         return {} if inner is None else {name: text for name in list(inner.raw) if (text := inner.optional_text(name))}
 
     def ranks(self, key: str, max_ranks: int, max_rank: int) -> tuple[int, ...]:
-        """Return the ranks in a member, each once; empty if an item cannot be a rank, or if there are too many."""
+        """Return the distinct ranks in a list. Return an empty tuple if an item is no rank, or for too many."""
         value: Any = self.raw.get(key)
         is_sound = isinstance(value, list) and len(value) <= max_ranks
         if is_sound and all(type(rank) is int and 0 <= rank < max_rank for rank in value):
@@ -310,7 +310,7 @@ class Members:
         return ()
 
     def inner(self, key: str) -> Members | None:
-        """Return a member that is an object; None for any other member."""
+        """Return a member that is an object. Return None for any other member."""
         value: Any = self.raw.get(key)
         if isinstance(value, dict):
             return Members(value, self._problems, key, self)
@@ -328,7 +328,7 @@ class Members:
         return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
 
     def plain(self, kind: Any, *but: str) -> dict[str, Any]:
-        """Return the values for a dataclass's fields of plain types, by field name, without the fields in `but`."""
+        """Return the values of the plain fields of dataclass `kind`, by name, without the fields named in `but`."""
         get = self.raw.get
         return {
             name: default if get(name) is None else read(self, name) for name, read, default in _plain_fields(kind, but)
@@ -371,7 +371,7 @@ _READERS: dict[Any, tuple[Callable[[Members, str], Any], Any]] = {
     "float": (Members.number, 0.0),
     "tuple[str, ...]": (Members.texts, ()),
 }
-"""For each annotation of a dataclass's field: the function that reads the member, and the default value."""
+"""For each type annotation of a field: the function that reads it from JSON, and its default."""
 
 
 @lru_cache(maxsize=64)
@@ -381,7 +381,7 @@ def _plain_fields(kind: Any, but: tuple[str, ...]) -> list[tuple[str, Callable[[
 
 
 class Shared:
-    """Keeps one copy of members that are equal in several manifests: 4,096 ranks each list all ranks and modules."""
+    """Keeps one copy of equal members of several manifests. Each of 4,096 ranks lists all ranks and modules."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[Any]] = {}
@@ -389,7 +389,7 @@ class Shared:
         """By the `id()` of a value: the value, kept alive so that its id stays unique, and the result of `make`."""
 
     def once(self, key: str, value: Any) -> Any:
-        """Return a value, or the equal value that the member `key` had in an earlier manifest."""
+        """Return `value`, or an equal value that was given before for the same `key`."""
         known = self._known.setdefault(key, [])
         same = next((one for one in known if one == value), value)
         if same is value:
@@ -397,7 +397,7 @@ class Shared:
         return same
 
     def made(self, value: Any, make: Callable[[], Made]) -> Made:
-        """Return the result of `make` for a value, computed once per object; `once` makes equal values one object."""
+        """Return the result of `make`, which is called once per object `value`. See `once` for equal values."""
         known = self._made.get(id(value))
         if known is None:
             known = self._made[id(value)] = value, make()

@@ -1,1 +1,1 @@
-"""Pure geometry: puts one tensor together from its chunks, wherever they lie in it. Knows no files and no rows."""
+"""Geometry alone: how the chunks of a tensor, in any layout, make the whole tensor. Knows no files and no rows."""

@@ -1,6 +1,6 @@
-"""Plans of two levels: the ranks that share a part of the batch make one tensor, and these tensors make the global one.
+"""Plans in two levels: ranks with the same part of the batch make one tensor, and these tensors make the global one.
 
-Nothing here may treat plain tensors that differ as copies, or use values except to compare them.
+Nothing here may treat plain tensors that differ as copies, or use values other than to compare them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from .rules import ChunkValues, Replication, concatenated, copies_unless, replic
 
 Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
-"""Takes the indexes of some chunks, and returns what is known about the values of these chunks."""
+"""Returns what is known about the values of some chunks, given their indexes."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Takes plain chunks that differ although their ranks share a batch; returns the dim along which they are cut."""
+"""Returns the dim along which plain chunks are cut that differ although their ranks have the same part of the batch."""
 
 
 class BatchGroup(NamedTuple):
-    """The chunks of ranks that share a part of the batch."""
+    """The chunks of ranks that have the same part of the batch, as in tensor parallelism."""
 
     units: Groups
-    """For each unit, the indexes of its chunks. A unit is the chunks distributed over one mesh, or one plain chunk."""
+    """The indexes of chunks, grouped: the chunks of a DTensor on one mesh are a unit, and each plain chunk is one."""
     ranks: Ints
     """The ranks that should have a chunk."""
 
 
 def split(chunks: Sequence[RankChunk], model_groups: Groups, expected: Ints) -> tuple[BatchGroup, ...] | NoPlan | None:
-    """Split chunks (in data-parallel order) into groups that share a part of the batch; None if one level is enough.
+    """Group chunks by the part of the batch that their ranks have. Return None if one level is enough.
 
-    `model_groups` are the groups of ranks that share a part of the batch, from the manifests, in data-parallel order.
+    `chunks` are in data-parallel order. `model_groups` are the groups of ranks with the same part of the batch, from
+    the manifests, in the same order.
     """
     meshes = [_mesh_ranks(chunk, model_groups) for chunk in chunks]
     if (problem := _contradiction(chunks, meshes)) is not None:
@@ -60,8 +61,8 @@ def _in_batch_groups(
     ranks_of: dict[tuple[int, int], Ints] = {}
     for (micro_step, mesh), numbers in units.items():
         first = chunks[numbers[0]].rank
-        # A mesh that spans several instances of the model holds copies of a parameter: FSDP2 keeps copies of a
-        # parameter that tensor parallelism does not cut.
+        # A mesh may span several instances of the model. It then holds copies: FSDP2 keeps copies of a parameter that
+        # tensor parallelism does not cut.
         instance = (0 if spans else instance_of[first]) if model_groups else min(numbers)
         key = instance, micro_step
         units_of.setdefault(key, []).append(tuple(numbers))
@@ -71,7 +72,7 @@ def _in_batch_groups(
 
 
 def _mesh_ranks(chunk: RankChunk, model_groups: Groups) -> Ints:
-    """Return the ranks of the mesh of a chunk's placements; empty for a plain chunk, or if no ranks are recorded."""
+    """Return the ranks of a chunk's mesh. Return an empty tuple for a plain chunk, or if the ranks are unknown."""
     if chunk.global_shape is None:
         return ()
     shape, _, ranks = mesh_of(chunk)
@@ -97,11 +98,11 @@ def _contradiction(chunks: Sequence[RankChunk], meshes: Sequence[Ints]) -> NoPla
 def within(
     chunks: Sequence[RankChunk], batch_group: BatchGroup, *, is_state: bool, among: Among, infer: Infer
 ) -> Plan | NoPlan:
-    """Plan the tensor of ranks that share a part of the batch; the terms of the plan are indexes of `chunks`.
+    """Plan the tensor of ranks that have the same part of the batch. The plan's terms are indexes of `chunks`.
 
-    Parameters, and the gradients and states of parameters (`is_state`), are replicas unless their rows say otherwise;
-    the caller compares the replicas. `among` is called only for chunks that may be replicas, `infer` only for plain
-    chunks that need not be replicas.
+    Parameters, their gradients and their optimizer states (`is_state`) are replicas unless their rows say otherwise;
+    the caller compares the replicas. `among` is called only for chunks that may be replicas. `infer` is called only for
+    plain chunks that need not be replicas.
     """
     plans: list[Plan] = []
     for unit in batch_group.units:
@@ -129,12 +130,12 @@ def within(
         differ = _inferred(chunks, [unit[0] for unit in batch_group.units], infer)
         if isinstance(differ, Plan):
             return differ
-    # Equality is the only evidence for constants, and for values that were never finite: they may be chunks or copies.
+    # Constants, and values that were never finite, may be chunks or copies. Equality is the only evidence for copies.
     return _overlay(plans, "inferred") if replication is Replication.UNKNOWN and values.are_equal() else differ
 
 
 def renumbered(plan: Plan, numbers: Ints) -> Plan:
-    """Return a plan of some chunks as a plan of all chunks; `numbers` are the indexes of these chunks among all."""
+    """Return a plan of some chunks as a plan of all chunks. `numbers` are the indexes of these chunks among all."""
     fills = tuple(
         fill._replace(terms=tuple(Term(numbers[term.chunk], term.factor) for term in fill.terms)) for fill in plan.fills
     )
@@ -142,7 +143,7 @@ def renumbered(plan: Plan, numbers: Ints) -> Plan:
 
 
 def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
-    """Return, for each region, the chunks that cover it in the tensors; None if the tensors are cut differently."""
+    """Return, for each region, the chunks of all tensors that cover it; None if tensors are cut differently."""
     first = {fill.region: fill.terms for fill in plans[0].fills}
     chunks_at: dict[tuple[Region, int], list[int]] = {
         (region, k): [term.chunk] for region, terms in first.items() for k, term in enumerate(terms)
@@ -158,7 +159,7 @@ def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
 
 
 class WholeTensors(ChunkValues):
-    """The values of complete tensors, each made of several chunks. The tensors are compared chunk by chunk."""
+    """Compares the values of complete tensors, each made of several chunks, chunk by chunk."""
 
     def __init__(self, wholes: Sequence[Plan], among: Among) -> None:
         self._wholes = wholes
@@ -221,7 +222,8 @@ def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
 def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
     """Join the plans of two levels into one plan.
 
-    `across` joins the groups' tensors: its terms are indexes of `wholes`, whose own terms are indexes of chunks.
+    `across` joins the tensors of groups, and its terms are indexes of `wholes`. `wholes` are the plans of these
+    tensors, and their terms are indexes of chunks.
     """
     if len({plan.op for plan in wholes}) > 1:
         return NoPlan("inconsistent", f"they are reduced in different ways: {', '.join(plan.op for plan in wholes)}")
@@ -247,7 +249,7 @@ def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
 
 
 def _source(across: Plan, wholes: Sequence[Plan]) -> str:
-    """Return the weakest evidence of the layout: the user's override, else an assumption, an inference, or the rows."""
+    """Return the weakest source of a joined plan. From weak to strong: override, assumption, inference, the rows."""
     sources = [plan.source for plan in wholes]
     for word in ("override", "assumed", "inferred"):
         if word in sources or across.source == word:
@@ -270,7 +272,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
         if inner.region.run is not None and any(start):
             return NoPlan("per_rank", "slices of a flattened tensor are no part of a batch")
         terms = tuple(
-            # In a product only one of the terms is multiplied by the factor.
+            # A product is multiplied by the factor once, so only its first term is.
             Term(i, factor * term.factor if plan.op != "product" or k == 0 else factor)
             for k, (i, factor) in enumerate(inner.terms)
         )

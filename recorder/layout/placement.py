@@ -1,7 +1,7 @@
-"""The plan of one tensor, and plans for chunks whose rows name their position (chunks of DTensor, slices of FSDP1).
+"""Plans that make a global tensor of chunks, and the planning of chunks whose rows name their position.
 
-No chunk is trusted alone: its placements, mesh and offsets are compared with the other chunks', and with DTensor's
-rules.
+These are chunks of DTensor and slices of FSDP1. No chunk is trusted alone: its placements, mesh and offsets are
+compared with those of the other chunks, and with DTensor's rules.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from .regions import (
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _MAX_SPLIT_FACTOR = 1 << 12
-"""The largest product of a row's split factors, because a strided shard has a box for each combination of cuts."""
+"""The largest product of a row's split factors. A strided shard has a box for each combination of cuts."""
 _MAX_RANKS = 1 << 14
 _MAX_TEXT = 1 << 18
 
 
 class Mesh(NamedTuple):
-    """The mesh of ranks to which a row's placements refer."""
+    """The device mesh of a row's placements, as seen from the row's rank."""
 
     shape: Ints
     coordinate: Ints
     """The position of the row's rank in the mesh."""
     ranks: Ints
-    """All ranks of the mesh, row-major; empty if the row does not list them."""
+    """All ranks of the mesh, row-major. Empty if the row does not list them."""
 
 
 def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan:
-    """Plan a tensor whose rows name the region of each chunk, as DTensor and FSDP1 do."""
+    """Plan a tensor whose rows name the region of each chunk, as those of DTensor and FSDP1 do."""
     if (problem := _contradiction(chunks)) is not None:
         return problem
     global_shape = chunks[0].global_shape
@@ -103,7 +103,7 @@ _KINDS = ("Shard", "StridedShard", "Replicate", "Partial", "FlatShard")
 def _by_axis(
     same: list[int], kinds: list[str], coordinates: list[Ints], chunks: Sequence[RankChunk]
 ) -> tuple[list[int], Ints, str | NoPlan | None]:
-    """Sort the chunks of one region into summands and replicas; also return the reduction, or the problem."""
+    """Split the chunks of one region into summands and replicas. Also return the reduction, or the problem."""
     op = reduce_op(chunks[0].placements)
     if op and op not in REDUCE_OPS:
         return [], (), NoPlan("per_rank", f"Partial({op}) cannot be reduced")
@@ -125,7 +125,7 @@ def _by_axis(
 
 
 def _region_of(chunk: RankChunk) -> Region | str:
-    """Return the region of the global tensor that a chunk covers, or the error in its row."""
+    """Return the region of the global tensor that a chunk covers. Return a text if its row is wrong."""
     assert chunk.global_shape is not None
     placements = _placements(chunk)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
@@ -165,7 +165,7 @@ def _region_of(chunk: RankChunk) -> Region | str:
 
 
 def _derived(chunk: RankChunk, placements: tuple[dict[str, Any], ...]) -> Region | str | None:
-    """Return the region that DTensor's rules derive from placements and mesh; None if these are incomplete."""
+    """Return the region that follows from placements and mesh. Return None if these are incomplete, a text if wrong."""
     mesh_shape, coordinate, _ = mesh_of(chunk)
     if not placements or len(mesh_shape) != len(placements) or len(coordinate) != len(placements):
         return None
@@ -243,23 +243,23 @@ def _placements(chunk: RankChunk) -> tuple[dict[str, Any], ...]:
 
 @lru_cache(maxsize=4096)
 def parse_placements(text: str | None) -> tuple[dict[str, Any], ...]:
-    """Parse the column `placements`; empty if the text is no list of objects."""
+    """Parse the column `placements`. Return an empty tuple if the text is no list of objects."""
     parsed = _json(text)
     return tuple(item for item in parsed if isinstance(item, dict)) if isinstance(parsed, list) else ()
 
 
 def kinds_of(text: str | None) -> tuple[str, ...]:
-    """Return the kinds that the column `placements` names, one for each axis of the mesh; empty for a plain tensor."""
+    """Return the kind of placement on each axis of the mesh, such as ``Shard``. Empty for a plain tensor."""
     return tuple(str(placement.get("kind")) for placement in parse_placements(text))
 
 
 def reduce_op(text: str | None) -> str:
-    """Return the operation of the ``Partial`` in the column `placements`; empty without a ``Partial``."""
+    """Return the reduction of the column's ``Partial`` placement, such as ``sum``. Empty without a ``Partial``."""
     return next((str(p.get("reduce_op", "sum")) for p in parse_placements(text) if p.get("kind") == "Partial"), "")
 
 
 def in_words(text: str | None) -> str:
-    """Return the column `placements` as people read it: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
+    """Return the column `placements` for people, such as ``Shard(0) Partial(sum)``. Empty for a plain tensor."""
     words = []
     for placement in parse_placements(text):
         kind = str(placement.get("kind"))
@@ -275,7 +275,7 @@ def mesh_of(chunk: RankChunk) -> Mesh:
 
 @lru_cache(maxsize=4096)
 def parse_mesh(text: str | None) -> Mesh:
-    """Parse the column `mesh`; a member that is not a list of integers becomes empty."""
+    """Parse the column `mesh`. A member that is no list of integers becomes empty."""
     parsed = _json(text)
     members = parsed if isinstance(parsed, dict) else {}
     shape, coordinate = (_ints(members.get(name), 64) for name in ("shape", "coordinate"))
@@ -310,17 +310,17 @@ RANK_BOUND = {
     "no_layout": "it is a chunk of a tensor in which its position is not known",
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
 }
-"""The keys in a row's `note` that forbid joining the row's chunk with other ranks' chunks, each with the reason."""
+"""The keys in a row's `note` that forbid joining its chunk with those of other ranks, each with the reason."""
 TURNED = "turned"
-"""The key in a row's `note` if no rule asked for the row: one rank wrote the row as the value turned non-finite."""
+"""The key in the `note` of a row that no rule asked for: one rank wrote it when its value turned non-finite."""
 OF_ONE_RANK = "of_one_rank"
-"""The key in the `note` of a row that one rank alone has, because the optimizer distributes parameters over ranks."""
+"""The key in the `note` of a row that only one rank has, because the optimizer distributes parameters over ranks."""
 MAX_NAMED = 8
-"""The most ranks that a message lists."""
+"""The most ranks that a message names."""
 
 
 class RankChunk(NamedTuple):
-    """One rank's local tensor, as its row describes it. `placements` and `mesh` are JSON texts."""
+    """One rank's chunk of a tensor, as the rank's row describes it. `placements` and `mesh` are JSON texts."""
 
     rank: int
     dtype: str
@@ -330,24 +330,24 @@ class RankChunk(NamedTuple):
     placements: str | None = None
     mesh: str | None = None
     rank_bound: str | None = None
-    """The key of the row's `note` that is `TURNED`, `OF_ONE_RANK` or in `RANK_BOUND`; None if there is no such key."""
+    """The key in the row's `note` that is `TURNED`, `OF_ONE_RANK` or in `RANK_BOUND`; else None."""
     micro_step: int = 0
 
 
 class Term(NamedTuple):
-    """A summand: the index of a chunk, and the factor by which the chunk's values are multiplied."""
+    """A chunk, by its index, and the factor by which its values are multiplied."""
 
     chunk: int
     factor: float = 1.0
 
 
 class Fill(NamedTuple):
-    """A region of the global tensor, and the chunks whose weighted sum fills it; one chunk with factor 1 is copied."""
+    """A region of the global tensor, filled by a weighted sum of chunks. A single chunk with factor 1 is copied."""
 
     region: Region
     terms: tuple[Term, ...]
     moved: Ints | None = None
-    """The offset of the region from the position that the chunk's fingerprint assumes; None if both are the same."""
+    """The distance of the region from the position for which the chunk's fingerprint was computed. None if it is 0."""
 
     @property
     def is_copy(self) -> bool:
@@ -355,58 +355,58 @@ class Fill(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The way in which chunks make one global tensor."""
+    """How chunks make one global tensor."""
 
     global_shape: Ints
     fills: tuple[Fill, ...]
     source: str
     op: str = "sum"
     copies: tuple[Ints, ...] = ()
-    """Groups of chunks, by index, that must have the same values. The first chunk of a group is part of a fill."""
+    """Groups of chunks, by index, that must have equal values. The first chunk of each group is part of a fill."""
     scale: str | None = None
     dtype: str | None = None
-    """The dtype of the result; None if it is the dtype of the chunks."""
+    """The dtype of the global tensor. None if it is the dtype of the chunks."""
     is_complete: bool = True
     """False if some elements of the tensor are not filled, because chunks are missing."""
     dim: int | None = None
-    """The dim along which batches were joined end to end; None without such a dim."""
+    """The dim along which the ranks' batches are joined end to end; else None."""
     note: tuple[tuple[str, Any], ...] = ()
-    """Further keys and values for the `note` of the tensor's row."""
+    """More keys and values for the `note` of the global tensor's row."""
 
     across: Plan | None = None
-    """If ranks share a part of the batch, the plan that joins the groups' tensors, a group as one rank; else None."""
+    """If several ranks have the same part of the batch: the plan that joins the tensors of such groups. Else None."""
     needs_all: bool = False
-    """True if a missing rank might have changed the result, even though the present chunks cover all elements."""
+    """True if a missing rank might change the result, even though the present chunks cover all elements."""
 
     @property
     def is_replica(self) -> bool:
-        """Whether the present chunks are the complete tensor, so that missing chunks can only be copies."""
+        """Whether the present chunks make the complete tensor, so that missing chunks can only be copies."""
         is_whole = self.is_complete and self.dim is None and not self.needs_all
         return is_whole and all(fill.is_copy for fill in self.fills)
 
     def times(self, factor: float) -> Plan:
-        """Return the plan of the tensor whose elements are multiplied by a factor."""
+        """Return the plan of the tensor times a factor."""
         scaled = [[term._replace(factor=term.factor * factor) for term in fill.terms] for fill in self.fills]
         fills = (fill._replace(terms=tuple(terms)) for fill, terms in zip(self.fills, scaled, strict=True))
         return self._replace(fills=tuple(fills))
 
 
 class NoPlan(NamedTuple):
-    """The reason why the chunks make no global tensor and each chunk stays the value of its rank."""
+    """The reason why chunks make no global tensor. Each chunk then stays a value of its rank."""
 
     kind: str
     """``per_rank``: no rule applies. ``inconsistent``: the chunks contradict each other. ``layout_changes``: the chunks
-    are copies at other steps, and differ at this step."""
+    are copies at other steps, but differ at this step."""
     why: str
 
 
 def named(chunks: Sequence[RankChunk], field: str) -> str:
-    """Return the values that a field has on the ranks, as text for messages."""
+    """Return, as text for messages, the value of a field of each chunk, with its rank."""
     return values_of_ranks(chunks, lambda chunk: list(v) if isinstance(v := getattr(chunk, field), tuple) else v)
 
 
 def values_of_ranks(chunks: Sequence[RankChunk], value_of: Callable[[RankChunk], object]) -> str:
-    """Return the values that ranks have, as text for messages. Of many ranks, the first with each value is named."""
+    """Return, as text for messages, the value of each rank. Of many ranks, the first rank with each value is named."""
     values = [str(value_of(chunk)) for chunk in chunks]
     firsts = set({value: i for i, value in reversed([*enumerate(values)])}.values())
     shown = sorted([*sorted(firsts), *(i for i in range(len(chunks)) if i not in firsts)][:MAX_NAMED])

@@ -1,7 +1,7 @@
-"""Geometry of regions: the elements of a global tensor that a rank's local tensor has, and how they are copied.
+"""Regions: which elements of a global tensor a rank's local tensor has, and how they are copied.
 
-A region is a contiguous run of the flattened global tensor (FSDP1), or boxes (DTensor shards; several for a strided
-shard). Nothing here may read values, or trust regions before `overlap` has compared them.
+A region is either a contiguous run of the flattened global tensor (FSDP1), or boxes (DTensor; a strided shard has
+several). Nothing here may read values, or trust regions before `overlap` has compared them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Range = tuple[int, int]
 
 
 _MAX_COMPARED = 4_000_000
-"""The most pairs of boxes that are compared; so many take 10 s. 1,024 ranks with strided shards need 100,000."""
+"""The most pairs of boxes that are compared, which takes 10 s. 1,024 ranks with strided shards need 100,000."""
 
 
 class Box(NamedTuple):
-    """A box of the global tensor, and its position in the local tensor."""
+    """A box of the global tensor, and where it begins in the local tensor."""
 
     start: Ints
     shape: Ints
@@ -38,14 +38,15 @@ class Box(NamedTuple):
 
 
 class Region(NamedTuple):
-    """The elements of the global tensor that one local tensor has: either `run` or `boxes`."""
+    """The elements of the global tensor that one local tensor has. Either `run` or `boxes` describes them."""
 
     run: Range | None
-    """The local tensor's range in the flattened global tensor; None if the local tensor has `boxes` instead."""
+    """The range of the flattened global tensor. None if `boxes` describe the region."""
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0
-    """The number of elements before the run, if the local tensor is a run of a flattened tensor of `local_shape`."""
+    """If the local tensor is a slice of a flattened tensor of `local_shape`: the number of elements before the
+    slice."""
 
     @property
     def numel(self) -> int:
@@ -53,11 +54,11 @@ class Region(NamedTuple):
 
     @property
     def start(self) -> Ints | None:
-        """The position at which the region's only box begins; None without a box, or with several boxes."""
+        """The position at which the region's box begins. None unless the region has exactly one box."""
         return self.boxes[0].start if len(self.boxes) == 1 else None
 
     def as_run(self, global_shape: Ints) -> Range | None:
-        """Return the region as a run of the flattened tensor; None if the region is not contiguous."""
+        """Return the region as a run of the flattened global tensor. Return None if it is not contiguous."""
         if self.run is not None:
             return self.run
         if len(self.boxes) != 1:
@@ -89,7 +90,7 @@ def flat_region(start: int, numel: int) -> Region:
 
 
 def run_in_local(local: Region, start: int, numel: int) -> Region:
-    """Return the region of a slice of a flattened local tensor, whose own region `local` consists of boxes."""
+    """Return the region of a slice of a flattened local tensor. `local` is the local tensor's own region, of boxes."""
     boxes = []
     for inner, shape in flat_boxes(local.local_shape, start, start + numel):
         for box in local.boxes:
@@ -103,7 +104,7 @@ def run_in_local(local: Region, start: int, numel: int) -> Region:
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
-    """Return the region of a local tensor that has, along each dim, ranges of the global tensor joined end to end."""
+    """Return the region of a local tensor that joins, along each dim, ranges of the global tensor end to end."""
     ranges = [_joined(dim) for dim in ranges]
     local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
     boxes = []
@@ -127,7 +128,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def shard(ranges: Sequence[Range], num_chunks: int, index: int) -> list[Range]:
-    """Return chunk `index` of ranges cut as `torch.chunk` cuts: equal sizes, the last chunks shorter or empty."""
+    """Return chunk `index` of `ranges`, cut as `torch.chunk` does: in equal sizes; the last may be shorter or empty."""
     total = sum(stop - start for start, stop in ranges)
     size = -(-total // num_chunks)
     begin, end = min(index * size, total), min((index + 1) * size, total)
@@ -142,13 +143,13 @@ def shard(ranges: Sequence[Range], num_chunks: int, index: int) -> list[Range]:
 
 
 def strided_shard(ranges: Sequence[Range], num_chunks: int, index: int, split_factor: int) -> list[Range]:
-    """Cut ranges as DTensor's ``_StridedShard``: into `split_factor` parts first, then keep chunk `index` of each."""
+    """Cut `ranges` as ``_StridedShard`` does: cut into `split_factor` parts, then return chunk `index` of each part."""
     parts = [shard(ranges, split_factor, i) for i in range(split_factor)]
     return [chunk for part in parts for chunk in shard(part, num_chunks, index)]
 
 
 def flat_index(index: Ints, shape: Ints) -> int:
-    """Return the index of an element in the flattened (C order) tensor."""
+    """Return the index in the flattened (C order) tensor of the element at `index`."""
     flat = 0
     for i, size in zip(index, shape, strict=True):
         flat = flat * size + i
@@ -156,7 +157,7 @@ def flat_index(index: Ints, shape: Ints) -> int:
 
 
 def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
-    """Return the indexes of two regions that share an element, or None. OverflowError: a comparison takes too long."""
+    """Return the indexes of two regions with a common element, or None. Raises OverflowError if this takes too long."""
     runs = [region.as_run(global_shape) for region in regions]
     known = sorted((run[0], run[1], i) for i, run in enumerate(runs) if run is not None and run[0] < run[1])
     for (_, stop, i), (start, _, j) in itertools.pairwise(known):
@@ -165,7 +166,7 @@ def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | 
     if len(known) == sum(region.numel > 0 for region in regions):
         return None
     boxes = [(i, box) for i, region in enumerate(regions) for box in _boxes(region, global_shape)]
-    # The boxes are sorted along the dim in which they overlap least; only boxes that overlap in this dim are compared.
+    # Boxes are sorted along the dim in which they overlap least. Only boxes that overlap in this dim are compared.
     dim = max(range(len(global_shape)), key=lambda d: len({box.start[d] for _, box in boxes}), default=0)
     boxes.sort(key=lambda pair: pair[1].start[dim])
     num_compared = 0
@@ -189,7 +190,7 @@ def _boxes(region: Region, global_shape: Ints) -> list[Box]:
 
 
 def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints) -> tuple[Ints, Ints] | None:
-    """Return the box (start, shape) that two boxes share; None if they share nothing."""
+    """Return the common box (start, shape) of two boxes. Return None if they have no common element."""
     low = tuple(map(max, start, other_start))
     ends = (min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True))
     sizes = tuple(end - begin for begin, end in zip(low, ends, strict=True))
@@ -198,7 +199,7 @@ def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints)
 
 Items = npt.NDArray[Any]
 Fetch = Callable[[int, int], Items]
-"""Returns the elements of a flattened local tensor from one index up to another index. Called in ascending order."""
+"""Returns the elements of a flattened local tensor from a start to a stop index. Calls come in ascending order."""
 
 
 class Source(NamedTuple):
@@ -209,7 +210,7 @@ class Source(NamedTuple):
 
 
 def assemble(out: Items, start: int, global_shape: Ints, sources: Sequence[Source]) -> None:
-    """Fill `out`, the elements of the flattened global tensor from `start` on, from sources that do not overlap.
+    """Fill `out`, which is the flattened global tensor from index `start` on, from sources that do not overlap.
 
     `out` is 1-D and contiguous. Elements that no source has stay unchanged.
     """
@@ -245,7 +246,7 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
-    """Return a view of a box of a local tensor. All elements from the box's first to its last one are fetched."""
+    """Return a view of a box of a local tensor. Fetches all elements from the box's first to its last one."""
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)

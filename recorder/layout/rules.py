@@ -1,8 +1,7 @@
-"""Decides how the local tensors of several ranks are one global tensor, or why they are not.
+"""Decides how the local tensors of several ranks make one global tensor, or why they make none.
 
-It decides by shapes, placements and the recorded facts about ranks. It reads no values, but it may ask whether ranks
-have equal values over all steps (not at a single step). A plan may be incomplete: `is_complete` shows whether chunks
-are missing.
+Decisions rest on shapes, placements and recorded facts about ranks. No values are read here, but a rule may ask whether
+ranks have equal values over all steps. A plan may be incomplete: `is_complete` is False if chunks are missing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, p
 from .regions import Ints, box_region, ranges_region, whole
 
 AS_ASKED = "as --layout says"
-"""The reason why chunks are not joined if the user has asked not to join them."""
+"""The reason for not joining chunks that the user asked not to join."""
 CHANGES = (
     "the ranks have it alike at other steps, and not at this one: copies that came apart, or values that were never "
     "meant to be copies; --layout '...=per_rank', '...=replicate' or '...=shard(DIM)' says which"
@@ -25,69 +24,70 @@ NO_ROOT_INPUT = "unknown: the root's input was not recorded"
 _MAX_BLOCKS = 1 << 16
 LOSSES = ("mean", "sum", "weighted")
 _NO_NUMBERS = ("float4_e2m1fn_x2",)
-"""The dtypes whose elements are pairs of numbers. They can be copied, but not used in arithmetic."""
+"""The dtypes whose elements are pairs of numbers. They can be copied, but there is no arithmetic for them."""
 
 
 class Batch(NamedTuple):
-    """The facts about a step's batch on which layouts depend."""
+    """The facts about a step's batch that decide layouts."""
 
     sizes: tuple[int, ...] | None
-    """The number of samples of each chunk's rank; None if the root's input was not recorded."""
+    """The number of samples on each chunk's rank. None if the input of the root (the recorded model) was not
+    recorded."""
     is_shared: bool = False
-    """True if all ranks got the same batch, so that equal values prove nothing."""
+    """True if all ranks got the same batch. Equal values then prove nothing."""
     factors: tuple[int, ...] = ()
-    """The possible numbers of rows per sample, if dim 0 merges the batch with other dims of the root's input."""
+    """The possible ratios of dim 0 to the batch, if dim 0 merges the batch with other dims of the model's input."""
     total: int | None = None
-    """The number of samples of all ranks that should have a chunk, together; None if unknown."""
+    """The total number of samples on all ranks that should have a chunk. None if unknown."""
 
 
 class Replication(Enum):
-    """How the ranks' tensors of one name relate to each other, according to their values at all steps."""
+    """Whether the tensors of one name are copies on all ranks, according to their values at all steps."""
 
     REPLICATED = "copies"
-    """All ranks have the same values although the values could have differed."""
+    """The ranks' values are equal although they could have differed."""
     DISTINCT = "own"
-    """The ranks' values differ, and at no step is there evidence that they should be equal."""
+    """The ranks' values differ, and no step suggests that they should be equal."""
     UNKNOWN = "unknown"
-    """The values were not recorded, or are NaN, constant or repeated, so that they may be copies or batches."""
+    """The values prove nothing: they were not recorded, or are NaN, constant or repeated."""
 
 
 class ChunkValues:
-    """The questions that rules ask about the values of chunks; this class answers as if no value were known.
+    """Answers the rules' questions about the values of chunks. This base class answers as if no values were known.
 
     A subclass may read payloads to answer.
     """
 
     def replication(self) -> Replication:
-        """Return how the chunks' values relate to each other over all steps."""
+        """Return whether the chunks are copies, according to their values at all steps."""
         return Replication.DISTINCT
 
     def are_equal(self) -> bool:
-        """Whether all chunks are known to have the same values at this step."""
+        """Whether all chunks are known to have equal values at this step."""
         return False
 
     def are_unequal(self) -> bool:
-        """Whether chunks are known to have different values at this step."""
+        """Whether some chunks are known to have different values at this step."""
         return False
 
     def batch_dim(self) -> int | None:
-        """Return the dim that is the batch at all steps with a known batch; None if no step has evidence."""
+        """Return the dim that was the batch at all steps with evidence. Return None without evidence."""
         return None
 
     def is_sequence_first(self) -> bool:
-        """Whether inputs of the module, or of the nearest module around it, have their batch in a dim after dim 0."""
+        """Whether the inputs of the module (or of the nearest one around it) have their batch in a dim after dim 0."""
         return False
 
 
 def decide_state(chunks: Sequence[RankChunk], *, source: str, num_expected: int) -> Plan | NoPlan:
-    """Plan parameters, gradients, buffers and optimizer state: by the positions in their rows, else as replicas."""
+    """Plan parameters, gradients, buffers and optimizer state, by the positions in their rows or else as replicas."""
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
     return _unequal_shapes(chunks) or replicas(chunks, source)
 
 
 def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> Plan | NoPlan:
-    """Plan gradients of parameters before their reduction: the global gradient is the mean over the ranks."""
+    """Plan gradients of parameters before they are reduced. The global gradient is the mean over the ranks."""
     if (decision := _without_rule(chunks, num_expected) or _unequal_shapes(chunks)) is not None:
         return decision
     terms = tuple(Term(i, 1 / len(chunks)) for i in range(len(chunks)))
@@ -99,10 +99,10 @@ def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> 
 def decide_activation(
     chunks: Sequence[RankChunk], *, batch: Batch, values: ChunkValues, num_expected: int
 ) -> Plan | NoPlan:
-    """Plan inputs, outputs and taps of data-parallel ranks: as a batch joined end to end, or as copies.
+    """Plan inputs, outputs and taps (values in compiled graphs) of data-parallel ranks: as one batch, or as copies.
 
     A tensor that is equal on ranks with different batches does not depend on the batch, whatever its sizes. Equality is
-    a property of the tensor over all steps, not of one step: see `Replication`.
+    judged over all steps and not at one step: see `Replication`.
     """
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
@@ -122,8 +122,8 @@ def decide_activation(
     if sizes is None:
         return _as_in_other_calls(chunks, usual)
     fits, factor = _dims_of_batch(chunks, sizes), _rows_per_sample(chunks, sizes, batch.factors)
-    # If there are several samples, a dim 0 of exactly their number of rows is no accident. A later dim with the size of
-    # the batch may be an accident, unless the batch of the module's inputs lies there.
+    # With several samples, a dim 0 of exactly their number of rows is no accident. A later dim as large as the batch
+    # may be one, unless the batch of the module's inputs lies there.
     may_be_rows = factor is not None and fits[:1] != [0] and max(sizes) > 1
     if fits and not (may_be_rows and (len(chunks[0].shape) < 3 or not known.is_sequence_first())):
         dim = usual if usual in fits else fits[0]
@@ -141,7 +141,7 @@ def decide_activation(
 
 
 def _may_be_batch_or_one(chunks: Sequence[RankChunk], batch: Batch, values: ChunkValues) -> bool:
-    """Return whether equal chunks, each of one sample, may be either copies or a batch."""
+    """Return whether the chunks may be either copies or a batch: each rank has one sample, and they are equal."""
     is_single = batch.sizes is not None and {*batch.sizes} == {1} and 1 in chunks[0].shape
     return is_single and len(chunks) > 1 and not batch.is_shared and values.are_equal()
 
@@ -162,7 +162,7 @@ def _dims_of_batch(chunks: Sequence[RankChunk], sizes: Sequence[int]) -> list[in
 
 
 def _rows_per_sample(chunks: Sequence[RankChunk], sizes: Sequence[int], factors: Sequence[int]) -> int | None:
-    """Return the factor by which dim 0 of every chunk is larger than its batch; None if there is no such factor."""
+    """Return the ratio of dim 0 of every chunk to its batch. Return None without a common, known ratio."""
     of_chunks = zip(chunks, sizes, strict=True)  # an empty batch has no rows, whatever the factor
     ratios = {chunk.shape[0] / size if size else 0.0 for chunk, size in of_chunks if size or chunk.shape[0]}
     is_factor = len(ratios) == 1 and ratios <= {float(factor) for factor in factors}
@@ -170,12 +170,12 @@ def _rows_per_sample(chunks: Sequence[RankChunk], sizes: Sequence[int], factors:
 
 
 def copies_unless(values: ChunkValues) -> NoPlan | None:
-    """Return a NoPlan if tensors that are copies at other steps are known to differ at this step; else None."""
+    """Return a NoPlan if tensors that are copies at other steps differ at this step; else None."""
     return NoPlan("layout_changes", CHANGES) if values.are_unequal() else None
 
 
 def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan | None:
-    """Plan chunks that need no rule: their rows state a position, they contradict each other, or one chunk suffices."""
+    """Plan a single chunk, and chunks that state their position or contradict each other; else return None."""
     if (problem := mixed(chunks)) is not None:
         return problem
     if chunks[0].global_shape is not None:
@@ -184,7 +184,7 @@ def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPl
 
 
 def decide_scalar(chunks: Sequence[RankChunk], values: ChunkValues) -> Plan:
-    """Plan 0-dim values: one value if all ranks agree, else their mean; then each rank's own value is also kept."""
+    """Plan 0-dim tensors: one value if all ranks agree, or else their mean, with each rank's value kept as well."""
     if len(chunks) == 1 or values.are_equal():
         return replicas(chunks, "inferred")
     dtype = chunks[0].dtype
@@ -203,10 +203,10 @@ def decide_gradient(
     num_expected: int,
     values: ChunkValues | None = None,
 ) -> Plan | NoPlan:
-    """Plan the gradient of an activation: laid out like the activation, and scaled to the loss of the complete batch.
+    """Plan the gradient of an activation. It has the activation's layout, and is scaled to the loss of the whole batch.
 
-    `chunks` are in data-parallel order. `forward` is the plan of the activation, or None if the activation was not
-    recorded; then `values` describes the activation at other steps. `loss` says how each rank's loss reduces its
+    `chunks` are in data-parallel order. `forward` is the plan of the activation. It is None if the activation was not
+    recorded, and then `values` describes the activation at other steps. `loss` says how a rank's loss reduces its
     samples: ``mean``; ``weighted``, a mean over batches of unequal size in which each sample counts once; or ``sum``.
     """
     if (decision := _without_rule(chunks, num_expected)) is not None:
@@ -243,7 +243,7 @@ def decide_gradient(
 
 
 def decide_override(chunks: Sequence[RankChunk], wanted: str, rule: str) -> Plan | NoPlan:
-    """Plan as the user asks by ``shard(d)``, ``replicate``, ``partial(op)`` or ``per_rank``; messages quote `rule`."""
+    """Plan as the user asks by ``shard(d)``, ``replicate``, ``partial(op)`` or ``per_rank``. Errors quote `rule`."""
     word, argument = parse_override(wanted)
     if word == "per_rank":
         return NoPlan("per_rank", AS_ASKED)
@@ -272,7 +272,7 @@ def _misfit(rule: str, why: str) -> NoPlan:
 
 
 def parse_override(wanted: str) -> tuple[str, str]:
-    """Split a layout that a user gave, such as ``shard(0)``, into its word and its argument. ValueError: no layout."""
+    """Split a layout such as ``shard(0)`` into its word and its argument. Raises ValueError for any other text."""
     word, _, argument = wanted.strip().partition("(")
     argument = argument.removesuffix(")").strip()
     if word == "shard" and argument.isdecimal():
@@ -291,7 +291,7 @@ def replicas(chunks: Sequence[RankChunk], source: str) -> Plan:
 
 
 def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, Any], ...], num_blocks: int = 1) -> Plan:
-    """Plan chunks that are joined end to end along a dim, as batches are: as wholes, or in `num_blocks` blocks."""
+    """Plan chunks that are joined end to end along `dim`, as batches are, within each of `num_blocks` blocks."""
     fills, position = [], 0
     block = sum(chunk.shape[dim] for chunk in chunks) // num_blocks
     for i, chunk in enumerate(chunks):
@@ -312,7 +312,7 @@ def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, A
 def _loss_factors(
     sizes: tuple[int, ...] | None, total: int | None, num_chunks: int, loss: str, num_expected: int
 ) -> tuple[list[float], str | None]:
-    """Return the factor by which each chunk is multiplied, and the text for the column `scale` of the row."""
+    """Return the factor of each chunk, and the text for the column `scale` of the global row."""
     if loss == "sum":
         return [1.0] * num_chunks, None
     total = total or sum(sizes or ())
@@ -322,7 +322,7 @@ def _loss_factors(
 
 
 def mixed(chunks: Sequence[RankChunk]) -> NoPlan | None:
-    """Return the problem if only some chunks state their position, or if dtypes differ; else None."""
+    """Return the problem if only some chunks state their position, or if their dtypes differ; else None."""
     if len({chunk.global_shape is None for chunk in chunks}) > 1:
         without = next(chunk.rank for chunk in chunks if chunk.global_shape is None)
         return NoPlan("inconsistent", f"rank {without} holds a plain tensor, other ranks hold chunks of a global one")

@@ -1,1 +1,1 @@
-"""Arithmetic over the columns of rows: element types, statistics, histograms, units (channels), keys. Reads no file."""
+"""Arithmetic on columns of recorded rows: dtypes, statistics, histograms, units (channels), keys. Reads no file."""

@@ -1,6 +1,6 @@
-"""Compares and draws histograms and units (channels) of rows: shares, dead units, distances, block characters.
+"""Decodes, compares and draws histograms of values, and sums over units (neurons or channels), of recorded rows.
 
-A missing or damaged histogram is None here; `recorder verify` reports damage.
+A missing or damaged histogram is None here. `recorder verify` reports damage.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .units import Units
 
 
 class Bins(NamedTuple):
-    """For several tensors, the fractions of their values in bins of magnitudes; all tensors have the same bins."""
+    """The fractions of tensors' values in bins of magnitudes. All tensors have the same bins."""
 
     first: int
     """The exponent of the first bin, whose values begin at 2^first."""
     exponents_per_bin: int
     shares: list[list[float]]
-    """For each tensor, the fractions of all its values that lie in each bin. All lists have the same length, which is 0
-    if all values are zero or not finite."""
+    """For each tensor, the fraction of its values in each bin. All lists have the same length, which is 0 if no tensor
+    has a finite value other than zero."""
 
     @property
     def last(self) -> int:
@@ -38,7 +38,7 @@ class Bins(NamedTuple):
 
 
 def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | None:
-    """Return the histogram of a row, from three columns with `suffix` after their names; None if the row has none."""
+    """Return the histogram in a row; None without one. The names of the row's columns end in `suffix`."""
     data = row[f"histogram{suffix}"]
     if data is None:
         return None
@@ -50,7 +50,7 @@ def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | No
 
 
 def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
-    """Return the fractions of several histograms' values in common bins, of which there are at most `max_bins`."""
+    """Return the fractions of the values of several histograms in common bins, at most `max_bins` of them."""
     used = [one.exponents[one.counts.any(axis=0)] for one in histograms]
     known = [exponents for exponents in used if len(exponents)]
     if not known:
@@ -68,9 +68,10 @@ def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
 
 
 def share_apart(a: Histogram, b: Histogram) -> float | None:
-    """Return the share of values that would have to change sign or power of two to make two distributions equal.
+    """Return the fraction of values that must change sign or power of two to make two distributions equal.
 
-    The share is 0 for equal distributions and 1 if no bin has values of both. The result is None without values.
+    The fraction is 0 for equal distributions, and 1 if no bin has values of both. Return None if one of them has no
+    values.
     """
     if not _num_all(a) or not _num_all(b):
         return None
@@ -80,7 +81,7 @@ def share_apart(a: Histogram, b: Histogram) -> float | None:
 
 
 def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
-    """Return the number of nonzero values below a dtype's smallest normal number; None if that number is not known."""
+    """Return the number of nonzero values below a dtype's smallest normal number. Return None for an unknown dtype."""
     if dtype not in NORMAL_EXPONENTS:
         return None
     return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
@@ -91,7 +92,7 @@ def _num_all(histogram: Histogram) -> int:
 
 
 def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
-    """Return the counts in the bins of `frame`, a wider histogram, and then the counts of infinities, zeros and NaN."""
+    """Return the counts in the bins of the wider histogram `frame`, then of -inf, inf, zeros and NaN."""
     counts = np.zeros(frame.counts.shape)
     at = histogram.first - frame.first
     counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
@@ -100,22 +101,23 @@ def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
 
 
 class UnitsApart(NamedTuple):
-    """The comparison of the units of two values."""
+    """The comparison of two tensors by their units (neurons or channels)."""
 
     units_a: int
     units_b: int
     units_dead_a: int
     units_dead_b: int
     units_apart: int | None
-    """The number of units that differ between two values; None for different numbers of units, or dims of units."""
+    """The number of units that differ. None if the tensors have different numbers of units, or units along other
+    dims."""
     unit: int | None
-    """The index of the unit whose root mean square differs most between the two values; None if no unit differs."""
+    """The index of the unit whose root mean square differs most. None if no root mean square differs."""
     unit_rms_a: float | None
     unit_rms_b: float | None
 
 
 def units_of_row(data: bytes | None, shape: Any) -> Units | None:
-    """Return the units of a row, by its columns `units` and `shape`; None for a row without units."""
+    """Decode a row's columns `units` and `shape`. Return None if the row has no valid units."""
     if data is None:
         return None
     try:
@@ -125,7 +127,7 @@ def units_of_row(data: bytes | None, shape: Any) -> Units | None:
 
 
 def units_apart(a: Units | None, b: Units | None) -> UnitsApart | None:
-    """Return the comparison of the units of two values; None if one of the two has no units."""
+    """Compare two tensors by their units (neurons or channels). Return None if one of them has no units."""
     if a is None or b is None:
         return None
     counts = (len(a), len(b), a.num_dead, b.num_dead)
@@ -146,16 +148,16 @@ Ints = npt.NDArray[np.int64]
 _HEAD_BYTES = 4
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _MOST_BYTES = 1 << 20
-"""The most bytes of rows that are decoded at a time, so that the results fit into a cache."""
+"""The most bytes of rows that are decoded at a time. The results for so many bytes fit into a cache."""
 
 
 class Histograms(NamedTuple):
-    """Histograms of rows that have the same number of bins."""
+    """The histograms of several rows, all with the same number of bins."""
 
     rows: Ints
-    """For each histogram, the index of its row in the column `histogram`."""
+    """For each histogram, the index of the row in the column `histogram`."""
     exponents: Ints
-    """The exponents of the bins, of shape (rows, bins)."""
+    """The exponent of each bin, of shape (rows, bins)."""
     counts: Ints
     """The counts of negative and of positive values, of shape (rows, 2, bins)."""
     infinite: Ints
@@ -163,33 +165,33 @@ class Histograms(NamedTuple):
 
 
 class ManyUnits(NamedTuple):
-    """Sums over the values of units, for several rows with the same number of units."""
+    """The sums over units (neurons or channels) of several rows, all with the same number of units."""
 
     rows: Ints
-    """For each row of these arrays, its index in the column `units`."""
+    """For each row of the arrays below, the index of the row in the column `units`."""
     sum: Floats
-    """The sum over each unit, of shape (rows, units); `sum_sq`, `absmax` and `zero_count` have the same shape."""
+    """The sum of each unit's values. `sum`, `sum_sq`, `absmax` and `zero_count` have the shape (rows, units)."""
     sum_sq: Floats
     absmax: Floats
     zero_count: Ints
     num_values: Ints
-    """For each row, the number of elements of one unit."""
+    """For each row, the number of elements in one unit."""
 
 
 class _Alike(NamedTuple):
-    """Rows of a column of bytes whose bytes have the same length and the same beginning."""
+    """Rows whose encoded bytes have the same length and the same first bytes."""
 
     rows: Ints
     width: int
-    """The number of bytes that a count takes."""
+    """The number of bytes of each count."""
     second: int
-    """The second byte of each row's bytes; the first byte is the width."""
+    """The second byte of the encoding; the first byte is the width."""
     data: Bytes
-    """The bytes of the rows, of shape (rows, bytes)."""
+    """The encoded bytes, of shape (rows, bytes)."""
 
 
 def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
-    """Yield the histograms in some rows of the column `histogram`; null rows are not allowed."""
+    """Decode `rows` of the column `histogram`, which must not be null. Damaged histograms are left out."""
     for alike in _alike(column, rows, head_bytes=2):
         num_bytes = alike.data.shape[1] - _HEAD_BYTES
         if alike.second or num_bytes % (2 * alike.width) or num_bytes < 2 * alike.width:
@@ -210,9 +212,10 @@ def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
 
 
 def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], shape_of: Ints) -> Iterator[ManyUnits]:
-    """Yield the sums of units in some rows of the column `units`; null rows are not allowed.
+    """Decode `rows` of the column `units`, which must not be null. Damaged rows are left out.
 
-    `shapes` are shapes of tensors, None for an invalid one; `shape_of` has the index in `shapes` of each row's shape.
+    `shapes` are the shapes of tensors, with None for an invalid one. `shape_of` has, for each row, the index of its
+    shape in `shapes`.
     """
     for alike in _alike(column, rows, head_bytes=_HEAD_BYTES):
         num, rest = divmod(alike.data.shape[1] - _HEAD_BYTES, 24 + alike.width)
@@ -234,7 +237,7 @@ def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], 
 
 
 def _alike(column: Any, rows: Ints, head_bytes: int) -> Iterator[_Alike]:
-    """Yield the rows of a column, grouped by the length and beginning of their bytes, a bounded number at a time."""
+    """Yield `rows` of a column of bytes, grouped by length and first bytes, at most `_MOST_BYTES` at a time."""
     if not len(rows):
         return
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -274,15 +277,15 @@ def _counts(data: Bytes, width: int) -> Ints:
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
-"""The character that marks a tensor with a NaN or an infinity."""
+"""The character that is drawn for a tensor with a NaN or an infinity."""
 _LOG_RATIO = 1000.0
 
 
 def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int = 24) -> str:
-    """Draw a series in at most `width` characters; a longer series shows the largest value of each bucket.
+    """Draw a series in at most `width` characters. In a longer series, a character shows the largest of several values.
 
-    None and values that are not finite leave a gap. `bad` has the length of `values`; where it is True, `NOT_FINITE` is
-    drawn.
+    None and values that are not finite leave a gap. `bad` has an entry for each value; where it is True, `NOT_FINITE`
+    is drawn.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     largest = max(map(abs, known), default=0.0) or 1.0
@@ -306,7 +309,7 @@ def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int =
 
 
 def _scale(value: float | None, largest: float, is_log: bool) -> float | None:
-    """Scale a value to the range -1 to 1, so that no difference overflows; or return its logarithm."""
+    """Return the logarithm of a value, or the value as a fraction of `largest`, so that differences cannot overflow."""
     if value is None or not math.isfinite(value):
         return None
     return math.log(value) if is_log else value / largest
@@ -318,12 +321,12 @@ HISTOGRAM_LEGEND = "the lowest block is one in a million, each higher one 5.6 ti
 
 
 def histogram_line(shares: Sequence[float]) -> str:
-    """Draw the fraction of values in each bin on a logarithmic scale: outliers are visible, an empty bin is a gap."""
+    """Draw the fraction of values in each bin on a logarithmic scale. Outliers stay visible; an empty bin is a gap."""
     return "".join(_block(share) for share in shares)
 
 
 def histogram_lines(histograms: Sequence[Histogram | None]) -> tuple[list[str], str]:
-    """Draw histograms in common bins, and say which magnitudes the lines cover; no lines without histograms."""
+    """Draw histograms in common bins, and say in words which magnitudes the lines cover."""
     known = [one for one in histograms if one is not None]
     if not known:
         return [], ""
@@ -333,7 +336,7 @@ def histogram_lines(histograms: Sequence[Histogram | None]) -> tuple[list[str], 
 
 
 def extent(bins: Bins) -> str:
-    """Return which magnitudes a drawn line covers: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
+    """Return the magnitudes of a drawn line, such as ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
     if not any(bins.shares):
         return "of no finite value but zero"
     wide = f", {bins.exponents_per_bin} powers of two a character" if bins.exponents_per_bin > 1 else ""

@@ -1,6 +1,6 @@
-"""The element types of rows, by torch's names; bytes as arrays of these types; boxes of a flattened tensor.
+"""Dtypes by torch's names, bytes as arrays of these dtypes, and the boxes that cover a run of a flattened tensor.
 
-Nothing here imports torch, or ml_dtypes before it is needed.
+Nothing here imports torch. ml_dtypes is imported only where it is needed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ITEM_BYTES: dict[str, int] = {
     **{"float8_e8m0fnu": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
     **{"complex32": 4, "complex64": 8, "complex128": 16},
 }
-"""The number of bytes of one element, by torch's dtype. `float4_e2m1fn_x2` has pairs of numbers as elements."""
+"""The bytes of one element of each torch dtype. An element of `float4_e2m1fn_x2` is a pair of numbers."""
 
 _NUMPY_SPELLING: dict[str, Any] = {"float4_e2m1fn_x2": np.uint8, "complex32": [("real", "<f2"), ("imag", "<f2")]}
-"""The numpy types for torch types that numpy lacks: packed pairs stay bytes, half complex becomes two halves."""
+"""The numpy dtypes for torch dtypes that numpy lacks. Pairs of float4 stay bytes; complex32 is a pair of float16."""
 
 _ML_DTYPES = frozenset(name for name in ITEM_BYTES if name.startswith("float8") or name == "bfloat16")
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of an element of torch's `dtype` (name without ``torch.``). UnsupportedError: it is unknown."""
+    """Return the bytes of an element of `dtype`, such as ``bfloat16``. Raises UnsupportedError for an unknown dtype."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -37,7 +37,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return numpy's (else ml_dtypes') little-endian dtype for torch's `dtype`. UnsupportedError: there is none."""
+    """Return the little-endian dtype of numpy or ml_dtypes for torch's `dtype`. Raises UnsupportedError without one."""
     item_bytes(dtype)
     if dtype in _ML_DTYPES:
         try:
@@ -54,7 +54,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Return little-endian C-order bytes as an array of torch's `dtype`."""
+    """View little-endian C-order bytes as an array of torch's `dtype`."""
     check_bytes(data, dtype, shape)
     try:
         return data.view(numpy_dtype(dtype)).reshape(shape)
@@ -63,13 +63,13 @@ def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> n
 
 
 def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> None:
-    """Raise CorruptError unless the number of bytes is that of a tensor of this dtype and shape."""
+    """Raise CorruptError unless the bytes are as many as a tensor of this dtype and shape has."""
     if data.nbytes != math.prod(shape) * item_bytes(dtype):
         raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield in order the boxes (start, shape) that cover the elements from `start` to `stop` of a flattened tensor."""
+    """Yield, in order, boxes (start, shape) that cover the elements from `start` to `stop` of a flattened tensor."""
     if start >= stop:
         return
     if not shape:

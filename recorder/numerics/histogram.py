@@ -1,6 +1,6 @@
-"""Counts the values of a tensor by sign and power of two; see "Histogram" in FORMAT.md.
+"""Histograms that count a tensor's values by sign and power of two (see "Histogram" in FORMAT.md).
 
-Every element type has the same bins, so histograms add up over chunks, ranks, steps and runs.
+All dtypes have the same bins, so histograms of chunks, ranks, steps and runs can be added up.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .dtypes import ITEM_BYTES, numpy_dtype
 Counts = npt.NDArray[np.int64]
 _Bins = npt.NDArray[np.uint64]
 _HEAD = struct.Struct("<BBh")
-"""The struct of a histogram's first bytes: the number of bytes of a count, 0, and the exponent of the first bin."""
+"""The first bytes of an encoded histogram: the number of bytes of a count, 0, and the exponent of the first bin."""
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the lowest and of the highest possible bin."""
 _SUBNORMAL = {-127: -149, -1023: -1074}
-"""For the bin of an element type's subnormal values, by its exponent: the exponent of the smallest of these values."""
+"""For the bin of a dtype's subnormal values, by its exponent: the exponent of the smallest subnormal value."""
 NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
 NORMAL_EXPONENTS |= {"bfloat16": NORMAL_EXPONENTS["float32"]}
 """The exponents of a type's least normal number and of its largest numbers."""
@@ -35,7 +35,7 @@ _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest number, both included, that a value may have."""
+    """The least and the greatest possible number, both included."""
 
     low: float
     high: float
@@ -43,12 +43,13 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histogram:
-    """Counts of values by sign and exponent. Two histograms add up to the histogram of all their values."""
+    """The counts of a tensor's values by sign and exponent. The sum of two histograms counts the values of both."""
 
     first: int = 0
     """The exponent of the first bin."""
     counts: Counts = field(default_factory=lambda: np.zeros((2, 0), np.int64))
-    """The counts of negative and of positive values with 2^exponent <= |x| < 2^(exponent + 1), of shape (2, bins)."""
+    """The counts of values with 2^exponent <= |x| < 2^(exponent + 1), of shape (2, bins): negative, then positive
+    values."""
     infinite: Counts = field(default_factory=_NO_COUNTS.copy)
     """The counts of negative and of positive infinities, of shape (2,)."""
     zero_count: int = 0
@@ -64,7 +65,7 @@ class Histogram:
 
     @property
     def num_values(self) -> int:
-        """The number of values, NaN not included."""
+        """The number of values without NaN."""
         return int(self.counts.sum() + self.infinite.sum()) + self.zero_count
 
     def __eq__(self, other: object) -> bool:
@@ -105,7 +106,7 @@ class Histogram:
         return self.min is not None or not (self.zero_count or self.counts.any())
 
     def scaled(self, factor: float) -> Histogram | None:
-        """Return the histogram of the values times a factor; None unless the factor is a power of two."""
+        """Return the histogram of the values times a factor. Return None unless the factor is a power of two."""
         power, exponent = math.frexp(abs(factor))
         shifted = self.first + exponent - 1
         is_inside = not self.counts.size or (shifted >= LOWEST and shifted + self.counts.shape[1] - 1 <= HIGHEST)
@@ -123,7 +124,7 @@ class Histogram:
         )
 
     def quantile(self, q: float) -> Bounds:
-        """Return bounds of quantile `q`, ignoring NaN; 0.5: the lower median. ValueError: no values, or wrong `q`."""
+        """Return bounds of quantile `q` (0.5: the lower median), NaN left out. Raises ValueError without values."""
         if not 0 <= q <= 1:
             raise ValueError(f"q = {q}: expected a number from 0 to 1")
         if not self.num_values:
@@ -151,11 +152,11 @@ class Histogram:
         return Bounds(max(bounds.low, self.min), min(bounds.high, self.max))
 
     def buckets(self, max_buckets: int = 1 << 16) -> tuple[npt.NDArray[np.float64], Counts]:
-        """Return ascending edges, and the number of finite values between adjacent edges, for tools that draw.
+        """Return ascending edges, and the number of finite values between neighbouring edges, for tools that draw.
 
-        Each bin is a bucket. Zeros are in the bucket between the largest negative and the least positive edge; if there
-        would be too many buckets, the bins of the smallest magnitudes are added to this bucket. NaN and infinities are
-        in no bucket.
+        Each bin becomes a bucket. Zeros lie in the middle bucket, between the negative and the positive edges. If there
+        would be more than `max_buckets`, the middle bucket also gets the bins of the smallest magnitudes. NaN and
+        infinities are left out.
         """
         (used,) = np.nonzero(self.counts[0] | self.counts[1])
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
@@ -168,7 +169,7 @@ class Histogram:
         return np.maximum(edges, -np.finfo(np.float64).max), np.concatenate((negative[::-1], [middle], positive))
 
     def rebinned(self, edges: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Return the finite values' counts between ascending edges, for drawing; a bin's values are spread evenly."""
+        """Return the counts of finite values between ascending edges, for drawing. A bin's values are spread evenly."""
         at = np.asarray(edges, np.float64)
         if at.ndim != 1 or len(at) < 2 or not (np.diff(at) > 0).all():
             raise ValueError("edges: expected at least two ascending numbers")
@@ -188,12 +189,12 @@ class Histogram:
         return counts
 
     def to_bytes(self) -> bytes:
-        """Return the bytes for the column `histogram` in their shortest form: equal histograms have equal bytes."""
+        """Encode the counts for the column `histogram` in the shortest form. Equal counts have equal bytes."""
         return _packed(self.first, self.counts[0], self.counts[1], self.infinite)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, zero_count: int = 0, nan_count: int = 0) -> Histogram:
-        """Read a row's column `histogram` and its counts of zeros and NaN. CorruptError: the bytes are no histogram."""
+        """Decode the column `histogram`; other columns count zeros and NaN. Raises CorruptError for invalid bytes."""
         if len(data) < _HEAD.size:
             raise CorruptError(f"a histogram has {len(data)} bytes: expected at least {_HEAD.size}")
         width, layout, first = _HEAD.unpack_from(data)
@@ -243,7 +244,7 @@ for each bit pattern."""
 
 
 def of_bins(dtype: str, bins: _Bins) -> bytes:
-    """Return the bytes for the column `histogram` from an array of `NUM_BINS` counts; zeros and NaN are left out."""
+    """Encode an array of `NUM_BINS` counts for the column `histogram`. Zeros and NaN are left out."""
     if dtype in BY_PATTERN:
         with np.errstate(all="ignore"):
             codes = np.arange(256, dtype=np.uint8)
@@ -257,7 +258,7 @@ def of_bins(dtype: str, bins: _Bins) -> bytes:
 
 
 def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
-    """Return the histogram of a few distinct values, each with a count; the values must be exact in float64."""
+    """Return the histogram of distinct values, each of which occurs `times`. They must be exact in float64."""
     counts, infinite = np.zeros((2, 256), np.int64), np.zeros(2, np.int64)
     is_positive = (values > 0).astype(np.int64)
     np.add.at(infinite, is_positive[np.isinf(values)], times[np.isinf(values)])
@@ -268,7 +269,7 @@ def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
 
 
 def of_row(measured: Measured) -> Histogram | None:
-    """Return the histogram in a tensor's measured statistics; None if no histogram was measured."""
+    """Return the histogram in measured statistics. Return None if they have none."""
     if measured.histogram is None:
         return None
     counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}

@@ -1,7 +1,4 @@
-"""Rows as integers: finds rows that are equal in some columns, and matches rows of two tables.
-
-Nothing here may loop over rows in Python.
-"""
+"""Turns columns into integers, to find rows that are equal in some columns and to match rows of two tables."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ T = TypeVar("T")
 Integers = npt.NDArray[np.int64]
 
 VALUE_KEY = KEY
-"""The columns that identify a value in a run, except its rank."""
+"""The columns that, with the rank, identify a value in a run."""
 SERIES_KEY = tuple(name for name in KEY if name != "step")
-"""The columns that identify a value over all steps."""
+"""The columns that identify a series: the values of one name and site over all steps."""
 
 
 _NONE = -1
-"""The value of `Times.stage` for a row outside of pipelines."""
+"""The value of `Times.stage` for a row that is not from a pipeline."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
-"""The integer for null where statistics are compared by their bits; as float64 it is subnormal, as no statistic is."""
+"""The integer for null in `bits_of`. As float64 these bits are subnormal, and no statistic is subnormal."""
 
 
 class Groups(NamedTuple):
-    """Groups of rows that are equal in some columns, numbered in the order of their first rows."""
+    """Groups of rows that are equal in some columns. Groups are numbered in the order of their first rows."""
 
     ids: Integers
     firsts: Integers
@@ -42,7 +39,7 @@ class Groups(NamedTuple):
 
 
 def codes(column: Any) -> Integers:
-    """Return a column as small integers from 0 that are equal for equal values; null counts as a value."""
+    """Return a column as integers from 0 on. Equal values have equal integers, and null counts as a value."""
     if pa.types.is_floating(column.type):
         bits = column.cast(pa.float64()).fill_null(np.nan).to_numpy().view(np.int64)
         numbers = np.unique(bits, return_inverse=True)[1].reshape(-1) * 2
@@ -57,7 +54,7 @@ def codes(column: Any) -> Integers:
 
 
 def encode(column: Any) -> tuple[Integers, list[str]]:
-    """Return a column as indices of its distinct texts, with -1 for null, and the list of these texts."""
+    """Return a column of texts as indices into a list of its distinct texts, and this list. Null is -1."""
     chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
     encoded = chunked.dictionary_encode().unify_dictionaries()
     pieces = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
@@ -66,13 +63,13 @@ def encode(column: Any) -> tuple[Integers, list[str]]:
 
 
 def holds(column: Any, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the texts in a column that pass a test, which runs once per distinct text; null never passes."""
+    """Return a mask of the texts that pass `test`, which is called once per distinct text. Null never passes."""
     ids, texts = encode(column)
     return np.array([*map(test, texts), False], np.bool_)[ids]
 
 
 def group(columns: Sequence[Integers]) -> Groups:
-    """Group rows that are equal in several columns of integers."""
+    """Group rows that are equal in all of several columns of integers."""
     _, firsts, ids = np.unique(mix(columns), return_index=True, return_inverse=True)
     by_appearance = np.argsort(firsts)
     rank = np.empty(len(firsts), np.int64)
@@ -81,19 +78,19 @@ def group(columns: Sequence[Integers]) -> Groups:
 
 
 def group_rows(table: Any, names: Sequence[str]) -> Groups:
-    """Group the rows of a `pa.Table` that are equal in some columns."""
+    """Group the rows of a `pa.Table` that are equal in all columns in `names`."""
     return group([codes(table.column(name)) for name in names] or [np.zeros(table.num_rows, np.int64)])
 
 
 def by_distinct(table: Any, names: Sequence[str], of: Callable[..., T]) -> tuple[list[T], Integers]:
-    """Call a function on the distinct rows of some columns; return the results, and the index of each row's result."""
+    """Call `of` once for each distinct row of some columns. Return the results, and each row's index in them."""
     groups = group_rows(table, names)
     cells = (table.column(name).take(pa.array(groups.firsts)).to_pylist() for name in names)
     return [of(*row) for row in zip(*cells, strict=True)], groups.ids
 
 
 def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers]:
-    """Return an id for each row of two tables; rows that agree in some columns have the same id."""
+    """Return an id for each row of two tables. Rows that are equal in the columns `names` have the same id."""
     both = pa.concat_tables([a.select(list(names)), b.select(list(names))])
     ids = group_rows(both, names).ids
     return ids[: a.num_rows], ids[a.num_rows :]
@@ -117,15 +114,15 @@ def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return a number for each row, the same for equal rows. Numbers have no gaps, and sort as the columns do."""
+    """Return a number for each row, equal for equal rows. The numbers sort as the rows do, and have no gaps."""
     numbers: Integers = np.unique(mix(columns), return_inverse=True)[1].reshape(-1)
     return numbers
 
 
 def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return a number for each row, the same for equal rows. Numbers may have gaps, and sort as the columns do.
+    """Return a number for each row, equal for equal rows. The numbers sort as the rows do, and may have gaps.
 
-    The result may be one of the columns itself, so it must not be changed.
+    The result may be one of `columns` itself, so it must not be changed.
     """
     mixed, size = np.zeros(0, np.int64), 1
     for column in columns:
@@ -148,7 +145,7 @@ def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
 
 
 def bits_of(column: Any) -> Integers:
-    """Return a column of numbers as integers that are equal for equal values, including NaN and null."""
+    """Return the bits of a column of 64-bit numbers as integers, with `NULL` for null."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
     bits: Integers = values.view(np.int64).copy()
     if column.null_count:
@@ -157,7 +154,7 @@ def bits_of(column: Any) -> Integers:
 
 
 def digest(columns: Sequence[Integers]) -> Integers:
-    """Return a hash of each row: equal for rows equal in all columns and, one time in 2^64, for different rows."""
+    """Return a hash of each row. Equal rows have equal hashes; different rows do with a chance of 1 in 2^64."""
     total = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -165,26 +162,27 @@ def digest(columns: Sequence[Integers]) -> Integers:
 
 
 class Times(NamedTuple):
-    """The columns that show when rows were recorded, as arrays with one entry per row."""
+    """The columns that say when rows were recorded: one array each, with one entry per row."""
 
     step: Integers
     mode: Integers
     is_forward: npt.NDArray[np.bool_]
     is_backward: npt.NDArray[np.bool_]
-    """True for a row that was recorded in a backward, even if it is of a forward that the backward recomputed."""
+    """True for a row that was recorded during a backward, even if it is a value of a recomputed forward."""
     seq: Integers
-    """The row's place in the order of execution on its rank."""
+    """The position of the row in its rank's order of execution."""
     stage: Integers
-    """The pipeline stage of the row; -1 outside of pipelines."""
+    """The pipeline stage of the row; -1 for a row that is not from a pipeline."""
     micro_step: Integers
-    """The index of the micro-batch of a value of a pipeline; 0 for other values."""
+    """The index of the micro-batch in a pipeline; 0 for other rows."""
     rank: Integers
 
     def order(self) -> Integers:
         """Return the indices of the rows in the order of execution.
 
-        Each rank numbers only its own rows, so the order of stages is added here: forwards pass through the stages
-        upwards, backwards downwards. Micro-batches count as one after the other, though they overlap in time.
+        `seq` orders only the rows of one rank, so the order of pipeline stages is added here. Forwards pass through the
+        stages upwards, and backwards pass downwards. Micro-batches are put one after the other, though in fact they
+        overlap in time.
         """
         if (self.stage == _NONE).all():
             return np.lexsort([self.rank, self.seq, self.step])

@@ -1,9 +1,9 @@
-"""Combines statistics: of a tensor's pieces, of its chunks, or of any rows.
+"""Combines statistics of a tensor's pieces, of its chunks on several ranks, or of any rows.
 
-`Combine` in the registry of columns says which columns are added, and from which the least or greatest value is taken.
-The formulae of `Combine.MOMENTS` are here, and the sums of histograms and of units (channels). Means and standard
-deviations are exact to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque,
-Updating formulae and a pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
+`Combine` in `columns` says which columns are added, and of which the least or greatest value is taken. This module has
+the formulae of `Combine.MOMENTS`, and adds up histograms and units (channels). Means and standard deviations are exact
+to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque, Updating formulae and a
+pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 Columns = dict[str, npt.NDArray[Any]]
-"""Arrays of statistics, by the statistics' names; NaN stands for null."""
+"""Arrays of statistics by name. NaN stands for null."""
 _CHUNK_ITEMS = 1 << 16
 _JOIN = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 _OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
-"""For each way of combining a column, the value that stands for a row without values."""
+"""For each way of combining a column, the number that takes the place of a row without values."""
 _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
-"""The columns from which a statistic is computed; a group has the statistic only if each row has all these columns."""
+"""The columns from which a statistic is computed. A group has the statistic only if all its rows have these columns."""
 
 
 class Moments:
-    """The statistics of a tensor, to which the statistics of its pieces are added one after the other."""
+    """The statistics of a tensor. Its pieces are added one after the other."""
 
     def __init__(self) -> None:
         self.count = self.nan_count = self.inf_count = self.zero_count = 0
@@ -47,7 +47,7 @@ class Moments:
     def merge(
         self, count: int, low: float, high: float, total: float, deviations: float, sum_abs: float, sum_fourth: float
     ) -> None:
-        """Add a piece of `count` > 0 finite values; `deviations` is the sum of squares from the piece's own mean."""
+        """Add a piece of `count` > 0 finite values. `deviations` sums their squared distances from their mean."""
         self.min, self.max = min(self.min, low), max(self.max, high)
         mean = total / count
         away = mean - self.mean
@@ -62,19 +62,19 @@ class Moments:
 
 
 def measured(moments: Moments) -> Measured:
-    """Return the statistics of a tensor from the merged moments of all its pieces."""
+    """Return a tensor's statistics from the moments of all its pieces."""
     count = moments.count
     counts = moments.nan_count, moments.inf_count, moments.zero_count
     if not count:
         return Measured(nan_count=counts[0], inf_count=counts[1], zero_count=counts[2])
-    # Which of 0.0 and -0.0 is the lesser depends on the processor, so every zero statistic is made 0.0.
+    # Processors disagree on which of 0.0 and -0.0 is the lesser, so every zero statistic is made 0.0.
     low, high, total, sum_sq = moments.min + 0.0, moments.max + 0.0, moments.sum, moments.sum_sq
     if low == high:  # a constant's mean is the constant, and its standard deviation 0; rounding would give 1e-18
         mean, std = low, 0.0
     else:
         mean, std = total / count, math.sqrt(moments.deviations / count)
     l2 = math.sqrt(sum_sq)
-    # A NaN here comes from adding infinities of both signs, so it is an overflow and not a missing value.
+    # A NaN here is an overflow and no missing value: infinities of both signs were added.
     return Measured(
         mean if mean == mean else math.inf,
         std if std == std else math.inf,
@@ -91,10 +91,10 @@ def measured(moments: Moments) -> Measured:
 
 
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
-    """Combine a column of rows into a column of groups, by `how`: `SUM`, `MIN` or `MAX`.
+    """Combine the values of each group of rows by `how`: `SUM`, `MIN` or `MAX`.
 
-    `starts` has the index in `values` at which each nonempty group begins. If `values` has further axes, each row has a
-    list, and the lists are combined element by element. `has_values` is True for the rows that count; by default all
+    A group is a range of rows, and `starts` has the index at which each nonempty group begins. If `values` has more
+    axes than one, they are combined element by element. Rows whose `has_values` is False do not count; by default all
     rows count.
     """
     if has_values is not None:
@@ -105,11 +105,11 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
 def merge(
     rows: Mapping[str, Floats], num_finite: npt.NDArray[Any], has_values: Flags, starts: Integers
 ) -> dict[str, Floats]:
-    """Return the statistics of groups of rows that share no element; a statistic that overflows is infinite.
+    """Return the statistics of groups of rows that share no elements. A statistic that overflows is infinite.
 
-    `rows` has each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`. Only
-    rows whose `has_values` is True count; `num_finite` is the number of their finite elements. A statistic is NaN if no
-    row of the group counts, or if a row that counts does not have the statistic.
+    `rows` has each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`.
+    `num_finite` is the number of a row's finite elements. Rows whose `has_values` is False do not count. A statistic is
+    NaN if no row of the group counts, or if a row that counts does not have the statistic.
     """
     with np.errstate(all="ignore"):
         merged: dict[str, Floats] = {
@@ -137,11 +137,11 @@ def merge(
 def combine_chunks(
     chunks: Mapping[str, Floats], numels: Floats, factors: Floats, starts: npt.NDArray[np.int64]
 ) -> Columns:
-    """Return the statistics of groups of chunks that share no element.
+    """Return the statistics of groups of chunks. Chunks of a group share no elements.
 
-    `chunks` has each statistic and count of all chunks, group by group, as float64 with NaN for null; a group begins
-    at each of `starts`. The values of a chunk, which has `numels` elements, are multiplied by its factor. A statistic
-    is null if a chunk that has elements does not have the statistic.
+    `chunks` has each statistic and count of all chunks, group by group, as float64 with NaN for null; a group begins at
+    each of `starts`. A chunk has `numels` elements, and its values are multiplied by its factor. A statistic is null if
+    a chunk that has elements does not have the statistic.
     """
     if not len(starts):
         return {name: np.zeros(0) for name in (*STATISTICS, *COUNTS)}
@@ -158,8 +158,8 @@ def combine_chunks(
         lows, highs = scaled["min"], scaled["max"]
         scaled |= {"min": np.where(negative, highs, lows), "max": np.where(negative, lows, highs)}
     merged = merge(scaled, num_finite, num_finite > 0, starts)
-    # A group of one chunk keeps its measured statistics bit by bit, because sum / n may differ from the mean in the
-    # last digit.
+    # A group of one chunk keeps its measured statistics unchanged, because sum / n may differ from the measured mean in
+    # the last digit.
     same = (np.diff([*starts, len(numels)]) == 1) & (factors[starts] == 1.0)
     for name in STATISTICS:
         merged[name] = np.where(same, chunks[name][starts], np.where(is_known, merged[name], np.nan))
@@ -167,34 +167,34 @@ def combine_chunks(
 
 
 def norm_of_parts(norms: npt.NDArray[Any], axis: int) -> Floats:
-    """Return the norms of tensors from the norms of their parts along an axis; NaN if a part's norm is NaN."""
+    """Return the norms of tensors from the norms of their parts, which lie along `axis`. NaN stays NaN."""
     return np.asarray(np.sqrt(np.square(norms.astype(np.float64, copy=False)).sum(axis=axis)))
 
 
 def sum_of_chunks(values: Floats, numels: Floats, groups: Integers, whole: npt.NDArray[Any]) -> Floats:
-    """Return the sum over each group of chunks; NaN if a group has fewer elements than `whole` says of its tensor."""
+    """Return the sum over each group of chunks. NaN if the chunks have fewer elements than the tensor (`whole`)."""
     sums = np.asarray(np.bincount(groups, values), np.float64)
     sums[np.bincount(groups, numels) < whole] = np.nan
     return sums
 
 
 def numbers(column: Any) -> Floats:
-    """Return a column of numbers as float64; NaN for null."""
+    """Return a column as float64, with NaN for null."""
     return np.asarray(column.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(), np.float64)
 
 
 def integers(column: Any, null: int = -1) -> Integers:
-    """Return a column of integers as int64, with the number `null` in place of nulls."""
+    """Return a column as int64, with the integer `null` for null."""
     return np.asarray(column.cast(pa.int64()).fill_null(null).to_numpy(), np.int64)
 
 
 def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
-    """Return the statistics of each group, as columns of length `num_groups`; each group has at least one row.
+    """Return the statistics of each group of rows, as columns of length `num_groups`. Each group has at least one row.
 
-    `table` has `numel`, the statistics and the counts, and also `rows` and `rows_without` if its rows are themselves
-    combined. The result has `rows`, `rows_without` (the rows without statistics, which are left out), `numel` (of rows
-    with statistics), the statistics and the counts. A statistic is null for a group without finite elements, and if a
-    row of the group does not have it because its file has an earlier version.
+    `table` has `numel`, the statistics and the counts. If its rows are already combined rows, it also has `rows` and
+    `rows_without`. The result has all of these columns: `rows_without` counts the rows without statistics, and `numel`
+    counts the elements of rows with statistics. A statistic is null for a group without finite elements, and if a row
+    of the group lacks the statistic because its file has an earlier version.
     """
     order = np.argsort(groups, kind="stable")
     starts = np.searchsorted(groups[order], np.arange(num_groups))
@@ -207,7 +207,7 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
     own_counts = {name: np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS}
     numel = np.where(is_known, integers(table.column("numel")), 0)
     known = {name: numbers(table.column(name))[order] for name in STATISTICS}
-    # Rows of complex tensors have only counts, which are added; other statistics of complex values are not known.
+    # Rows of complex tensors have counts alone. The counts are added; the statistics stay unknown.
     finite = (numel - np.add.reduce([own_counts[name] for name in NONFINITE]))[order]
     merged = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
     columns = {name: pa.array(merged[name], pa.float64(), mask=np.isnan(merged[name])) for name in STATISTICS}
@@ -223,7 +223,7 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
 
 
 def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return how many elements are NaN and how many infinite; a complex element is NaN if one of its parts is NaN."""
+    """Return the numbers of NaN and of infinite elements. A complex element with a NaN part counts as NaN."""
     if array.dtype.kind in "biu":
         return 0, 0
     num_nan = num_inf = 0
@@ -248,10 +248,10 @@ def added(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | str | None:
-    """Return the bytes of a tensor's histogram, from its chunks' histograms, factors and numbers of elements.
+    """Return a tensor's encoded histogram. `pieces`: the encoded histogram, factor and number of elements of chunks.
 
-    The result is None if a chunk with elements has no histogram; if the histogram is missing for another reason, the
-    result is that reason as a text.
+    Return None if a chunk with elements has no histogram. If the histogram is missing for another reason, return that
+    reason as a text.
     """
     (first, factor, _), *others = pieces
     if first is None or (not others and factor == 1.0):
@@ -267,7 +267,7 @@ def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> byte
 
 
 def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
-    """Add up the histograms of each group of rows; None for a group in which no row has a histogram."""
+    """Add up the histograms of each group of rows. A group has None if none of its rows has a histogram."""
     totals: list[Histogram | None] = [None] * num_groups
     indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
     rows = column.take(pa.array(indices, pa.int64())).to_pylist()
@@ -279,15 +279,15 @@ def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes
 
 
 class ChunkUnits(NamedTuple):
-    """The units of a chunk, and their position among the units of the tensor."""
+    """The sums over the units (neurons or channels) of a chunk, and which units of the tensor they are."""
 
     units: Units
     ranges: Iterable[tuple[int, int, int]]
-    """The ranges of units, each as first unit in the chunk, first unit in the tensor, and number of units."""
+    """Ranges of units. Each is the first unit in the chunk, the first unit in the tensor, and the number of units."""
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """Return the sums of a tensor's units, added up over its chunks. ValueError: the chunks do not fit together."""
+    """Return the sums over a tensor's units, from its chunks. Raises ValueError if the chunks do not fit together."""
     num = shape[dim]
     sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
     for units, ranges in pieces:

@@ -1,12 +1,12 @@
-"""Sums over the values of each unit of a tensor, and the sketch of each token.
+"""Sums over the units of a tensor (neurons or channels), and sketches of tokens.
 
-A unit is all elements at one index along one dim: a neuron, a channel or a head; see "Units" in FORMAT.md. The sums of
-units add up over chunks, ranks, steps and runs, as histograms do.
+A unit is all elements at one index along one dim: a neuron, a channel or a head; see "Units" in FORMAT.md. Sums over
+units can be added up over chunks, ranks, steps and runs, as histograms can.
 
-The sketch of a value is eight numbers for each token; two sketches differ by about as much as the values do. Each
-number is the sum of a token's elements with signs that depend on an element's position alone (Achlioptas,
-"Database-friendly random projections", 2003). So two programs on two machines compare a token's values without keeping
-them. The signs must never change: they are part of what a recording means.
+A sketch is a digest of a token: eight numbers. The sketches of two values differ by about as much as the values do.
+Each number is the sum of the token's elements, with signs that depend on an element's position alone (Achlioptas,
+"Database-friendly random projections", 2003). So programs on two machines can compare a token's values without keeping
+them. The signs must never change, because recorded sketches depend on them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..sites import MAX_COUNT
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 MAX_UNITS = 1 << 15
-"""The most units of a tensor. A longer dim, such as a vocabulary, has no units, because a row would take megabytes."""
+"""The most units of a tensor. A longer dim, such as a vocabulary, has no units: its rows would take megabytes."""
 _HEAD = struct.Struct("<BBH")
-"""The struct of the first bytes of the column `units`: the number of bytes of a count of zeros, the dim, and 0."""
+"""The first bytes of the column `units`: the number of bytes of a count of zeros, the dim, and 0."""
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Sides(NamedTuple):
-    """The layout of a tensor's units in memory."""
+    """The layout in memory of a tensor's units (neurons or channels)."""
 
     dim: int
     num: int
@@ -42,7 +42,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
-    """Return the layout of units along a dim (negative: from the last), or a text on why the tensor has no units."""
+    """Return the layout of units along `dim`, which may be negative. If there are no units, return the reason."""
     at = dim + len(shape) if dim < 0 else dim
     if not 0 <= at < len(shape):
         return f"{len(shape)} dims, none of which is {dim}"
@@ -53,14 +53,14 @@ def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """For each unit (index along a dim) of a tensor, sums over finite values and the number of zeros. Supports `+`."""
+    """The sums over the finite values of each unit (index along a dim) of a tensor, and its zeros. Supports `+`."""
 
     dim: int
     sum: Floats
-    """The sum of each unit, of shape (units,); `sum_sq`, `absmax` and `zero_count` have the same shape."""
+    """The sum of each unit's values. `sum`, `sum_sq`, `absmax` and `zero_count` have the shape (units,)."""
     sum_sq: Floats
     absmax: Floats
-    """The largest magnitude of each unit; 0 for a unit without finite values."""
+    """The largest magnitude in each unit; 0 without finite values."""
     zero_count: Ints
     num_values: int = 0
     """The number of elements of each unit, finite or not."""
@@ -75,27 +75,27 @@ class Units:
 
     @property
     def mean(self) -> Floats:
-        """The mean of each unit, which is right only for a unit whose values are all finite."""
+        """The mean of each unit. It is correct only if all values of the unit are finite."""
         return self.sum / max(1, self.num_values)
 
     @property
     def rms(self) -> Floats:
-        """The root mean square of each unit, which is right only for a unit whose values are all finite."""
+        """The root mean square of each unit. It is correct only if all values of the unit are finite."""
         rms: Floats = np.sqrt(self.sum_sq / max(1, self.num_values))
         return rms
 
     @property
     def zero_share(self) -> Floats:
-        """The fraction of zeros in each unit; 1 for a dead unit."""
+        """The fraction of zeros in each unit. It is 1 for a dead unit."""
         return self.zero_count / max(1, self.num_values)
 
     @property
     def num_dead(self) -> int:
-        """The number of units whose values are all zero."""
+        """The number of dead units, whose values are all zero."""
         return int(((self.zero_count == self.num_values) & (self.num_values > 0)).sum())
 
     def __str__(self) -> str:
-        """Return a line for each of the ten units of largest magnitude, and a line with the number of dead units."""
+        """Return a line for each of the ten units with the largest magnitudes, and a line with totals."""
         order = np.argsort(-self.absmax, kind="stable")[:10]
         lines = [f"{'unit':>8} {'mean':>11} {'rms':>11} {'absmax':>11} {'zero':>6}"]
         columns = (self.mean, self.rms, self.absmax)
@@ -106,7 +106,7 @@ class Units:
         return "\n".join([*lines, rest])
 
     def __add__(self, other: Units) -> Units:
-        """Add up the units of two tensors. ValueError: the tensors differ in number of units, or in the units' dim."""
+        """Add the sums of two tensors unit by unit. Raises ValueError for different dims or numbers of units."""
         if (self.dim, len(self)) != (other.dim, len(other)):
             raise ValueError(f"{len(self)} units of dim {self.dim} and {len(other)} of dim {other.dim} do not add up")
         return Units(
@@ -119,19 +119,19 @@ class Units:
         )
 
     def scaled(self, factor: float) -> Units:
-        """Return the units of the tensor whose values are multiplied by a factor."""
+        """Return the sums over the units of the tensor times a factor."""
         with np.errstate(all="ignore"):
             return replace(
                 self, sum=self.sum * factor, sum_sq=self.sum_sq * factor * factor, absmax=self.absmax * abs(factor)
             )
 
     def to_bytes(self) -> bytes:
-        """Return the bytes for the column `units`, with the shortest counts possible: equal sums have equal bytes."""
+        """Encode the sums for the column `units` in the shortest form. Equal sums have equal bytes."""
         return packed(self.dim, np.stack((self.sum, self.sum_sq, self.absmax)), self.zero_count)
 
     @classmethod
     def from_bytes(cls, data: bytes, shape: Sequence[int]) -> Units:
-        """Read the column `units` of a row whose tensor has this shape. CorruptError: the bytes are no units."""
+        """Decode the column `units` for a tensor of this shape. Raises CorruptError for invalid bytes."""
         if len(data) < _HEAD.size:
             raise CorruptError(f"units have {len(data)} bytes: expected at least {_HEAD.size}")
         width, dim, layout = _HEAD.unpack_from(data)
@@ -151,9 +151,10 @@ class Units:
 
 
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
-    """Return the bytes for the column `units`, of units that lie along `dim`.
+    """Encode sums over the units along `dim` for the column `units`.
 
-    `sums` has the shape (3, units): sums, sums of squares, largest magnitudes. `zeros` counts the zeros of each unit.
+    `sums` has the shape (3, units): sums, sums of squares, and largest magnitudes. `zeros` has the number of zeros in
+    each unit.
     """
     largest = int(zeros.max(initial=0))
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8
@@ -161,13 +162,14 @@ def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
 
 
 NUM_SKETCHED = 8
-"""The length of a token's sketch. With eight, differences seem 0.4 to 1.6 times their size for 99 tokens of 100."""
+"""The length of a sketch. With eight numbers, 99 % of tokens show 0.4 to 1.6 times their true difference."""
 _SCALE = 0.25
-"""The magnitude of each sign, exact in every type; if float16 can hold a token's norm, it can hold the sketch."""
+"""The factor of each sign. All dtypes represent it exactly. If float16 can hold a token's norm, it can hold the
+sketch."""
 
 
 def signs(width: int) -> npt.NDArray[np.float32]:
-    """Return the signs, times `_SCALE`, with which a token's elements are added up for its sketch: shape [width, 8]."""
+    """Return the signs, times `_SCALE`, with which a token's `width` elements are summed. The shape is [width, 8]."""
     mixed = np.arange(width, dtype=np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the constants of splitmix64
         mixed = (mixed + np.uint64(0x9E3779B97F4A7C15)) ^ (mixed >> np.uint64(shift))
@@ -177,26 +179,26 @@ def signs(width: int) -> npt.NDArray[np.float32]:
 
 
 class TokenRows(NamedTuple):
-    """Which tokens of a model's call the rows of a value belong to, judged by the value's shape."""
+    """Says to which tokens of a model's call the rows of a tensor belong, by the tensor's shape."""
 
     kind: str
-    """``all``: all tokens in their order. ``columns``: one row for each position in the batch, shared by all samples.
-    ``last``: the last K tokens of each sample. ``kept``: the tokens for which the call computed logits."""
+    """``all``: all tokens in order. ``columns``: one row for each position, which all samples share. ``last``: the last
+    K tokens of each sample. ``kept``: the tokens for which the call computed logits."""
     num_dims: int
-    """The number of leading dims that index tokens; the other dims index the elements of one token."""
+    """The number of leading dims that index tokens. The other dims index the elements of one token."""
 
     def num(self, shape: tuple[int, ...]) -> int:
-        """Return how many rows a value of this shape has."""
+        """Return the number of rows of a tensor of this shape."""
         return math.prod(shape[: self.num_dims])
 
 
 def token_rows(shape: tuple[int, ...], grid: tuple[int, int], num_kept: int = 0) -> TokenRows | None:
-    """Return which tokens of a call the rows of a value belong to; None if the rows are not those of tokens.
+    """Return to which tokens of a call the rows of a tensor belong. Return None if its rows are no tokens.
 
     Args:
-        shape: the value's shape.
-        grid: the number of samples of the call, and of tokens of each sample; (1, all tokens) for flat tokens.
-        num_kept: the number of tokens for which the call was told to compute logits; 0 if it was not told which.
+        shape: the tensor's shape.
+        grid: the number of samples, and of tokens in each sample; (1, all tokens) for flat tokens.
+        num_kept: the number of tokens for which the call was asked for logits; 0 without such a request.
     """
     batch, length = grid
     if len(shape) > 1 and shape[:2] == grid:
