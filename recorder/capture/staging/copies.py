@@ -1,8 +1,8 @@
-"""Stagers copy a tensor's bytes into a block of the pool of host memory; each kind of device has a stager class.
+"""Stagers: each copies the tensors of one kind of device into the pool of host memory.
 
 A stager runs on the training thread and may not wait for a device while it takes values. If a copy is not over when the
-stager returns, the record carries a `Ready` that the writer waits on. Some devices finish a copy at once, others only
-when the step's graph has run. A new device needs one class here and one entry of `STAGERS`.
+stager returns, the record carries a `Ready` that the writer thread waits on. Some devices finish a copy at once, others
+only when the step's graph has run. A new device needs one class here and one entry of `STAGERS`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
-"""Tensors of fewer bytes are copied by memmove (0.3 us a call; torch 6 us), larger tensors by all torch threads."""
+"""Smaller tensors are copied by memmove (0.3 us a call), larger ones by torch (6 us a call) on all its threads."""
 _HELD_BYTES = 1 << 22
-"""The tensor size in bytes up to which measuring keeps the GIL, mostly for under a millisecond: taking the GIL back
-from a busy writer thread costs up to five milliseconds.
+"""Measuring a tensor of up to this many bytes keeps the GIL, mostly for under a millisecond. Taking the GIL back from a
+busy writer thread costs up to five milliseconds.
 """
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 """A memmove that keeps the GIL; `ctypes.memmove` would release the GIL to the writer thread."""
@@ -45,13 +45,13 @@ _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.
 
 
 class MeasurePlan(Protocol):
-    """A plan to compute statistics in the tensor's own memory, as no payload is kept, and to read the results."""
+    """A plan to compute the statistics of a tensor in place, for a tensor whose payload is not kept."""
 
     nbytes: int
     """The number of bytes that the results take in the pool block."""
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Read the statistics from `data`, which has the results of this plan. Writer thread."""
+        """Return the statistics. `data` contains the results of this plan. Called on the writer thread."""
 
 
 class Stager(Protocol):
@@ -63,41 +63,41 @@ class Stager(Protocol):
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy a dense tensor's elements in C order into ``block``.
 
-        Return an object that tells when the bytes have arrived; None if they have arrived already. On return, training
-        may change the tensor, in program order on the current stream, without changing the copy. Raises `LostError` if
-        the tensor should not be copied, and any error of the copy itself.
+        Return an object to wait for the bytes with, or None if the bytes have arrived already. Once this method has
+        returned, training may change the tensor, in program order on the current stream, without changing the copy.
+        Raises `LostError` if the tensor should not be copied, and any error of the copy itself.
         """
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> MeasurePlan | None:
-        """Return a plan to measure a dense tensor in place, as its payload is not kept; None if it must be copied."""
+        """Return a plan to measure a dense tensor in place. Return None if the tensor must be copied instead."""
         return None
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
-        """Measure a tensor by a plan of this stager; copy the results into the block, as `copy` copies a tensor."""
+        """Measure a tensor by a plan that this stager made, and copy the results into the block as `copy` does."""
         raise LostError(COPY_FAILED)
 
     def norms(self, tensor: torch.Tensor) -> DeviceNorms | None:
-        """Return the object that computes this step's norms on the tensor's device; None if the device cannot.
+        """Return the object that computes norms on the tensor's device. Return None if the device cannot.
 
-        `copy` copies these norms to the host. Raises `LostError` if a graph is being captured.
+        `copy` copies the step's norms to the host. Raises `LostError` if a graph is being captured.
         """
         return None
 
     def look(self) -> None:
-        """Hand the copies that have reached the host to the writer. Called as a call of a root begins; never waits."""
+        """Let the writer have the copies that have arrived. Called when a recorded model is called; never waits."""
         return
 
     def fetch(self) -> None:
-        """Hand all values taken so far to the writer, for `flush`; may wait until they have reached the host."""
+        """Let the writer have all copies made so far, for `flush`. May wait until they have reached the host."""
         return
 
     def close(self) -> None:
-        """Fetch or drop the values that have not reached the host, and release the stager's memory and streams."""
+        """Fetch or drop the copies that have not reached the host, and release the stager's memory and streams."""
         return
 
 
 class HostStager(Stager):
-    """Copies host memory to host memory; the copy is complete on return, and the writer thread encodes it.
+    """Copies CPU tensors. A copy is complete when `copy` returns; the writer thread encodes it later.
 
     If no payload is kept, compiled C loops compute the statistics from the tensor's own memory. The loops make no copy
     and read each byte once. They run on training's OpenMP threads, which are idle while a hook runs. Small tensors are
@@ -148,9 +148,10 @@ class XlaStager(Stager):
     """Copies XLA's lazy tensors on the device in the hook, and to the host once the step's own graph has run.
 
     A copy to the host in the hook would cut the graph in two. The copy on the device becomes one more output of the
-    graph that the program runs at its next step boundary (`torch_xla.sync`), so no further graph is compiled or run. If
-    the program runs other graphs and ends no step, the copies of a root's call are not computed with them. The recorder
-    then runs a graph for these copies when the next call begins; else they would pile up in the program's next graph.
+    graph that the program runs at its next step boundary (`torch_xla.sync`), so no further graph is compiled or run. A
+    program may also run graphs without ending a step; these graphs do not compute the copies. The recorder then runs a
+    graph for the copies when the next call of a recorded model begins. Otherwise the program's next graph would have to
+    compute more and more copies.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -195,8 +196,8 @@ class XlaStager(Stager):
         if os.getpid() != self._pid:
             return
         if threading.current_thread().name.startswith("recorder-"):
-            # When a signal ends the process, the main thread may be building a graph, and then no other thread may run
-            # one.
+            # When a signal ends the process, the main thread may be building a graph. No other thread may run a graph
+            # then.
             for value in values:
                 if not value.is_free:
                     value.lost_for = _NO_BOUNDARY
@@ -206,7 +207,7 @@ class XlaStager(Stager):
             pass  # the writer may be reading a tensor
 
     def _bring(self, values: list[_LazyCopy]) -> None:
-        """Copy values to the host, with one graph for all uncomputed values. The writer counts failures."""
+        """Bring lazy copies to the host. One graph computes all that need it. The writer counts failed copies."""
         lazy = [(value, tensor) for value in values if (tensor := value.tensor) is not None]
         if not lazy:
             return
@@ -227,7 +228,7 @@ class XlaStager(Stager):
 
 
 class _LazyCopy:
-    """A lazy copy on its way to the host. Only a record refers to a copy: a dropped record's copy is not computed."""
+    """A lazy copy of a tensor. Only the record holds the copy, so a dropped record's copy is never computed."""
 
     __slots__ = (
         "__weakref__",
@@ -249,7 +250,7 @@ class _LazyCopy:
         self.num_boundaries = num_boundaries
         self.num_graphs = num_graphs
         self.is_free = False
-        """True once the writer may read the tensor; until then the tensor belongs to the thread that builds graphs."""
+        """True once the writer may read the tensor. Until then only the thread that builds graphs may use it."""
         self.lost_for: str | None = None
         self.error: Exception | None = None
         self._block = block

@@ -1,8 +1,9 @@
 """Computes statistics and fingerprint of one tensor with torch's kernels on its device, as `measure` does on the host.
 
-Only a few numbers for each box (a contiguous part of the tensor) are copied to the host, where the writer thread merges
-them. Sums are in float64 as on the host, but in another order, so their last bits may differ; counts, extremes and
-fingerprints are equal. Nothing here may read a device value on the host, because training would wait for it.
+A tensor is cut into boxes, which are contiguous parts. Only a few numbers for each box are copied to the host, where
+the writer thread merges them. Sums are in float64, as on the host, but in another order, so their last bits may differ.
+Counts, extremes and fingerprints are equal. Nothing here may read a device value on the host, because training would
+wait for it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22
-"""The largest number of elements of a box; the up to three float64 copies of a box take 100 MB of device memory."""
+"""The largest number of elements of a box. Up to three float64 copies of a box take 100 MB of device memory."""
 _MAX_WEIGHTS = 1 << 16
-"""The largest number of fingerprint weights that are computed for several dims together, and that are cached."""
+"""The most fingerprint weights that one tensor has for several dims together. A longer tensor is not cached."""
 _MAX_KEPT = 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-"""The dtypes that torch's kernels turn into float64; tensors of other dtypes are measured on the host."""
+"""The dtypes that torch's kernels can convert to float64. Tensors of other dtypes are measured on the host."""
 
 Weights = dict[tuple[tuple[int, int], ...], torch.Tensor]
-"""Caches fingerprint weights: for a group of (dim, length) pairs, the weight of each index. For one stream only."""
+"""A cache of fingerprint weights for one stream. Maps a group of (dim, length) pairs to the weight of each index."""
 
 
 class DeviceMeasure:
@@ -53,10 +54,11 @@ class DeviceMeasure:
         self.nbytes = (len(self._boxes) * _NUM_COLUMNS + _SUMS_OF_UNIT * num_units) * 8
 
     def launch(self, tensor: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Launch the kernels that measure a contiguous tensor, on the current stream; the tensor is not changed.
+        """Launch the kernels that measure a contiguous tensor on the current stream, and return the results.
 
-        `weights` caches weights of earlier calls on the same stream; this call adds to the cache. The results are
-        returned as a flat int64 tensor on the device: the results of each box, then the sums over units (channels).
+        The results are a flat int64 tensor on the device: those of each box, then the sums of each unit (neuron or
+        channel). `weights` is the stream's cache of fingerprint weights; this call adds to it. The tensor is not
+        changed.
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -72,7 +74,7 @@ class DeviceMeasure:
         return torch.cat((statistics, self._sum_units(flat, self._sides).view(torch.int64).reshape(-1)))
 
     def _sum_units(self, flat: torch.Tensor, sides: Sides) -> torch.Tensor:
-        """Return, for each unit, the sums of x and x^2, the largest magnitude and the number of zeros, as float64."""
+        """Return, for each unit (neuron or channel), the sums of x and x^2, the largest magnitude and the zeros."""
         sums = torch.zeros((_SUMS_OF_UNIT, sides.num), dtype=torch.float64, device=flat.device)
         for start, offsets, shape in self._boxes:
             values = flat[start : start + math.prod(shape)].reshape(shape).movedim(sides.dim, 0)
@@ -86,7 +88,7 @@ class DeviceMeasure:
         return sums
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Read the statistics from `data`, which has the results of `launch`. Writer thread."""
+        """Return the statistics. `data` contains the results of `launch`. Called on the writer thread."""
         words = data.view(np.int64)
         num_words = len(self._boxes) * _NUM_COLUMNS
         rows = words[:num_words].reshape(-1, _NUM_COLUMNS)
@@ -109,7 +111,7 @@ class DeviceMeasure:
 
 
 def can_measure(tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> bool:
-    """Return True if the device can measure the tensor; any other tensor is copied, and measured on the host."""
+    """Return True if the device can measure the tensor. Any other tensor is copied and measured on the host."""
     is_run = bool(keep & (KEEP_FINGERPRINT | KEEP_UNITS)) and chunk is not None and chunk.flat_start is not None
     return tensor.dtype in _DTYPES and not is_run and not keep & KEEP_HISTOGRAM
 
@@ -152,7 +154,7 @@ def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tu
 
 
 def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
-    """Compute the fields of `_BoxResult` from the values; each is a float64 whose bits are viewed as int64."""
+    """Return the fields of `_BoxResult` for a box's values, each as a float64 whose bits are viewed as int64."""
     wide = values.to(torch.float64)
     num_nonzero = (wide != 0).sum(dtype=torch.float64)
     finite = torch.isfinite(wide)
@@ -192,7 +194,7 @@ def _merged(results: list[_BoxResult], numel: int) -> Measured:
 
 
 def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights) -> torch.Tensor:
-    """Return a box's fingerprint (FORMAT.md) as if its offsets were 0. int64 wraps: the result is modulo 2^64."""
+    """Return the fingerprint (see FORMAT.md) of a box at offset 0. int64 arithmetic wraps, so it is modulo 2^64."""
     if values.itemsize == 8:
         shape = (*shape, 2)
     words = values.view(_WORDS[values.itemsize])
@@ -207,7 +209,7 @@ def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights)
 
 
 def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weights) -> torch.Tensor:
-    """Return the fingerprint's weight of each index of a group of dims. Dim 0 is the tensor's last dim."""
+    """Return the fingerprint weight of each index of a group of dims. Dims count from the tensor's last dim, 0."""
     factor = kept.get(group)
     if factor is not None:
         return factor
@@ -222,7 +224,7 @@ def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weig
 
 
 def _powers(base: int, length: int, device: torch.device) -> torch.Tensor:
-    """Compute 1, base, base^2, ... as int64 on the device; a copy from the host could make the host wait."""
+    """Return 1, base, base^2, ... as int64, made on the device. A copy from the host could make the host wait."""
     powers = torch.ones(length, dtype=torch.int64, device=device)
     done = 1
     while done < length:

@@ -38,28 +38,28 @@ class Device(Protocol):
         """Record an event that happens once the stream has done all the work that was launched on it so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Make work that is launched on the stream from now on wait for the event, as it was last recorded."""
+        """Make all future work of the stream wait for the event, as the event was last recorded."""
 
     def is_done(self, event: Any) -> bool:
-        """Return True if the event has happened. Any thread; raises an error that the device had earlier."""
+        """Return True if the event has happened. Raises an earlier error of the device. Called on any thread."""
 
     def run(self, stream: Any, work: Callable[[], None]) -> None:
-        """Launch the work on the stream; the work may not have begun when this method returns."""
+        """Launch the work on the stream. The work may begin only after this method has returned."""
 
     def fetch(self, stream: Any, host: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor to host memory that is not page-locked; wait until the bytes have arrived. Writer thread."""
+        """Copy a tensor to host memory that is not page-locked, and wait for the copy. Writer thread only."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the device as a flat tensor of bytes."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Page-lock memory of the host, so that copies into it need not wait; return False if the device refuses."""
+        """Page-lock host memory, so that copies into it need not wait. Return False if the device refuses."""
 
     def unpin(self, address: int) -> None: ...
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU, called through torch, or through the CUDA driver where torch's call has a side effect."""
+    """One NVIDIA GPU, called through torch. Where torch's call has a side effect, the CUDA driver is called."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -108,14 +108,13 @@ class CudaDevice(Device):
             host.copy_(source)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        # The first value may be seen in inference mode; a tensor allocated in that mode could not be written outside
-        # it.
+        # The first value may arrive in inference mode. A tensor allocated in that mode could not be written outside it.
         with torch.inference_mode(False), undisturbed():
             return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        # If `torch.cuda.cudart()` were to page-lock the memory and failed, its error would stay set, and torch would
-        # report it for the next kernel of training. The driver keeps no error.
+        # `torch.cuda.cudart()` is not used. If it failed to page-lock the memory, its error would stay set, and torch
+        # would report the error for the next kernel of training. The driver keeps no error.
         with self._beside_captures():
             return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
 
@@ -127,7 +126,8 @@ class CudaDevice(Device):
     def _beside_captures(self) -> Iterator[None]:
         """Let this thread call the driver while another thread captures a graph, without spoiling the capture.
 
-        A thread that never used the device has no context, and the driver refuses calls without a context.
+        The device's context is set, too. A thread that never used the device has none, and the driver then refuses
+        calls.
 
         Raises:
             RuntimeError: the driver refuses the context or the capture mode.
@@ -151,7 +151,7 @@ class CudaDevice(Device):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run torch in the ``with`` block without autograd graph, autocast, or the user's dispatch and function modes."""
+    """Run the ``with`` block without autograd, autocast, and the user's dispatch and function modes."""
     with (
         torch.no_grad(),
         torch._C._DisableTorchDispatch(),
@@ -162,32 +162,32 @@ def undisturbed() -> Iterator[None]:
 
 
 _MAX_NORMS = 1 << 14
-"""The largest number of norms that one step has; further values of the step have no norm."""
+"""The most norms of one step. Further values of the step get no norm."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _WIDE = (torch.float64, torch.complex64, torch.complex128)
 
 
 class DeviceNorms:
-    """Computes the norms of one step's values on one device, in the order of the calls. Used by training threads."""
+    """Computes the norms of one step's values on one device, in the order of the calls. Called on training threads."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._room = device.allocate(4 * _MAX_NORMS).view(torch.float32)
         self._slots: list[torch.Tensor] = []
-        """Views of elements of `_room` as 0-dim tensors, made once an element is needed."""
+        """0-dim views of the elements of `_room`, one for each norm, made when first needed."""
         self._stream: Any = None
-        """The stream on which norms were last computed or returned; None before the first norm."""
+        """The stream that last computed or copied norms; None before the first norm."""
         self._num = 0
 
     def is_capturing(self) -> bool:
-        """Return True if a graph is being captured; meanwhile the device must not be asked anything."""
+        """Return True while a graph is captured. The device must not be used during a capture."""
         return self._device.is_capturing()
 
     def measure(self, tensor: torch.Tensor) -> bool:
-        """Launch the kernel that computes the Euclidean norm of a tensor; return whether that was possible.
+        """Launch the kernel that computes the Euclidean norm of a tensor. Return False if that is not possible.
 
-        It is not possible for dtypes such as integers, while a graph is captured, on another stream than the stream of
-        the step's first norm, and after `_MAX_NORMS` norms.
+        It is not possible for integers and other dtypes without a norm, while a graph is captured, on a stream other
+        than that of the step's first norm, and after `_MAX_NORMS` norms.
         """
         if tensor.dtype not in _NARROW and tensor.dtype not in _WIDE:
             return False
@@ -209,7 +209,7 @@ class DeviceNorms:
         return True
 
     def measure_many(self, tensors: list[torch.Tensor]) -> bool:
-        """Launch the kernels that compute the norms of many tensors together; return whether that was possible."""
+        """Launch kernels that compute the norms of many tensors together. Return False if that is not possible."""
         start = self._begin(len(tensors)) if all(tensor.dtype in _NARROW for tensor in tensors) else None
         if start is None:
             return False
@@ -225,8 +225,8 @@ class DeviceNorms:
     def take(self) -> torch.Tensor | None:
         """Return the step's norms on the device, float32 of shape (number of norms,), and begin a new step.
 
-        The norms must be copied on the current stream before the next norm is computed. None if there are no norms, or
-        if a graph is captured now.
+        The norms must be copied on the current stream before the next norm is computed. Return None if there are no
+        norms, or if a graph is being captured.
         """
         num, self._num = self._num, 0
         if not num or self._device.is_capturing():
@@ -235,7 +235,7 @@ class DeviceNorms:
         return self._room[:num]
 
     def _begin(self, num: int) -> int | None:
-        """Return the index in `_room` of the next `num` norms; None if they cannot be computed now."""
+        """Return the index in `_room` for the next `num` norms. Return None if they cannot be computed now."""
         if self._device.is_capturing() or self._num + num > _MAX_NORMS:
             return None
         stream = self._device.current_stream()
@@ -246,7 +246,7 @@ class DeviceNorms:
         return self._num
 
     def _follow(self, stream: Any) -> None:
-        """Make a stream wait for the stream that used `_room` before, and remember the waiting stream as last user."""
+        """Make `stream` wait for the stream that last used `_room`. From now on `stream` is the last user."""
         if self._stream is not None and self._stream != stream:
             event = self._device.new_event()
             self._device.record(event, self._stream)

@@ -1,10 +1,12 @@
-"""Computes statistics and fingerprint of one tensor, for the writer thread; never calls torch.
+"""Computes statistics and fingerprint of one tensor, for the writer thread. Never calls torch.
 
 The compiled C loops of `recorder.native` compute all results in one pass, 4 to 9 times as fast as the functions here.
-If the compiled loops are missing, these functions compute the same bits. They use numpy, whose reductions run on the
-calling thread alone whatever the size, know no global modes, and cannot touch training's threads or generators.
+If the compiled loops are missing, these functions compute the same bits. They use numpy, because its reductions run on
+the calling thread alone, whatever the size. Numpy has no global modes, and cannot touch training's threads or random
+generators.
 
-`recorder/numerics/histogram.py` defines the counts of a histogram, and `units.py` there the sums of units (channels).
+`recorder/numerics/histogram.py` defines the counts of a histogram. `recorder/numerics/units.py` defines the sums of
+units (neurons or channels).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured, Staged
 
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements that numpy reduces at a time; they and their float64 copy fit in the second-level cache."""
+"""The number of elements that numpy reduces at a time. With a float64 copy they fit in the second-level cache."""
 
 _NOTHING = Measured()
 _NO_UNITS_OF_RUN = "no_units:a run of a flattened tensor"
@@ -44,11 +46,11 @@ def measure(
     *,
     kernels: Kernels | None = None,
 ) -> Measured:
-    """Compute the results that the bits of `keep` ask for: statistics, histogram, sums of each unit, fingerprint.
+    """Return the results that the bits of `keep` ask for: statistics, histogram, sums of each unit, fingerprint.
 
-    `data` has the tensor's bytes, and `chunk` the tensor's position in a global tensor. A negative `unit_dim` counts
-    from the last dim. `kernels` are the compiled loops; None to measure in Python. UnsupportedError is raised if the
-    dtype is unknown.
+    `data` has the tensor's bytes, and `chunk` the tensor's position in a global tensor. A unit is a neuron or channel;
+    a negative `unit_dim` counts from the last dim. `kernels` are the compiled loops, or None to measure in Python.
+    UnsupportedError is raised if the dtype is unknown.
     """
     is_run = chunk is not None and chunk.flat_start is not None
     by_loops = keep & ~(KEEP_FINGERPRINT | KEEP_UNITS) if is_run else keep
@@ -92,7 +94,7 @@ def _statistics_of(
 
 
 class HostMeasure:
-    """Says how the compiled loops measure a host tensor in its own memory, and reads the results."""
+    """A plan by which the compiled loops measure a host tensor in place. It also reads the results."""
 
     __slots__ = ("_dtype", "_sides", "kernels", "loops", "nbytes")
 
@@ -115,11 +117,11 @@ class HostMeasure:
         self.nbytes = self.loops.num_bytes
 
     def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> None:
-        """Measure the contiguous elements at address `at`; write the results to address `out`; see `measure_at`."""
+        """Measure the elements at address `at`, and write the results to `out`, as `Kernels.measure_at` does."""
         self.kernels.measure_at(at, self.loops, out, num_threads=num_threads, held_bytes=held_bytes)
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Read the statistics from `data`, which has the results of `launch`. Writer thread."""
+        """Return the statistics. `data` contains the results of `launch`. Called on the writer thread."""
         statistics, bins, sums = self.loops.read(data)
         if statistics.fingerprint is not None and chunk is not None and chunk.offsets is not None:
             fingerprint_there = moved(statistics.fingerprint, item_bytes(self._dtype), chunk.offsets)
@@ -134,7 +136,7 @@ class HostMeasure:
 
 @lru_cache(maxsize=512)  # each cached plan may hold the weights of a fingerprint, mostly 32 KiB
 def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
-    """Return a plan by which the compiled loops measure a nonempty tensor; None if Python must measure it.
+    """Return a plan by which the compiled loops measure a nonempty tensor. Return None if Python must measure it.
 
     The result is also None if `keep` has neither `KEEP_STATS` nor `KEEP_FINGERPRINT`. A negative `unit_dim` counts from
     the last dim.
@@ -197,7 +199,7 @@ def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
     if dtype.startswith("complex"):
         return _count_complex(data, dtype)
     moments = _Chunks(min(len(data), _CHUNK_ITEMS))
-    # The powers of values near the largest double overflow to inf, and the row then contains inf.
+    # The powers of values near the largest double overflow to inf. The recorded statistic is then inf.
     with np.errstate(all="ignore"):
         for values in _chunks(data, dtype):
             moments.add(values)
@@ -264,7 +266,7 @@ def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
 
 @lru_cache(maxsize=8)
 def _decoded(dtype: str) -> npt.NDArray[np.float32]:
-    """Return the value of each bit pattern of an 8 or 16 bit float. For float16 a look-up is twice as fast as numpy."""
+    """Return the values of an 8 or 16 bit float by bit pattern. For float16 a look-up is twice as fast as numpy."""
     num_bytes = item_bytes(dtype)
     codes = np.arange(1 << 8 * num_bytes, dtype=np.dtype(f"<u{num_bytes}"))
     with np.errstate(all="ignore"):
@@ -272,7 +274,7 @@ def _decoded(dtype: str) -> npt.NDArray[np.float32]:
 
 
 def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
-    """Count elements with a NaN part as NaN, other elements with an infinite part as infinite, and zeros."""
+    """Count NaN, infinite and zero elements. An element with a NaN part is NaN, even if the other part is infinite."""
     parts = data.view(np.dtype(f"<f{item_bytes(dtype) // 2}"))
     nan_count = inf_count = zero_count = 0
     for start in range(0, len(parts), 2 * _CHUNK_ITEMS):
@@ -339,7 +341,7 @@ _LANES = 8
 
 
 class UnitSums:
-    """The sums over the finite values of each unit (such as a channel), and the number of zeros of each unit."""
+    """Sums over the finite values of each unit (neuron or channel), and the number of zeros of each unit."""
 
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
@@ -354,10 +356,10 @@ class UnitSums:
             first += len(values)
 
     def add(self, values: npt.NDArray[Any], first: int) -> None:
-        """Add a piece of the flattened tensor; `first` elements of the tensor come before the piece.
+        """Add a piece of the flattened tensor. The piece begins at element `first` of the tensor.
 
-        `bincount` adds in the order of the elements. If the values of a unit are adjacent in memory, they are added up
-        in eight partial sums, which are added in pairs and then to the unit's sum.
+        `bincount` adds in the order of the elements. If the values of a unit are adjacent in memory, they are first
+        added to eight partial sums. The partial sums are added in pairs, and the result to the unit's sum.
         """
         num, inner = self.sides.num, self.sides.inner
         is_zero = np.equal(values, 0)

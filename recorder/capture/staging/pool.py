@@ -1,9 +1,9 @@
 """The host pool: one memory region of fixed size in bytes, which contains every record on its way to disk.
 
 The pool is the only limit on what waits between training and disk. The training thread takes blocks, and the writer
-thread gives them back. In the ring's share of the pool, values wait for a trigger. Training never waits for room in
-that share, because room there comes from passing steps, not from a writer that catches up. Nothing here may allocate
-more than a small object per record, or hold its lock while bytes are copied.
+thread gives them back. A part of the pool belongs to the ring: the values of the last steps, which are written only if
+a trigger asks for them. Training never waits for room in that part, because steps that pass make room there, not the
+writer. Nothing here may allocate more than a small object per record, or hold its lock while bytes are copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""The unit of block sizes in bytes. A record's Python objects take about as much, so the pool bounds them, too."""
+"""Block sizes are multiples of this. A record's Python objects take about as many bytes, so the pool bounds them, too.
+"""
 _NAP_S = 0.002
 """The seconds between two attempts to take a block, while a thread waits for room in the pool."""
 
@@ -46,12 +47,13 @@ class PoolBlock:
         self.offset = offset
         self.num_bytes = num_bytes
         self.when_released: Callable[[], None] | None = None
-        """The function that `release` calls where a device may still be writing into the block; it gives the block back
-        once the device is done, too."""
+        """Called by `release` in place of `give_back` if a device may still write into the block. The function gives
+        the block back once the device is done.
+        """
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """Return the block's bytes as an array, which is made only here, on the writer thread, to keep hooks fast."""
+        """Return the block's bytes as an array. Called on the writer thread only, to keep hooks fast."""
         return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
 
     @property
@@ -59,7 +61,7 @@ class PoolBlock:
         return self._pool.address + self.offset
 
     def release(self) -> None:
-        """Give the block back to the pool once no device writes into it any more. Any thread, once."""
+        """Give the block back to the pool once no device writes into it. Called once, on any thread."""
         if self.when_released is None:
             self.give_back()
         else:
@@ -138,7 +140,7 @@ class Pool:
         return self._used_bytes - free_bytes
 
     def take(self, nbytes: int) -> PoolBlock | None:
-        """Take a block of exactly ``nbytes``; None if the pool has no room now. Never waits for the writer.
+        """Return a block of ``nbytes``. Return None if the pool has no room now. Never waits for the writer.
 
         A call from a signal handler or a finalizer that interrupts another call in the same thread may get None.
         """
@@ -150,8 +152,8 @@ class Pool:
             except IndexError:  # another thread has taken the block first
                 pass
         size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
-        # From the lock to `try`, and in `finally`, there are only plain stores and no calls: Ctrl-C and handlers that
-        # raise come between calls, so the flag never stays set.
+        # Ctrl-C and signal handlers interrupt this thread only at calls. Between the lock and `try`, and in `finally`,
+        # there are no calls, so `_is_taking` is always reset.
         with self._lock:
             if self._is_taking:
                 return None
@@ -212,9 +214,11 @@ class Pool:
     def take_or_wait(
         self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
     ) -> PoolBlock | None:
-        """Take a block, waiting for at most ``per_step_s`` in all calls of one step; None if the value must be dropped.
+        """Return a block, waiting at most ``per_step_s`` in all calls of one step. Return None to drop the value.
 
-        After a failed wait no call waits until half of the pool is free, because a dead disk must not stop training.
+        A wait also fails if the writer finished no batch for ``stalled_s``, or if all waits exceed a nonzero
+        ``per_run_s``. After a failed wait no call waits until half of the pool is free, because a dead disk must not
+        stop training.
         """
         block = self.take(nbytes)
         if block is not None or nbytes > self.capacity_bytes:
@@ -251,7 +255,7 @@ class Pool:
 
 
 class DevicePool(Pool):
-    """A fixed region of a device's memory. Its blocks have a length, but no bytes that the host may touch."""
+    """A fixed region of a device's memory. The host may not touch the bytes of its blocks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.capacity_bytes = tensor.numel() - tensor.numel() % GRAIN_BYTES
@@ -268,12 +272,12 @@ def default_capacity_bytes(local_world_size: int) -> int:
 
 
 class RingMemory:
-    """The ring's share of the pool, where values wait for a trigger. Only the training thread calls the methods."""
+    """The part of the pool where the last steps' values wait for a trigger. Used on the training thread only."""
 
     def __init__(self, pool: Pool, window: RingWindow, *, is_wanted: Callable[[int], bool]) -> None:
         """Begin with an empty ring in its share of the pool.
 
-        `is_wanted` returns whether a trigger has asked for a step, whose values are then on their way to the disk.
+        `is_wanted` returns True for a step that a trigger has asked for. The values of that step go to the disk.
         """
         self.pool = pool
         self.window = window
@@ -285,7 +289,7 @@ class RingMemory:
         self._is_judged = False
 
     def take(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
-        """Take a block; None if there is no room. Waiting would not help, because only steps that pass make room."""
+        """Return a block, or None if there is no room. Waiting would not help: only steps that pass make room."""
         if not self._is_judged and moment.mode == "train":  # an evaluation is no measure of a training step
             if self._first is None:
                 self._first = moment.step
@@ -294,10 +298,10 @@ class RingMemory:
         return self.pool.take(nbytes)
 
     def judge(self, step: int, num_steps: Callable[[int, int], int]) -> str | None:
-        """After the first step, return once why the window's steps do not fit into the ring; otherwise None.
+        """Return why the window's steps do not fit into the ring, once, after the first step. Otherwise return None.
 
         `step` is the step that begins. `num_steps` takes a first step and a number of steps, and returns at how many of
-        them rules keep ring values.
+        these steps a rule keeps values in the ring.
         """
         if self._is_judged or self._first is None or step <= self._first:
             return None

@@ -1,14 +1,14 @@
-"""Copies values from a device that works in streams; training waits for no copy, and cannot change a copy.
+"""Copies values from a device that works in streams. Training waits for no copy, and cannot change a copy.
 
 A value is cloned on training's own stream, in program order, into a block of a fixed region of the device's memory. A
 stream of the recorder then copies the clone to the host. If training changes the tensor in place or frees it, the
-change comes after the clone on training's stream and cannot reach the copy. The clone costs twice the value's bytes of
-the device's own memory traffic, about a thirtieth of the time that the copy over the bus takes.
+change comes after the clone on training's stream and cannot reach the copy. The clone reads and writes each byte of the
+value once. That takes about a thirtieth of the time of the copy over the bus.
 
 If the region is full, training's stream makes the copy to the host itself, at the speed of the bus. The copy is still
-in program order, and the host does not wait. Events show when a copy is over. The writer polls the events. Once the
-copy is over, its device block, event and pool block are given back. A block that a device may still write into is never
-given to another record.
+in program order, and the host does not wait. The writer polls events to see which copies are over. A copy that is over
+gives back its device block, event and pool block. A block that a device may still write into is never given to another
+record.
 
 Nothing here may wait for a device, launch anything while a graph is captured, or allocate memory in each step.
 """
@@ -38,11 +38,11 @@ CUDA_GRAPH = "cuda_graph"
 NO_DEVICE_ROOM = "device_pool_full"
 
 _MIN_MEASURED_BYTES = 1 << 20
-"""Tensors of fewer bytes are not measured on the device. A guess: a larger copy should cost over 20 kernel launches."""
+"""Smaller tensors are measured on the host. A guess: a larger copy should cost over 20 kernel launches."""
 _MANY = 64
 """If more copies than this are under way, the training thread checks whether the oldest are over."""
 _unfinished: set[StreamStager] = set()
-"""The closed stagers into whose memory a device was still writing. Their memory is freed once the device is done."""
+"""The closed stagers into whose memory a device may still write. The memory is freed once the device is done."""
 
 
 class StreamStager:
@@ -59,9 +59,9 @@ class StreamStager:
     ) -> None:
         """Store the settings. A device is not used before its first tensor arrives.
 
-        `pool` is page-locked at the first tensor. `room_bytes` of each device's memory are for values on their way to
-        the host. Statistics of tensors of at least `min_measured_bytes` are computed on the device. `say` takes a line
-        of text that a person should read.
+        `pool` is page-locked at the first tensor. `room_bytes` of each device's memory hold values on their way to the
+        host. Tensors of at least `min_measured_bytes` are measured on the device if their payload is not kept. `say`
+        takes a line of text that a person should read.
         """
         self._pool = pool
         self._open_device = open_device
@@ -77,7 +77,7 @@ class StreamStager:
         self._unmeasurable: set[torch.dtype] = set()
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> DeviceMeasure | None:
-        """Return how the device measures a tensor whose payload is not kept; None if it must be copied instead."""
+        """Return a plan to measure the tensor on the device. Return None if the tensor must be copied instead."""
         if tensor.numel() * tensor.itemsize < self._min_measured_bytes or tensor.dtype in self._unmeasurable:
             return None
         from .device_measure import (
@@ -102,12 +102,12 @@ class StreamStager:
         except (LostError, torch.OutOfMemoryError):
             raise
         except RuntimeError:
-            # The device has no kernel for this dtype: from now on the host measures tensors of the dtype.
+            # The device has no kernel for this dtype. From now on tensors of this dtype are measured on the host.
             self._unmeasurable.add(tensor.dtype)
             raise
 
     def norms(self, tensor: torch.Tensor) -> DeviceNorms:
-        """Return the object that computes this step's norms on the device; `copy` copies the norms to the host.
+        """Return the object that computes this step's norms on the device. `copy` copies the norms to the host.
 
         Raises:
             LostError: a graph is being captured.
@@ -123,10 +123,10 @@ class StreamStager:
                 copies.poll_oldest()
 
     def fetch(self) -> None:
-        """Do nothing: copies are on their way already, and the writer waits for them."""
+        """Do nothing. All copies are on their way already, and the writer waits for them."""
 
     def close(self) -> None:
-        """Free the memory. If copies are under way, the thread that finds the last copy over frees the memory."""
+        """Free the memory. If copies are under way, the thread that finds the last one over frees the memory."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True
@@ -136,7 +136,7 @@ class StreamStager:
         self.release_if_over()
 
     def release_if_over(self) -> None:
-        """Free the memory if `close` was called and the last copy is over; else do nothing."""
+        """Free the memory if `close` was called and the last copy is over. Otherwise do nothing."""
         if not self._is_closed or any(copies.is_busy for copies in list(self._by_device.values())):
             return
         _unfinished.discard(self)
@@ -197,7 +197,7 @@ class _DeviceCopies:
         self._is_pinned = is_pinned
         self._under_way: deque[_Arrival] = deque()
         self._launching: set[_Arrival] = set()
-        """The copies that may have been launched, but whose event may not be recorded yet."""
+        """The copies that the device may have begun, but whose event may not be recorded yet."""
         self._weights: Weights = {}
         self.norms: DeviceNorms | None = None
 
@@ -238,13 +238,13 @@ class _DeviceCopies:
                 copied = self._make(side, lambda: measured.launch(clone[0], self._weights))
             return self._bring(side, copied, block, room, event)
         except BaseException:
-            # `room` is not given back while a copy into it may be under way: it is better to lose the memory.
+            # `room` is not given back while a copy into it may be under way. Losing the memory is better.
             if block.when_released is None:
                 self._keep_until_done(room, stream, event)
             raise
 
     def _make(self, stream: Any, work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """Launch the work that makes a tensor; the returned list contains the tensor once the work is launched."""
+        """Launch work that makes a tensor. Return a list, which contains the tensor once the work is launched."""
         made: list[torch.Tensor] = []
         self.device.run(stream, lambda: made.append(work()))
         return made
@@ -273,7 +273,7 @@ class _DeviceCopies:
         self._launching.discard(arrival)
 
     def _keep_until_done(self, room: PoolBlock, stream: Any, event: Any) -> None:
-        """Keep the device memory of a failed copy until no work on the device can still use the memory."""
+        """Keep the device memory of a failed copy until no work on the device can use it any more."""
         arrival = _Arrival(self, event, None, room)
         with contextlib.suppress(RuntimeError):
             self.device.record(event, stream)
@@ -304,7 +304,7 @@ class _DeviceCopies:
                 under_way[1].poll()
 
     def poll_oldest(self) -> None:
-        """Poll copies, oldest first, until one is not over, as they end about in order; not during a graph capture."""
+        """Poll copies, oldest first, until one is not over: they end about in order. Not for graph captures."""
         for arrival in list(self._under_way):
             if not arrival.poll():
                 break
@@ -312,7 +312,7 @@ class _DeviceCopies:
 
 
 class _Arrival:
-    """One copy under way. The first thread that sees the end gives back the event, device memory and pool block."""
+    """One copy under way. The first thread that finds it over gives back its event, device memory and pool block."""
 
     __slots__ = (
         *("_block", "_blocks_left", "_event", "_copies", "_room", "_may_end"),
@@ -335,7 +335,7 @@ class _Arrival:
         self.is_released = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the copy, as `records.Ready` says. Writer thread."""
+        """Wait for the copy; `records.Ready` describes the arguments. Called on the writer thread."""
         if not self.poll(is_reader=True):
             time.sleep(timeout_s)
             if not self.poll(is_reader=True):
@@ -345,7 +345,7 @@ class _Arrival:
         return True
 
     def poll(self, *, is_reader: bool = False) -> bool:
-        """Return whether the copy is over. The first call to see this frees what the copy used. Any thread."""
+        """Return True if the copy is over. The first call that finds it over frees its memory. Any thread."""
         if self.is_over or not self.is_launched:
             return self.is_over
         error: Exception | None = None
