@@ -1,6 +1,6 @@
-"""Writes statistics, histograms and pictures of a run as files that TensorBoard or Weights & Biases show.
+"""Writes statistics, histograms and pictures of a run as files for TensorBoard or Weights & Biases.
 
-The packages of the two programs write the files, and are imported only for such an export. The export contains only
+The packages of these two programs write the files. They are imported only for such an export. The export contains only
 what was recorded: histograms keep their bins, and a number that was not recorded is left out.
 """
 
@@ -47,7 +47,8 @@ Step = Mapping[str, "float | Histogram | Picture"]
 
 
 Add = Callable[[int, float, Step], None]
-"""A function that writes a step, its time in seconds and its values to one run on the board; steps come in order."""
+"""A function that writes one step to a run on the board. It takes the step, the time in seconds and the step's
+values."""
 
 
 class BoardExport:
@@ -78,10 +79,7 @@ class BoardExport:
         """0, because the size is not known in advance."""
 
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
-        """Write the folder, which gets its name once it is complete.
-
-        Raises WriteError if the name is taken, or the folder cannot be written.
-        """
+        """Write the folder. It gets its final name once it is complete."""
         if force:
             raise LookupFailedError(f"--force replaces a file, and {self.to} is a folder: take the old one away first")
         partial, problems, notes, num_values, is_damaged = MissingRanks(), list[str](), list[str](), 0, False
@@ -176,9 +174,10 @@ def is_picture(site: str, shape: tuple[int, ...]) -> bool:
 
 
 def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8] | None:
-    """Draw a tensor with four dims as tiles of a picture, shape (height, width, 3); None if nothing is finite.
+    """Draw a tensor with four dims as a picture of tiles. Return None if no element is finite.
 
-    Each tile is a filter of a parameter, or a channel of another value's first sample. Black is the smallest element.
+    The picture has shape (height, width, 3). Each tile is a filter of a parameter, or a channel of the first sample of
+    another value. Black is the smallest element.
     """
     if array.shape[1] == 3:
         tiles = array[: _MAX_TILES if site == "param" else 1].transpose(0, 2, 3, 1)
@@ -202,7 +201,7 @@ def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint
 
 
 Opener = Callable[[Path, str, Run], AbstractContextManager[Add]]
-"""A function that opens a run on the board: in a folder, under a name, for a recorded run."""
+"""A function that opens a run on the board. It takes the folder, the name on the board, and the recorded run."""
 
 
 def _tensorboard() -> Opener:

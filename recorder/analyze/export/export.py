@@ -1,9 +1,9 @@
 """Writes runs in other formats: statistics as Parquet, tensors as npz or safetensors, and the catalog of a run.
 
-An export overwrites no file unless it is asked to. The catalog is one Parquet file with a row for each row on disk, but
-without the payloads. Its rows come in blocks of ranks, and each block is sorted by attempt, step, rank and seq. So
-every file of the run is read about once, and memory holds one block. Readers can find both a step and a rank by the
-statistics of the row groups.
+An export overwrites no file unless it is asked to. The catalog is one Parquet file that lists all recorded values of a
+run, without the values' bytes. Its rows come in blocks of ranks, and each block is sorted by attempt, step, rank and
+seq. So every file of the run is read about once, and memory holds one block. Readers can find both a step and a rank by
+the statistics of the row groups.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Exported(NamedTuple):
     """The size of the file."""
     notes: list[str]
     problems: list[str]
-    """Messages about global tensors whose ranks contradict each other, so that the file has the ranks' own rows
-    instead, and about values that are not in the file because they cannot be read."""
+    """Messages about global tensors whose ranks contradict each other: the file has the ranks' own rows instead. Also
+    messages about values that are left out because they cannot be read."""
     is_whole: bool
     """False if something that was read is damaged, or if the values of some ranks are missing."""
 
@@ -99,10 +99,7 @@ class Export:
         """The number of payload bytes that `write` passes to `report` in total; 0 if it is not known in advance."""
 
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
-        """Write the file, which gets its name once it is complete.
-
-        Raises WriteError if the file exists and `force` is False, or if the file cannot be written.
-        """
+        """Write the file. It gets its final name once it is complete."""
         try:
             num_rows = self._write(path, force, report)
         except RunError:
@@ -163,7 +160,7 @@ class Export:
         return num_rows
 
     def _light(self) -> Iterator[Any]:
-        """Yield rows without payloads: rows of the global view, or else all rows on disk, of all attempts."""
+        """Yield rows without their values' bytes: of the global tensors if asked for, else all rows of all attempts."""
         if self._options.across_ranks:
             for chosen in self._tensors.chosen(METADATA_COLUMNS, self._partial):
                 yield chosen.table
@@ -215,7 +212,7 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Reads rows with decoded bytes. If some chunks are missing, a row has no bytes, unless the options allow it."""
+    """Reads rows with their decoded bytes. A row that lacks some ranks' chunks gets none, unless options allow it."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = SelectedRows(run, selection, options)
@@ -298,7 +295,7 @@ def format_of(path: Path) -> str:
 
 
 def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row without bytes, or with them; a large tensor gives several rows, the first one with statistics."""
+    """Yield a row with its bytes or without. A large tensor gives several rows; the first has the statistics."""
     if row["encoding"] is None or not has_bytes:
         yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return

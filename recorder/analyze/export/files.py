@@ -1,6 +1,6 @@
 """Writes tensors as npz and as safetensors, and gives files and folders their final names.
 
-Tensors are written span by span, so that no tensor is ever complete in memory; the formats' own libraries want all
+Tensors are written span by span, so that no tensor is ever complete in memory. The formats' own libraries want all
 tensors in memory at once. A file gets its name once it is complete, and never replaces another file unasked. Ctrl-C and
 SIGTERM leave no half-written file behind.
 """
@@ -44,7 +44,8 @@ SAFETENSORS_TYPES: dict[str, str] = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
 _AS_PARTS = {"complex32": "F16", "complex128": "F64"}
-"""The complex types that safetensors lacks, with the type of their parts, which lie along one more dim."""
+"""The complex types that safetensors lacks, with the type of a part. The real and the imaginary part lie along one more
+dim."""
 _AS_BYTES = ("float4_e2m1fn_x2",)
 """Types with two elements in a byte, written as bytes because readers disagree on their shape."""
 
@@ -109,12 +110,12 @@ def write_safetensors(
 
 
 def widest_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the tensors, widest element first, so that each offset in the file is a multiple of the element size."""
+    """Return the tensors by element size, largest first. So each file offset is a multiple of the element size."""
     return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
 
 
 def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:
-    """Return the type in which a numpy file can hold values of this dtype, and whether they must be widened for it."""
+    """Return the dtype that a numpy file has for values of this dtype, and whether the values must be widened to it."""
     if dtype.startswith("float8") or dtype == "bfloat16":
         return np.dtype("<f4"), True
     return numpy_dtype(dtype), False
@@ -133,10 +134,10 @@ _TERMINATED = 143
 
 @contextmanager
 def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryIO]:
-    """Open a file that gets its final name if the `with` block ends without an error, and else is removed.
+    """Open a new file, and give it its final name at the end of the `with` block.
 
-    `force` replaces a file of the same name; None means that the user cannot ask for this. Raises WriteError if the
-    name is taken, or the file cannot be written.
+    If the block raises, the file is removed. `force` replaces a file of the same name; None means that the user cannot
+    ask for this. Raises WriteError if the name is taken, or the file cannot be written.
     """
     instead = _OR_FORCE if force is not None else ""
     _check_outside_runs(path)
@@ -156,9 +157,10 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
 
 @contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that gets its final name if the `with` block ends without an error, and else is removed.
+    """Make a new folder, and give it its final name at the end of the `with` block.
 
-    The block syncs the files. Raises WriteError if the path exists and is no empty directory, or cannot be written.
+    If the block raises, the folder is removed. The block syncs the files. Raises WriteError if the path exists and is
+    no empty directory, or cannot be written.
     """
     _check_outside_runs(path)
     if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
@@ -171,7 +173,7 @@ def published_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _unfinished(path: Path, make: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
-    """Make a file or folder under a temporary name; the `with` block renames it, or else it is removed at the end."""
+    """Make a file or folder under a temporary name. If the `with` block does not rename it, it is removed."""
     temporary = path.with_name(f".recorder-{os.getpid()}.tmp")
     with _sigterm_raises():
         try:
@@ -192,7 +194,7 @@ def _unfinished(path: Path, make: Callable[[Path], T]) -> Iterator[tuple[Path, T
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end the `with` block by SystemExit, to remove unfinished files. A program's own handler stays."""
+    """Make SIGTERM raise SystemExit in the `with` block, to remove unfinished files. A program's own handler stays."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -31,7 +31,7 @@ from .files import published_file, published_folder, write_safetensors
 from .tensors import Entry, Span, SpansOf, row_spans, whole
 
 CHUNK_BYTES = 16 << 20
-"""The size of a checkpoint's largest chunk. A rank that loads the checkpoint reads only the chunks that it needs."""
+"""The most bytes of one chunk of a checkpoint. A rank that loads the checkpoint reads only the chunks that it needs."""
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 _VERSION = "1.0.0"
@@ -88,7 +88,7 @@ def write_checkpoint(folder: Path, spans_of: SpansOf, entries: Sequence[Entry], 
 
 
 def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the offsets and sizes of boxes, of at most `max_numel` elements, that follow each other in memory."""
+    """Yield (offsets, sizes) of boxes of at most `max_numel` elements that make up a tensor, in the order in memory."""
     dim, inner = 0 if 0 in shape else len(shape), 1
     while dim and inner * shape[dim - 1] <= max_numel:
         dim, inner = dim - 1, inner * shape[dim - 1]
@@ -103,10 +103,7 @@ def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, .
 
 
 def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of all spans, end to end, in arrays of these sizes. An array is valid until the next is yielded.
-
-    All arrays share one buffer, because `torch.save` may keep its argument until a garbage collection (torch 2.9).
-    """
+    """Yield the bytes of all spans, end to end, in arrays of the given sizes. An array is valid until the next one."""
     source = iter(spans)
     span, used = np.empty(0, np.uint8), 0
     buffer = np.empty(max(sizes, default=0), np.uint8)
@@ -129,16 +126,17 @@ def _sync(file: BinaryIO) -> None:
 
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
-"""The sites to write, for parameters or gradients. The first site of each decides which steps can be exported."""
+"""The sites (kinds of values) to write, for parameters or gradients. The first site decides which steps can be
+exported."""
 _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
 _NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
 _MAX_NAMES = 1_000_000
-"""The most names of a model that are accepted: an untrusted manifest may share modules without end."""
+"""The most names of a model that are accepted. An untrusted manifest may give shared modules any number of names."""
 FORMATS = ("dcp", "safetensors")
 _ONLY_DCP = ("complex32", "complex128", "float4_e2m1fn_x2")
-"""The dtypes that safetensors does not have, and for which a substitute dtype would fit no model."""
+"""The dtypes that safetensors does not have. A substitute dtype would fit no model."""
 _RESERVED = "__metadata__"
 
 
@@ -150,7 +148,7 @@ class Refused(NamedTuple):
 
 
 class Model:
-    """The parameters and buffers, or the gradients, of one model at one step, in the global view."""
+    """The parameters and buffers, or the gradients, of one model at one step, put together from all ranks."""
 
     def __init__(
         self, run: Run, what: str, *, root: str | None = None, step: int | None = None, layouts: Sequence[str] = ()
@@ -248,7 +246,7 @@ class Model:
             self.notes.append(f"{counted(len(gone), 'parameter')} {when}: {listed(gone)}")
 
     def _names_before(self) -> set[str]:
-        """Return the names with a gradient at the previous recorded step: after a kill, this step may lack some."""
+        """Return the names with a gradient at the previous recorded step. In a killed run, this step may lack some."""
         if self.step_before is None:
             return set()
         table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
@@ -282,7 +280,7 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
 
 
 def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
-    # A name whose tie was broken later has rows of its own.
+    # If a tie was broken later, the tied name has rows of its own.
     names = {name: name if name in rows else tied for name, tied in known.names.items()}
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
@@ -297,7 +295,7 @@ def _is_part(name: str, taken: set[str]) -> bool:
 
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return, of the rows of one name, the one that the update used; a global row comes before the ranks' own rows."""
+    """Return the row that the optimizer's update used. A global row is preferred to the ranks' own rows."""
 
     def order(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["repeat"], row["scope"] in (None, "final"), row["rank"] is None
@@ -320,7 +318,7 @@ class StateDict(NamedTuple):
     """The names in a model's state dict."""
 
     names: dict[str, str]
-    """Maps each name in the state dict, in order, to the name in rows; these differ for tied or shared parameters."""
+    """Maps each name in the state dict to the recorded name, in order. The two differ for tied or shared parameters."""
     left_out: set[str]
     """The names of buffers that are not persistent, and so not in the state dict."""
 
@@ -348,7 +346,7 @@ def state_dict_of(run: Run, root: str) -> StateDict:
 
 
 def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
-    """Add names under the other paths of shared modules; inner modules come first, so that outer ones repeat them."""
+    """Add names under the other paths of shared modules. Inner modules come first, so that outer ones repeat them."""
     for alias, path in sorted(aliases.items(), key=lambda pair: -pair[1].count(".")):
         for name, recorded in list(names.items()):
             if not path or name.startswith(f"{path}."):
@@ -407,7 +405,7 @@ def check_format(to: str) -> None:
 
 
 def write_model(model: Model, path: Path, to: str, report: Callable[[int], None] = lambda done: None) -> int:
-    """Write the tensors of a model, under the final name once all is complete; return the bytes on disk.
+    """Write the tensors of a model, and return the bytes on disk. The final name appears once all is written.
 
     The caller decides what a refused tensor means. safetensors makes a new file, dcp fills a new or empty folder.
     `report` is called with the bytes done since the last call. Raises WriteError if the name is taken, or the path

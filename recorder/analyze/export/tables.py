@@ -1,8 +1,8 @@
-"""The tables `runs`, `rows`, `probe` and `findings` about many runs, queried by SQL or kept in an Iceberg catalog.
+"""Makes the tables `runs`, `rows`, `probe` and `findings` of many runs, for SQL queries or an Iceberg catalog.
 
-`rows` has a row for each row on disk, without its payload; memory holds one range of steps at a time. A catalog takes
-each table of a run as a whole, in one transaction, and `runs` last: a run whose registration is killed is registered
-again later. pyiceberg and duckdb are imported where a caller asks for them.
+`rows` has a row for each recorded value, without the value's bytes. Memory holds one range of steps at a time. A
+catalog takes each table of a run as a whole, in one transaction, and `runs` last. So a run whose registration was
+killed is registered again later. pyiceberg and duckdb are imported where a caller asks for them.
 """
 
 from __future__ import annotations
@@ -62,11 +62,7 @@ TABLES: dict[str, pa.Schema] = {
 def tables_of(
     run: Run, names: Collection[str] = tuple(TABLES), *, max_rows: int = _MAX_ROWS, mapper: Mapper = map_serially
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the tables of a run in parts, each with its table's name; no part has more than about `max_rows` rows.
-
-    Rows of steps that a restart repeated are left out. Damaged rows are left out, too; the column `num_problems` has
-    the number of damages. `mapper` reads ranges of steps for the findings, in this process or in others.
-    """
+    """Yield the tables of a run in parts, as (table's name, part). A part has at most about `max_rows` rows."""
     makers: dict[str, Callable[[Run, int], Iterator[Any]]]
     makers = {"rows": _rows, "probe": _probe, "findings": partial(_findings, mapper=mapper), "runs": _run}
     created = datetime.fromtimestamp((run.manifest.created_ns or 0) / 1e9, UTC)
@@ -132,7 +128,7 @@ _KEPT = timedelta(days=1)
 
 
 def is_configured(name: str) -> bool:
-    """Return whether pyiceberg is configured for a catalog of this name; raise UnsupportedError without pyiceberg."""
+    """Return whether pyiceberg is configured for a catalog of this name. Raise UnsupportedError without pyiceberg."""
     try:
         from pyiceberg.utils.config import Config
     except ImportError:
@@ -144,9 +140,9 @@ class RunTables:
     """The tables in an Iceberg catalog."""
 
     def __init__(self, where: str, *, is_new: bool = False) -> None:
-        """Open a catalog by its name in pyiceberg's configuration, or else the SQLite catalog in a folder of this name.
+        """Open the catalog that pyiceberg has configured as `where`, or else the SQLite catalog in the folder `where`.
 
-        Raises LookupFailedError if the folder has no catalog, unless `is_new` is True: then the catalog is made.
+        Raises LookupFailedError if the folder has no catalog. With `is_new`, a new catalog is made instead.
         """
         is_folder = not is_configured(where)
         from pyiceberg.catalog import load_catalog
@@ -183,10 +179,7 @@ class RunTables:
         return self._registered.get(run.run_id) == (run.opened_bytes, state_of(run))
 
     def register(self, run: Run, mapper: Mapper = map_serially) -> int:
-        """Write the run into the tables, in place of its earlier rows there; return the number of its rows in `rows`.
-
-        `mapper` reads ranges of steps for the findings, in this process or in others.
-        """
+        """Write the run into the tables, in place of its earlier rows. Return how many rows it has in `rows`."""
         from pyiceberg.expressions import EqualTo
 
         num_rows = 0
@@ -201,7 +194,7 @@ class RunTables:
         return num_rows
 
     def tidy(self) -> None:
-        """Join the files of a table that has many, and remove those that only table versions older than a day use."""
+        """Join the files of tables with many files. Delete files that only table versions older than a day use."""
         for name, table in self._tables.items():
             if name not in _BY_RUN and len(table.inspect.files()) > _MAX_FILES:
                 table.overwrite(table.scan().to_arrow())
@@ -211,7 +204,7 @@ class RunTables:
                 table.io.delete(path)
 
     def dataset(self, name: str) -> Any:
-        """Return a table as a pyarrow dataset, of which DuckDB reads only the columns and files that a query needs."""
+        """Return a table as a pyarrow dataset. DuckDB reads from it only the columns and files that a query needs."""
         import pyarrow.dataset as ds
         from pyiceberg.io.pyarrow import PyArrowFileIO
 
@@ -230,7 +223,7 @@ class RunTables:
 
 @contextmanager
 def opened_tables(where: str, *, is_new: bool = False) -> Iterator[RunTables]:
-    """Open `RunTables`; raise LookupFailedError if the catalog's database is locked or stops answering meanwhile."""
+    """Open `RunTables`. Raise LookupFailedError if the catalog's database is locked or stops answering in the block."""
     is_configured(where)  # raises UnsupportedError without pyiceberg, which brings SQLAlchemy
     from sqlalchemy.exc import OperationalError
 
@@ -253,7 +246,7 @@ class Answered(NamedTuple):
 def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
     """Run an SQL query with DuckDB on a catalog, or on those tables of some runs that the query names.
 
-    LookupFailedError is raised if the query does more than read, and with DuckDB's own words if it is wrong.
+    Raises LookupFailedError if the query does more than read. If the query is wrong, the message is DuckDB's own.
     """
     try:
         import duckdb

@@ -1,7 +1,7 @@
-"""The tensors of a run to export: which are selected, how they are named in files, and their bytes in spans.
+"""Selects the tensors of a run to export, names them, and yields their bytes in spans.
 
-The name of a tensor depends only on its row, and is never a path that leads upwards. Spans are bounded: a large tensor
-is read here, span by span. Several small tensors may be read at once by another process.
+The name of a tensor depends only on its row, and is never a path that leads upwards. A span is a bounded number of
+elements. A large tensor is read here, span by span; several small tensors may be read at once by another process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
 
 
 class SelectedRows:
-    """Reads the selected rows of a run in ranges of steps: the ranks' own rows, or rows of the global view."""
+    """Reads the selected rows of a run in ranges of steps: the ranks' own rows, or rows of global tensors."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
         self._selection = selection
@@ -90,7 +90,7 @@ class SelectedRows:
 
 
 def view_of(run: Run, options: GlobalOptions) -> GlobalView:
-    """Return the global view, or a view in which the rows of each rank stay separate."""
+    """Return the global view (the tensors of all ranks put together), or a view in which ranks stay separate."""
     return run.view(loss=options.loss, layouts=options.layouts if options.across_ranks else PER_RANK)
 
 
@@ -111,7 +111,8 @@ class Chosen(NamedTuple):
 class Choosing:
     """Finds the selected rows of ranges of steps.
 
-    `with_values` leaves out rows without values, and rows that lack some ranks' chunks, unless options allow those.
+    `with_values` leaves out rows without values. It also leaves out rows that lack some ranks' chunks, unless the
+    options allow those.
     """
 
     def __init__(
@@ -167,10 +168,10 @@ class Tensors:
         """Whether anything that was read is damaged, here or in a worker process."""
 
     def chosen(self, columns: Sequence[str], partial: MissingRanks, *, with_values: bool = False) -> Iterator[Chosen]:
-        """Yield the selected rows, by ranges of steps in their order.
+        """Yield the selected rows, one range of steps after the other.
 
-        The ranks that selected rows lack are added to `partial`. `with_values` leaves out rows without values, and rows
-        that lack some ranks' chunks, unless the options allow those.
+        Ranks whose chunks are missing are added to `partial`. `with_values` leaves out rows without values. It also
+        leaves out rows that lack some ranks' chunks, unless the options allow those.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         step_ranges = global_step_ranges(view_of(self._run, self._options))
@@ -181,7 +182,7 @@ class Tensors:
             yield one
 
     def entries(self, partial: MissingRanks) -> list[Entry]:
-        """Return the selected tensors with values, in order. Ranks that selected rows do not have go into `partial`.
+        """Return the selected tensors with values, in order. Ranks whose chunks are missing are added to `partial`.
 
         Raises LookupFailedError if nothing is selected, or no selected row has values.
         """
@@ -216,7 +217,7 @@ class Tensors:
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 
     def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[RowId, str]:
-        """Return the rows whose values cannot be read, with the reason; `rows` has steps, index and dtype of each."""
+        """Return the rows whose values cannot be read, with the reason. `rows` has each row's steps, index, dtype."""
         unreadable: dict[RowId, str] = {}
         for first, last, at, dtype in rows:
             try:
@@ -227,7 +228,7 @@ class Tensors:
         return unreadable
 
     def in_turn(self, entries: Sequence[Entry]) -> SpansOf:
-        """Return a function that yields a tensor's bytes; it must be called for the tensors in exactly this order.
+        """Return a function that yields a tensor's bytes. It must be called for the tensors in exactly this order.
 
         Several small tensors are read at once, large ones span by span. The spans raise CorruptError if the bytes are
         not those that were written.
@@ -262,7 +263,7 @@ def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iterator[list[T]]:
-    """Yield batches of consecutive items with equal keys, of at most `BATCH_BYTES`; `size_of` returns key and bytes."""
+    """Yield batches of consecutive items with equal keys, of at most `BATCH_BYTES`. `size_of` returns key and bytes."""
     batch: list[T] = []
     last, total_bytes = None, 0
     for item in items:
@@ -297,13 +298,13 @@ _DEFAULTS: dict[str, Any] = {
     "micro_step": 0, "call": 0, "repeat": 0, "mode": "train", "root": "model", "scope": None, "rank": None
 }  # fmt: skip
 ROOT = "(root)"
-"""The level of a tensor's name that stands for the empty module path. A module of this name is spelled %28root%29."""
+"""The part of a tensor's name that stands for the empty module path. A module of this name is spelled %28root%29."""
 NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
 """The columns from which the name of a tensor is derived."""
 
 
 def tensor_name(row: Mapping[str, Any]) -> str:
-    """Return a tensor's name: ``step=3/layers.0.mlp/output``, followed by the name at the site and unusual columns."""
+    """Return a tensor's name, as ``step=3/layers.0.mlp/output``. The name at the site and unusual columns follow."""
     levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
     if row["name"]:
         levels.append(as_level(row["name"]))
@@ -323,7 +324,7 @@ def unusual_levels(row: Mapping[str, Any]) -> list[str]:
 
 
 def as_level(value: Any) -> str:
-    """Return an untrusted text as one level of a path, without separators; a long text ends with its digest."""
+    """Return an untrusted text as one level of a path, without separators. A long text ends with a digest."""
     text = quote(str(value), safe="", errors="surrogatepass")
     if text.strip(".") == "":
         text = text.replace(".", "%2E")
