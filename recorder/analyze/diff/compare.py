@@ -17,14 +17,14 @@ million elements at a time, a comparison takes three times as long."""
 _CHUNK_BYTES = 1 << 18
 _ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 _EXACT_WHOLE = 2.0**52
-"""The bound below which integers, and their differences, are exact in float64."""
+"""Whole numbers below this bound, and their differences, are exact in float64."""
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Limits for the difference of two elements. Elements within at least one of the three limits count as equal.
+    """Limits for the difference of two elements. Two elements count as equal if at least one limit holds.
 
     Raises LookupFailedError if a tolerance is negative or not a number.
     """
@@ -46,20 +46,20 @@ class Tolerance:
 
 
 class Distance(NamedTuple):
-    """How far two arrays of one shape are apart. Elements that are not finite are only counted."""
+    """How far two arrays of one shape are apart. Elements that are NaN or infinite are only counted."""
 
     numel: int = 0
     num_outside: int = 0
     """The number of elements that differ by more than the tolerance. NaN equals NaN, and an infinity equals itself."""
     max_abs: float = 0.0
     of_max: float = 0.0
-    """`max_abs` relative to the largest magnitude in either array. Rounding of elements near zero hardly changes it,
-    but may change `max_rel` and `max_ulp` by any factor."""
+    """`max_abs` divided by the largest magnitude in either array. Rounding of elements near zero hardly changes
+    `of_max`, but may change `max_rel` and `max_ulp` by any factor."""
     l2_apart: float = 0.0
     max_rel: float = 0.0
     """The largest |b - a| / max(|a|, |b|) of all elements, from 0 to 2."""
     max_ulp: int | None = 0
-    """The largest distance in units in the last place; None if the types differ or are no floats of 16 bits or more."""
+    """The largest distance in units in the last place. None if the dtypes differ, or are no floats of 16 to 64 bits."""
     cosine: float | None = None
     """The cosine between the two arrays as vectors; None if one of the arrays is zero."""
     nonfinite_a: int = 0
@@ -67,7 +67,7 @@ class Distance(NamedTuple):
 
 
 IDENTICAL = Distance()
-"""The distance between two arrays with the same bits, for which nothing has to be measured."""
+"""The distance between two arrays with the same dtype and bits. It is known without a measurement."""
 
 
 def are_identical(a: Array, b: Array) -> bool:
@@ -82,7 +82,10 @@ def are_identical(a: Array, b: Array) -> bool:
 
 
 def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
-    """Compare arrays of one shape, of numpy's or ml_dtypes' dtypes, in float64 or complex128, and int64 exactly."""
+    """Return the distance between two arrays of one shape, which have dtypes of numpy or ml_dtypes.
+
+    Elements are compared in float64 or complex128. 64-bit integers are compared exactly.
+    """
     assert a.shape == b.shape
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     bits = _ULP_BITS.get(str(a.dtype)) if a.dtype == b.dtype else None
@@ -109,11 +112,11 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
 
 _ADDED = ("num_outside", "nonfinite_a", "nonfinite_b")
 _Chunk = tuple[Distance, float, tuple[float, ...]]
-"""For one block of two arrays: the distance, the largest |a| or |b|, and the scalar products a.b, a.a and b.b."""
+"""The result for one block: the distance, the largest |a| or |b|, and the scalar products a.b, a.a and b.b."""
 
 
 def _dot(one: Array, two: Array) -> float:
-    """Return the real part of a scalar product. BLAS is not used: its last bits depend on the number of threads."""
+    """Return the real part of a scalar product. The last bits of BLAS results depend on the number of threads."""
     products = one * two if one.dtype.kind != "c" else one.real * two.real + one.imag * two.imag
     return float(np.add.reduce(products))
 
@@ -169,7 +172,7 @@ def _wide(values: Array) -> Array:
 
 
 def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return a mask of the exactly equal elements. 64-bit integers, which float64 rounds, are compared as they are."""
+    """Return a mask of the elements that are exactly equal. No 64-bit integer is rounded to float64."""
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         return np.asarray(a == b)
     both_nan = np.isnan(wide_a) & np.isnan(wide_b)
@@ -181,7 +184,7 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
 
 
 def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return a mask of finite pairs with a 64-bit integer and a magnitude at which float64 rounds whole numbers."""
+    """Return a mask of the pairs of elements in which float64 may have rounded a 64-bit integer."""
     if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
         return np.zeros(a.shape, np.bool_)
     sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))
@@ -189,7 +192,7 @@ def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray
 
 
 def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[Any]:
-    """Return the elements at the indices `at` as Python numbers; whole numbers become `int`, which never rounds."""
+    """Return the elements at the indices `at` as Python numbers. Whole numbers become `int`, which never rounds."""
     if values.dtype.kind in "iu":
         return list(values[at].tolist())
     reals = (one.real if isinstance(one, complex) and not one.imag else one for one in wide[at].tolist())
@@ -197,7 +200,7 @@ def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[An
 
 
 def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
-    """Return how many representable numbers finite floats of one type are apart, with -0 and 0 as one number."""
+    """Return how many representable numbers the floats of each pair are apart. -0 and 0 are one number."""
     if bits == 64:  # a distance of float64 needs all 64 bits
         up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))  # no sign bit
         one, two = (np.where(np.signbit(v), _MIDDLE - m, _MIDDLE + m) for v, m in ((a, up), (b, down)))

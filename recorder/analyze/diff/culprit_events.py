@@ -1,7 +1,8 @@
-"""Turns the paired rows of two runs into events, in the order of execution, with the ranks on which a value differs.
+"""Turns the paired rows of two recorded runs into events, in the order of execution.
 
-An event is one value of a step. All rows of the value are one event, even if each rank has its own row because the
-ranks' values form no single tensor. This module must never read a payload.
+An event is one value of a step, with the ranks on which the value differs between the runs. All rows of the value are
+one event, even if each rank has a row because the ranks' values form no single tensor. This module must never read a
+payload.
 """
 
 from __future__ import annotations
@@ -42,29 +43,29 @@ class StepEvent(NamedTuple):
     call: int
     scope: str | None
     signature: Any
-    """The value's fingerprint, or else its shape, dtype and statistics: equal values of a step have the same. None if
-    the value's row has neither."""
+    """The value's fingerprint, or else its shape, dtype and statistics. Equal values of a step have equal signatures.
+    None if the value's row has neither a fingerprint nor statistics."""
     differs: bool
     ranks: tuple[int, ...]
-    """The ranks of the second run whose own values differ; empty if all ranks share the value."""
+    """The ranks of the second run whose own value differs from the first run's. Empty if all ranks share one value."""
     pair: int
-    """The index of the pair of rows that differs; -1 if no pair of this value's rows differs."""
+    """The index of the value's first pair of rows that differ; -1 if the rows of every pair agree."""
     alone: str = ""
-    """``a`` or ``b`` if only this run has the value; else empty."""
+    """``a`` if only the first run has the value, ``b`` if only the second run has it; else empty."""
     stage: int | None = None
     """The pipeline stage in the second run, or else in the first run; None if neither run is a pipeline."""
     is_handed_on: bool = False
-    """True for a value of one micro-batch that one pipeline stage passes to another."""
+    """True for a value of one micro-batch that a pipeline stage passes to another stage."""
     is_open: bool = False
     """True if the ranks' values form a single tensor in one run only, so that a difference need not be an error."""
     is_constant: bool = False
-    """True for a buffer that no forward writes: it has one value per rank at all compared steps of the first run."""
+    """True for a buffer that no forward changes: each rank of the first run has one value at all compared steps."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:
-    """Return, by step, the events of the steps of which both runs have rows.
+    """Return the events of each step of which both runs have rows. The keys are steps.
 
-    `differs` flags pairs that differ. `is_open` flags other pairs that, for all that is known, need not be equal.
+    `differs` flags the pairs of rows that differ. `is_open` flags further pairs, which may differ without an error.
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
@@ -90,7 +91,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
 
 
 def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
-    """Return the common steps at which a value differs or only one run has a gradient."""
+    """Return the steps of both runs at which a value differs, or at which only one run has a gradient."""
     steps = integers(a.column("step"))
     differing = set(steps[pairs.a[differs]].tolist())
     for table, only in ((a, pairs.only_a), (b, pairs.only_b)):
@@ -102,7 +103,7 @@ def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[in
 
 
 def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
-    """Return the part of an alignment that is at `steps`, and the indices of its pairs in the whole alignment."""
+    """Return the pairs and the unpaired rows at `steps`, and the index in `pairs` of each pair returned."""
     is_a, is_b = (np.isin(integers(table.column("step")), steps) for table in (a, b))
     kept = np.flatnonzero(is_a[pairs.a])
     only_a, only_b = pairs.only_a[is_a[pairs.only_a]], pairs.only_b[is_b[pairs.only_b]]
@@ -142,9 +143,9 @@ def _join(events_by_key: dict[tuple[Any, ...], StepEvent], row: dict[str, Any], 
 
 
 def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[str, Any]]]:
-    """Yield events and rows for gradients that only one run has, at steps and sites that both runs recorded.
+    """Yield an event and its row for each gradient that only one run has, at steps and sites that both runs recorded.
 
-    A value also counts if it is one tensor in the first run, and its replicas differ between ranks of the second run.
+    A value that is one tensor in the first run is yielded, too, if its replicas differ on ranks of the second run.
     """
     common = set(zip(*(a.column(name).take(pa.array(pairs.a)).to_pylist() for name in ("step", "site")), strict=True))
     order = np.argsort(pairs.b, kind="stable")

@@ -1,7 +1,8 @@
-"""Describes culprits for people: the first value that differs between two runs, its ranks and its distance.
+"""Describes culprits for people: computations that differ between two runs although their inputs agree.
 
-This module reads only the payloads of culprits, to find the ranks whose chunk of a tensor differs. It guesses the
-mistake behind a wrong gradient. A guess is given only if it explains the numbers up to rounding.
+A description has the first value that differs, its ranks and its distance. For a wrong gradient it may guess the
+mistake; a guess is given only if it explains the numbers up to rounding. This module reads only the payloads of
+culprits, to find the ranks whose chunk of a tensor differs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Culprit(NamedTuple):
     module_path: str | None
     """The path of the module at fault; None if all parameters differ in the same way."""
     site: str
-    """Site and name of the first differing value. If that is a module's input, the module's caller is at fault."""
+    """The site of the first value that differs, such as ``output``. An input is the fault of the module's caller."""
     name: str
     seen_at: str
     """The module of the first value that differs."""
@@ -58,10 +59,10 @@ class Culprit(NamedTuple):
     rank: int | None
     """The rank at fault; None if several ranks are at fault, or if the rank is not known."""
     ranks: list[int]
-    """The ranks of the second run whose value, or part of the value, differs; empty if they are not known."""
+    """The ranks of the second run whose value, or chunk of the value, differs. Empty if they are not known."""
     why: str
     alone_in: str | None
-    """``a`` or ``b`` if only this run has the value; else None."""
+    """``a`` if only the first run has the value, ``b`` if only the second run has it; else None."""
     num_params: int
     """The number of parameters that differ in the same way, if `module_path` is None; 0 if unknown."""
     stages: list[int]
@@ -69,9 +70,9 @@ class Culprit(NamedTuple):
     micro_batches: list[int]
     """The pipeline micro-batches in which the value differs; empty if it differs in all."""
     hint: str
-    """A text on the likely mistake, if the mistake explains the numbers up to rounding; else empty."""
+    """A text about the likely mistake. Empty unless the mistake explains the numbers up to rounding."""
     factor: float | None
-    """The second run's value divided by the first run's value, if one tensor is a multiple of the other; else None."""
+    """The second run's tensor divided by the first run's tensor. None if neither is a multiple of the other."""
     kind: str | None
     max_abs: float | None
     of_max: float | None
@@ -123,11 +124,11 @@ class CulpritFinder:
             self.culprits[index] = rest._replace(module_path=known.path, num_params=known.num_params, why=known.why)
 
     def in_order(self) -> list[Culprit]:
-        """Return the culprits. An update that is decided by rounding alone comes after all other culprits."""
+        """Return the culprits in the order of time. Updates that rounding alone decides come last."""
         return sorted(self.culprits, key=lambda culprit: culprit.why == ROUNDING_ALONE)
 
     def _is_rounding(self, suspect: Suspect) -> bool:
-        """Return whether both runs' updates used a gradient no larger than rounding of the module's other gradients."""
+        """Return whether the gradient was, in both runs, no larger than rounding of the module's other gradients."""
         event, step = suspect.event, suspect.step
         if suspect.phase != UPDATE or suspect.path is None or event.site not in ("param", "optim") or event.alone:
             return False
@@ -145,7 +146,7 @@ class CulpritFinder:
         return True
 
     def _guess(self, told: Culprit, suspect: Suspect, a: RunSteps, b: RunSteps, judged: Verdicts) -> str:
-        """Return a text on the likely mistake behind a wrong gradient; empty unless it explains all but rounding."""
+        """Return a text about the likely mistake behind a wrong gradient. Empty unless it explains all but rounding."""
         event = suspect.event
         is_scaled = told.factor is not None and event.site == "grad"
         if is_scaled and (guess := _guess_scaled(told.factor or 0.0, b, event.step, told.root)):
@@ -169,16 +170,16 @@ class CulpritFinder:
 
 
 class RangeSteps(NamedTuple):
-    """Facts about the steps of a range, which are kept when the rows of the range are dropped."""
+    """Facts about a range of steps that are kept after the rows of the range are dropped."""
 
     paired: list[int]
-    """The steps with a value of both runs. A learning rate does not count: it tells nothing of the model's state."""
+    """The steps with a value that both runs have. Learning rates do not count: they do not show the model's state."""
     roots: list[str]
-    """The roots of the first run."""
+    """The roots (models under hooks) of the first run."""
     stateless: set[int]
-    """The steps of `paired` at which both runs only have inputs of the root, and numbers such as a loss."""
+    """The steps in `paired` whose only values in both runs are inputs of the root and scalars such as a loss."""
     has_alone: bool
-    """Whether one of the runs has a value that the other run lacks and that may be a culprit."""
+    """Whether only one of the runs has some value that may be a culprit."""
 
     @classmethod
     def of(cls, compared: PairedSteps) -> RangeSteps:
@@ -193,9 +194,9 @@ class RangeSteps(NamedTuple):
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Flag pairs that are one tensor in one run, and in the other run tensors of ranks that form no single tensor.
+    """Flag pairs whose value is one tensor in one run, and one tensor per rank, which cannot be joined, in the other.
 
-    If a tensor of one rank equals the one tensor, all ranks should have it: then the pair is not flagged, but compared.
+    A value is not flagged if the tensor of some rank equals the one tensor, because then all ranks should have it.
     """
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
@@ -253,7 +254,7 @@ def _factor(row: dict[str, Any]) -> float | None:
 
 
 def _factor_of_statistics(a: Any, b: Any, row_a: int, row_b: int) -> float | None:
-    """Return the factor between two tensors by statistics alone; None unless their norms and extremes agree on it."""
+    """Return the factor between two tensors, from statistics. Return None unless norms and extremes agree on it."""
     names = ("l2", "absmax", "min", "max")
     ones, twos = ([table.column(name)[row].as_py() for name in names] for table, row in ((a, row_a), (b, row_b)))
     if None in (*ones, *twos) or not ones[0] or not twos[0]:
@@ -266,7 +267,7 @@ def _factor_of_statistics(a: Any, b: Any, row_a: int, row_b: int) -> float | Non
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
-    """Return the factor between two gradients by values, or by norms and largest magnitudes; None if there is none."""
+    """Return the factor between two gradients, from values or from norms and largest magnitudes; None without one."""
     if row["cosine"] is not None:
         return _factor(row)
     (one, two), (top, other_top) = ((row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax"))
@@ -276,7 +277,7 @@ def _factor_of_norms(row: dict[str, Any]) -> float | None:
 
 
 def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
-    """Return the ranks and the micro-batches of the second run whose chunk of a tensor differs; empty if unknown."""
+    """Return the ranks whose chunk of a tensor differs in the second run, and the micro-batches; empty if unknown."""
     if a.table.column("shape")[row_a].as_py() != b.table.column("shape")[row_b].as_py():
         return [], []
     try:
@@ -293,7 +294,7 @@ def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int]
 def _ranks_of_output(event: StepEvent, a: RunSteps, b: RunSteps, pairs: Alignment) -> list[int]:
     """Return the ranks of the second run whose chunks of a module's output differ; empty if all chunks differ.
 
-    If a parameter has no values, its statistics do not tell on which rank it differs, but its module's output may.
+    The statistics of a parameter do not tell on which rank the parameter differs. The output of its module may tell.
     """
     table = a.table.select(["step", "root", "module_path", "site"]).take(pa.array(pairs.a))
     is_its = pc.and_(pc.equal(table.column("step"), event.step), pc.equal(table.column("site"), "output"))
@@ -312,7 +313,7 @@ def _ranks_of_output(event: StepEvent, a: RunSteps, b: RunSteps, pairs: Alignmen
 
 
 def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Return, by rank and micro-step, how far a tensor's chunks are apart by their statistics; empty if unknown.
+    """Return how far each chunk of a tensor is apart, by rank and micro-step, from statistics; empty if unknown.
 
     The distance is infinite for a chunk with a NaN or an infinity that the first run does not have.
     """
@@ -332,7 +333,7 @@ def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -
 
 
 def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
-    """Return how far the statistics of a chunk are apart; infinite if the counts of NaN or infinities differ."""
+    """Return how far two chunks are apart by their statistics. Infinite if the counts of NaN or infinities differ."""
     if any(one[name] != two[name] for name in NONFINITE):
         return math.inf
     pairs = [(one[name], two[name]) for name in ("mean", "std", "min", "max", "absmax")]
@@ -340,7 +341,7 @@ def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
 
 
 def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Return the distance of each chunk of a tensor, by rank and micro-batch; empty if the tensor is in one chunk."""
+    """Return how far each chunk of a tensor is apart, by rank and micro-batch. Empty if there is only one chunk."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     both = sorted(own_a.keys() & own_b.keys())
     if len(both) > 1:
@@ -362,7 +363,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
 
 
 def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
-    """Return how far a scalar is apart on the differing ranks; empty if these ranks disagree within one run."""
+    """Return how far a scalar is apart on `ranks`, as columns. Empty if these ranks disagree within one run."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
         before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
@@ -401,9 +402,9 @@ def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
 
 
 def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
-    """Return the largest difference of two elements: 0 for equal infinities and for two NaN.
+    """Return the largest difference between elements of two arrays. Two equal infinities, or two NaN, do not differ.
 
-    The difference is infinite if one element alone is not finite, or if the shapes differ.
+    The result is infinite if one element of a pair is not finite, if the shapes differ, or if an array is complex32.
     """
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
@@ -417,22 +418,22 @@ def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
 
 
 _MAX_STEPS = 3
-"""The most earlier steps whose gradients a guess adds up to explain a wrong gradient."""
+"""A guess adds up the gradients of at most this many earlier steps to explain a wrong gradient."""
 _MAX_PARAMS = 8
-"""The most parameters of which a guess reads the gradients. For further parameters it compares the means."""
+"""A guess reads the gradients of at most this many parameters. It compares the means of further gradients."""
 _MIN_ITEMS = 16
 _REST = {"float16": 2e-2, "bfloat16": 2e-2}
 """By dtype, the share of a difference that a guessed mistake may leave unexplained."""
 _USUAL_REST = 1e-3
 _ROUND = 2e-5
-"""A clipped norm may be off its round number by this share, because of float32 and of torch's own epsilon."""
+"""A clipped norm may differ from a round limit by this share, because of float32 and of the epsilon in torch."""
 _SAME = 1e-4
 """The relative distance up to which two factors between the runs' tensors count as equal."""
 _MIN_APART = 1e-2
-"""A factor between two tensors that only statistics show must differ from 1 by more than this."""
+"""If only statistics show the factor between two tensors, the factor must differ from 1 by more than this."""
 
 Read = Callable[[int, int], PairedSteps]
-"""A function (first, last) that returns both runs' rows of the steps from `first` up to, but not including, `last`."""
+"""A function of (first, last) that returns both runs' rows of the steps from `first` up to `last`, without `last`."""
 
 
 class _ScaledPair(NamedTuple):
@@ -443,7 +444,7 @@ class _ScaledPair(NamedTuple):
 
 
 def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
-    """Return a text if `factor` is the number of ranks or of micro-steps, or its inverse; else an empty text."""
+    """Return a guess if `factor` or 1 / `factor` is the number of ranks or of micro-steps; else an empty text."""
     table = side.rows.table
     table = table.filter(pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root)))
     num_ranks = max(
@@ -462,10 +463,10 @@ def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
 
 
 def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
-    """Return a text if clipping can be the reason why all gradients differ by one factor; else an empty text.
+    """Return a guess if clipping explains why all gradients differ by one factor; else an empty text.
 
-    `norm_a` is the norm of all gradients of the first run together. `pairs` are the pairs of gradients that differ. If
-    these are not all gradients, the text is empty.
+    `norm_a` is the norm of all gradients of the first run together. `pairs` are the pairs of gradients that differ. The
+    text is empty if some gradient does not differ.
     """
     factors = [pair.factor for pair in pairs]
     factor = factors[0] if factors else None
@@ -488,10 +489,10 @@ def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
 
 
 def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], rank: int | None) -> str:
-    """Return a text if gradients equal the first run's gradients at an earlier step, or their sum over steps.
+    """Return a guess if gradients equal the first run's gradients of an earlier step, or their sum over steps.
 
     `params` are the root, module path and name of each gradient that differs at the step. `rank` is the rank of the
-    second run, None for all ranks. The text is empty if there is no explanation.
+    second run; None means all ranks. The text is empty if no earlier step explains the gradients.
     """
     first = max(0, step - _MAX_STEPS)
     a, b, _ = read(first, step + 1)
@@ -512,10 +513,10 @@ def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], 
 
 
 def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -> bool:
-    """Return whether gradients of the second run are sums of gradients of the first run, by values or by means.
+    """Return whether gradients of the second run are sums of gradients of the first run.
 
     Each element of `sums` belongs to one parameter: the rows of `a` that are added up, the row of `a` at the step, and
-    the row of `b`. Values are read for the largest parameters; further parameters are compared by means.
+    the row of `b`. Values are compared for the largest parameters, and means for further parameters.
     """
     sums = sorted(sums, key=lambda rows: -int(b.table.column("numel")[rows[2]].as_py()))
     is_read = False
@@ -543,7 +544,7 @@ def _by_mean(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]
 
 
 def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
-    """Return the row of each gradient that an update used: the row of `rank`, or else the row for all ranks."""
+    """Return the row index of each gradient that an update used, of `rank` if there is one, or else of all ranks."""
     table = side.table
     is_wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
     at = np.flatnonzero(pc.fill_null(pc.and_(is_wanted, pc.equal(table.column("step"), step)), False).to_numpy())
@@ -567,5 +568,5 @@ def _wide(side: RunSteps, row: int) -> npt.NDArray[Any]:
 
 
 def _round(norm: float) -> bool:
-    """Return whether a norm is close to a number with two digits, which a person may have chosen."""
+    """Return whether a norm is close to a number of two digits, which a person may have chosen as the limit."""
     return math.isclose(norm, float(f"{norm:.2g}"), rel_tol=_ROUND)

@@ -1,8 +1,8 @@
 """Finds the culprits of a training: computations that differ between two runs although all their inputs agree.
 
-A computation is a module's forward, its recomputation, its backward, the way of gradients from a backward to the update
-(reduction, accumulation, clipping), or the update of a parameter. All other differences are inherited from inputs. This
-module must never read a payload.
+A computation is a module's forward, its recomputation or its backward, the way of gradients from a backward to the
+update (reduction, accumulation, clipping), or the update of a parameter. A computation whose inputs differ inherits the
+difference, and is no culprit. This module must never read a payload.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
-"""No single parameter is blamed if at least this many, and `_ALIKE_SHARE` of all parameters, differ at once."""
+"""If this many parameters and `_ALIKE_SHARE` of all parameters differ at once, no single parameter is blamed."""
 MAX_STEPS = 32
-"""At most this many differing steps are searched for culprits: at later steps, every difference is inherited."""
+"""The search ends after this many steps with differences. Later steps only show inherited differences."""
 _MAX_FOLLOWING = 256
-"""If inputs are not recorded, the module that takes an output is sought among this many of the following outputs."""
+"""If inputs are not recorded, the module that takes an output is sought among this many outputs after it."""
 
 Value = tuple[str, str, str, str]
 
@@ -44,12 +44,12 @@ class Suspect(NamedTuple):
     num_params: int = 1
     """The number of parameters that differ in the same way, if `path` is None; 0 if unknown."""
     stages: tuple[int, ...] = ()
-    """The pipeline stages whose parameters differ in the same way, if parameters of other stages do not differ."""
+    """The pipeline stages of which nearly all parameters differ. Empty for one module, or for all stages."""
     why: str = ""
 
 
 class _Paths:
-    """Counts events by module. Adding an event, or a query, takes time proportional to the depth of a module path."""
+    """Counts events by module path. Each method takes time in proportion to the depth of the path."""
 
     def __init__(self, events: Iterable[StepEvent] = ()) -> None:
         self.at: dict[str, int] = {}
@@ -72,7 +72,7 @@ class _Paths:
         return path in self.at or (below and path in self.below)
 
     def has_below(self, path: str, *, but: str | None) -> bool:
-        """Return whether there is an event below a module, apart from events at or below the module `but`."""
+        """Return whether a module below `path` has an event. Events at or below the module `but` do not count."""
         count = self.below.get(path, 0)
         if but is not None and _is_below(but, path):
             count -= self.at.get(but, 0) + self.below.get(but, 0)
@@ -89,11 +89,11 @@ class _Step:
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
         self.has_params = any(event.site == "param" for event in events)
         self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
-        """Events of parameters, gradients and optimizer states of which it is unknown whether the runs should agree."""
+        """Counts events of parameters, gradients and optimizer states that may differ without an error."""
         self.open_calls = _Paths(e for e in events if e.is_open and e.site in OF_CALLS)
-        """Events of inputs, outputs and their gradients of which it is unknown whether the two runs should agree."""
+        """Counts events of inputs, outputs and their gradients that may differ without an error."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
-        """Events of buffers that differ between the runs and that no forward changes."""
+        """Counts events of buffers that differ between the runs although no forward changes them."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
         """The `order` of the first recomputed value that differs; infinite if no recomputed value differs."""
 
@@ -126,7 +126,7 @@ class _Forward:
                 self._takers.setdefault(event.signature, []).append(event)
 
     def caller(self, path: str) -> str | None:
-        """Return the nearest parent that was itself called, so that its code calls the module; None for the root."""
+        """Return the path of the nearest called parent, whose code calls the module. Return None for the root."""
         while path:
             path = path.rpartition(".")[0]
             if path in self.called or not path:
@@ -155,23 +155,23 @@ class _Forward:
 
 
 class CulpritSearch:
-    """Searches one step after another for culprits, and keeps what it needs of a step to judge the next step."""
+    """Searches one step after another for culprits. It keeps the last step to judge the next step."""
 
     def __init__(self) -> None:
         self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
-        """For each suspected learning rate: the suspect, and its replacement, which has the groups' parameters."""
+        """For each suspected learning rate: the suspect, and a new suspect that names the parameters with this rate."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
-        """By root, the last step and its values; None instead of the values if nothing differed at the step."""
+        """For each root (model), the last step number and step. None instead of the step if the runs agreed at it."""
         self._num_steps = 0
 
     @property
     def is_over(self) -> bool:
-        """True once enough steps are searched, because later steps would only show inherited differences."""
+        """True once `MAX_STEPS` steps were searched, because later steps only show inherited differences."""
         return self._num_steps >= MAX_STEPS
 
     def equal_step(self, step: int, roots: Iterable[str], *, shows_state: bool = True) -> None:
-        """Add a step without differences. `shows_state`: it has values besides the program's inputs and numbers."""
+        """Add a step at which the runs agree. `shows_state` is False if it only has the root's inputs and scalars."""
         for root in roots:
             before = self._previous.get(root)
             if shows_state or before is None or before[1] is None:
@@ -193,7 +193,7 @@ class CulpritSearch:
         return fresh
 
     def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
-        """Remove suspected updates that a differing learning rate of their parameter group explains."""
+        """Remove the suspected updates of parameters whose group has a different learning rate in the two runs."""
         for rate in self.suspects:
             is_of_some = rate.event.site == "scalar" and not rate.num_params
             if rate.step != step - 1 or not is_of_some or rate.root not in {one.root for one in suspects}:
@@ -257,7 +257,7 @@ def _inherits_state(now: _Step, old: _Step | None, owner: str, *, is_first: bool
 
 
 def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
-    """Yield suspects: values that differ between the runs only when a checkpointed block recomputes its forward."""
+    """Yield suspects whose forward agrees between the runs, but whose recomputation (checkpointing) differs."""
     wrong_before = {_call(event) for event in now.events if event.phase == FORWARD and event.differs}
     for events in now.slices(RECOMPUTE):
         again = _Forward(events)
@@ -283,8 +283,8 @@ def _call(event: StepEvent) -> tuple[str, str, str, int | None, int]:
 def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
     """Return whether an input of a module call, or an earlier value inside the call, differs between the runs.
 
-    `begins` is the order of the first input of the module `owner`; None if its inputs were not recorded, so that every
-    earlier value may be an input. `is_input` is True for the input of a module that `owner` calls.
+    `begins` is the order of the first input of the module `owner`. It is None if the inputs were not recorded; then
+    every earlier value may be an input. `is_input` is True for the input of a module that `owner` calls.
     """
     if begins is None and not (owner == "" and is_input):
         return bool(bad.at)
@@ -337,7 +337,7 @@ def _handed(event: StepEvent) -> str:
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
-    """Yield a suspect for each gradient of the update that differs although its backward agreed, or may have."""
+    """Yield a suspect for each gradient used by the update that differs, unless its backward is known to differ."""
     of_local = [event for event in now.events if event.site == "grad" and event.scope == "local"]
     local = {(event.path, event.name) for event in of_local}
     wrong_local = {(event.path, event.name) for event in of_local if event.differs}
@@ -365,7 +365,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
 
 
 def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
-    """Yield suspects for parameters, buffers, states and numbers that differ although their sources agreed before."""
+    """Yield a suspect for each parameter, buffer, optimizer state or scalar that differs although its sources agree."""
     old = before[1] if before else None
     is_next = before is not None and before[0] == step - 1
     for event in now.events:
@@ -410,7 +410,7 @@ def _inherits_update(event: StepEvent, old: _Step) -> bool:
 
 
 def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
-    """Keep one suspect per module and phase, but one for all parameters of a run or pipeline stage if all differ."""
+    """Keep one suspect for each module and phase. If nearly all parameters of the run or a stage differ, keep one."""
     stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
     params = {(path, name) for _, path, site, name in now.known if site == "grad"}
     params = params or {(path, name) for _, path, site, name in now.known if site == "param"}
@@ -427,8 +427,8 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
         if of_params:
             suspects = [one for one in suspects if one not in of_params]
             if not any(one.path is None and one.phase == phase for one in suspects):
-                # If the gradients in the backward agree, the reduction is at fault: no backward is wrong in all modules
-                # at once.
+                # No backward is wrong in all modules at once. If gradients agree during the backward, the reduction is
+                # at fault.
                 is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
                 shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
                 result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))

@@ -88,14 +88,14 @@ def diff(
         rtol: the allowed difference relative to the larger magnitude, as in `math.isclose`.
         atol: the allowed absolute difference.
         ulp: the allowed number of representable numbers between two floats of one type.
-        noise: runs that differ from `a` by noise alone: repeats, or twin runs with the setting `jitter`. A value
-            counts as different only if it differs by more than `drift.MARGIN` times as much as in these runs.
+        noise: runs that differ from `a` by noise alone: repeats, or repeats with the setting `jitter` (twin runs). A
+            value counts as different only if it differs by more than `drift.MARGIN` times as much as in these runs.
             `drift` describes the exception for parameters whose update rounding decides.
-        renames: the names that modules of `b` have in `a`, from `read_renames`; all results use the names of `a`.
+        renames: the names that modules of `b` have in `a`, from `read_renames`. All results use the names of `a`.
         common: True to ignore values, and data of values, that only one run has.
         loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
         layouts: how the ranks' chunks of some values lie in the global tensor, in both runs; see `Run.view`.
-        report: called with the number of payload bytes that are done since its last call.
+        report: called with the number of payload bytes done since its last call.
         mapper: runs the ranges of steps, in this process or in others.
 
     Raises:
@@ -118,7 +118,7 @@ def compare_runs(
     a: Run, b: Run, options: DiffOptions, *, report: Callable[[int], None] = lambda num_bytes: None,
     mapper: Mapper = map_serially,
 ) -> Diff:  # fmt: skip
-    """Compare two runs as `diff` does, with the arguments of `diff` as one object. Raises the same errors."""
+    """Compare two runs as `diff` does, and raise the same errors. `options` has the arguments of `diff`."""
     selection, renames, noise = options.selection, options.renames, options.noise
     selection.check(a, b)
     options.global_view.check(a, b)
@@ -129,7 +129,7 @@ def compare_runs(
     _check_twins(a, b, noise)
     how = options.global_view
     views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *noise)]
-    # The noise of a small tensor is its largest noise at any step of a range, so with noise runs the ranges are as long
+    # The noise of a small tensor is its largest noise at any step of a range. So with noise runs the ranges are as long
     # as possible.
     windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
     arguments = (a, b, options, own_names, PayloadReport(report))
@@ -159,7 +159,7 @@ def compare_runs(
 
 
 def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModule]) -> Culprit:
-    """Add the reason why one run lacks a gradient that the other run has, if the modules in `lacking` tell it."""
+    """Add to a culprit why one run lacks a gradient, if known. `lacking` are the modules of the run that lacks it."""
     module = lacking.get((culprit.root, culprit.seen_at))
     if module is None or culprit.module_path is None or culprit.site != "grad":
         return culprit
@@ -174,9 +174,10 @@ def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModul
 def _with_nonfinite(
     total: Diff, runs: Mapping[str, Run], sides: tuple[SideTotals, SideTotals], options: DiffOptions
 ) -> list[Culprit]:
-    """Put a run's first NaN or infinity before the culprits, if only this run has a record of it and it comes first.
+    """Put a run's first NaN or infinity before the culprits, if it comes first and only this run has recorded it.
 
-    The probe records a value because it is not finite. The other run, where it is finite, has no record to compare.
+    The probe, which checks every value, records a value when it is not finite. The other run, where the value is
+    finite, has no record to compare.
     """
     culprits, steps = total.culprits, {name: side.steps for name, side in zip("ab", sides, strict=True)}
     later = culprits[0] if culprits else None
@@ -227,7 +228,7 @@ def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
 
 
 def _module_paths(run: Run) -> list[str]:
-    """Return the paths of the modules with rows, shard by shard: the paths of all rows would need too much memory."""
+    """Return the paths of the modules with rows. Reads shard by shard, because all rows need too much memory."""
     paths: dict[str, None] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -237,21 +238,21 @@ def _module_paths(run: Run) -> list[str]:
 
 
 def _unpaired_names(paths: Sequence[str], names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return, for each run, the modules that only it has, by common name; `names` maps b's names to common names."""
+    """Return the modules that only one run has, for each run: the name after renaming, and the run's own name."""
     there, theirs = set(paths), set(names.values())
     alone_a = {path: path for path in paths if path not in theirs}
     return alone_a, {name: own for own, name in names.items() if name not in there}
 
 
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
-    """Yield ranges of steps that cover all runs. No range is larger than a window (range of steps) of any run."""
+    """Yield ranges of steps that together cover all runs. `windows` are the ranges of each run; none is exceeded."""
     starts = sorted({first for some in windows for first, _ in some})
     bounds = [None, *starts[1:], None]
     yield from pairwise(bounds)
 
 
 class _Comparison:
-    """Joins the results of ranges of steps, which come in the order of steps, into the result of the comparison."""
+    """Joins the results of ranges of steps into the result of the comparison. The ranges come in the order of steps."""
 
     def __init__(
         self, comparer: RangeComparer, report: Callable[[int], None], sides: tuple[SideTotals, SideTotals]
@@ -268,7 +269,7 @@ class _Comparison:
         self._moved: list[set[str]] = []
 
     def add(self, result: RangeResult) -> None:
-        """Add the next range's result. Rows that another process read are read again for a culprit or a drift."""
+        """Add the result of the next range. Rows that another process read are read again if a culprit needs them."""
         if result.rows is None:
             self._report(result.num_bytes)
         for side, later in zip(self._sides, result.sides, strict=True):
@@ -312,7 +313,7 @@ class _Comparison:
         raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {reason}{renamed}")
 
     def refuse_still(self, a: Run, noise: Sequence[Run]) -> None:
-        """Raise LookupFailedError if a noise run equals the first run: every rounding would count as an error."""
+        """Raise LookupFailedError if a noise run equals the first run, as then every rounding would be an error."""
         for run, roots in zip(noise, self._moved, strict=True):
             if not roots:
                 jitter = " although it was recorded with RECORDER_JITTER" if run.jitter else ""

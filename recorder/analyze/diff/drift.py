@@ -1,9 +1,9 @@
-"""Recognises parameters that rounding alone drives apart, because it decides the sign of gradients near zero.
+"""Recognises parameters that differ between two runs only because rounding decides the sign of gradients near zero.
 
-Adam turns a rounding error in the gradient of an element into a full step (its first update is the gradient's sign),
-and a perturbed twin run need not have the error in the same element. So an update is judged element by element, by the
-values from which it was computed. If parameters differ as a step begins, their distance is judged relative to the
-distance in the twin run.
+Adam's first update is the sign of the gradient, so a rounding error in one element can become a full step. A twin run
+(the same training again, slightly perturbed) need not have this error in the same element. So each update is judged
+element by element, by the values from which the update was computed. If parameters differ as a step begins, their
+distance is judged relative to the distance in the twin run.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ...sites import values_of
 from .pairs import Flags, PairedSteps
 
 MARGIN = 10.0
-"""A difference may exceed the noise by this factor, because a twin run is a single sample of the noise."""
+"""A difference may be this many times the noise, because a twin run (a perturbed repeat) is one sample of the noise."""
 _CHUNK_ITEMS = 1 << 18
 _COLUMNS = ("root", "module_path", "site", "name", "phase")
 
 Parameter = tuple[str, str, str, int | None]
-"""Root, module path, name, and rank in the second run; the rank is None for a value that all ranks share."""
+"""The root, module path and name of a parameter, and its rank in the second run; None if all ranks share the value."""
 
 
 class Pairs:
-    """The pairs of two runs' rows in a range of steps. `differs` flags pairs that, so far, differ beyond noise."""
+    """The pairs of rows of two runs in a range of steps. `differs` flags the pairs that differ by more than noise."""
 
     def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
         self._compared = compared
@@ -46,7 +46,7 @@ class Pairs:
         return np.flatnonzero(integers(self.rows.a.table.column("step"))[self.rows.pairs.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-        """Return the two tensors of a pair as vectors; None if a tensor cannot be read, or is complex32."""
+        """Return the two tensors of a pair as vectors. Return None if a tensor cannot be read, or is complex32."""
         a, b, pairs = self.rows
         both = [(a, int(pairs.a[number])), (b, int(pairs.b[number]))]
         if any(side.table.column("encoding")[row].as_py() is None for side, row in both):
@@ -59,19 +59,19 @@ class Pairs:
 
 
 class Drift:
-    """Follows, step by step, the parameters that rounding alone drives farther apart than in a twin run."""
+    """Follows the parameters that rounding alone drives farther apart than in a twin run (a perturbed repeat)."""
 
     def __init__(self) -> None:
         self._apart: dict[Parameter, tuple[float, float]] = {}
-        """For each drifted parameter, the norm of the runs' difference, also as a share of the parameter's norm."""
+        """For each drifted parameter, the norm of the difference, and this norm divided by the parameter's norm."""
         self._before: tuple[int, Pairs] | None = None
         self._numbers: Integers | None = None
-        """The indices of the pairs at the step that `_before` has; None until the indices are needed."""
+        """The indices of the pairs at the step in `_before`; None until they are needed."""
         self._wrong: dict[str, set[Parameter]] = {}
-        """By root, the parameters that differed by more than noise at the root's last step."""
+        """For each root (model), the parameters that differed by more than noise at the last step."""
 
     def share(self, root: str | None = None) -> float:
-        """Return the largest distance of a parameter of a root (None: any root), as a share of the parameter's norm."""
+        """Return the largest distance of a drifted parameter, divided by its norm. `root` None means all roots."""
         return max((share for (of, *_), (_, share) in self._apart.items() if root in (None, of)), default=0.0)
 
     @property
@@ -79,7 +79,7 @@ class Drift:
         return len(self._apart)
 
     def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
-        """Return, for each line, whether the parameter's difference is noise although it exceeds the twin run's.
+        """Return, for each line, whether rounding explains the difference of the parameter.
 
         `lines` are the parameters of `root` that differ at `step` by more than in the twin run. A line has the columns
         of `Verdicts.differing`, the index `number` of the pair, and `allowed`: how far noise may move an element.
@@ -114,9 +114,10 @@ class Drift:
     def _is_made_from_noise(
         self, step: int, pairs: Pairs, parameter: Parameter, number: int, allowed: float
     ) -> bool | None:
-        """Return whether a parameter's gradient and state explain its difference; None if they were not recorded.
+        """Return whether the differences of its gradient and optimizer state explain a parameter's difference.
 
-        In each element, updates may differ by the share by which gradients and states differ, times `MARGIN`.
+        Return None if they were not recorded. The updates of an element may differ by the share by which its gradients
+        or states differ, times `MARGIN`.
         """
         if self._before is None or self._before[0] != step - 1:
             return None
@@ -132,7 +133,7 @@ class Drift:
             return None
         made_from = [both for both in kept.values() if both[0].size == both[1].size == now[0].size]
         parts = [slice(at, at + _CHUNK_ITEMS) for at in range(0, now[0].size, _CHUNK_ITEMS)]
-        # Weight decay may nearly cancel an element's update, so differences are measured by at least the mean update.
+        # Weight decay may nearly cancel an element's update. So no update counts as smaller than the mean update.
         least = sum(float(np.nansum(_update(now, old, part))) for part in parts) / max(1, now[0].size)
         return all(_is_open(now, old, made_from, part, least, allowed) for part in parts)
 
@@ -141,16 +142,16 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
-    """Return how far an update moves each element of the slice `part`: the larger distance of the two runs."""
+    """Return how far an update moves each element of the slice `part`, in the run in which it moves farther."""
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
 
 
 def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, least: float, allowed: float) -> bool:
-    """Return whether each element differs by no more than before the update plus the most that the update may add.
+    """Return whether the update explains how far the elements of the slice `part` are apart.
 
-    Only the elements of the slice `part` are judged. The update of an element counts as at least `least`. `allowed` is
-    the difference that noise and rounding may add.
+    An element may differ by as much as before the update, plus the most that the update may add. The update of an
+    element counts as at least `least`. `allowed` is the difference that noise and rounding may add.
     """
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     share = np.zeros(now_a.shape)

@@ -1,7 +1,8 @@
-"""Recognises differences due to noise alone: the first run differs as much from its own repeat or perturbed twin.
+"""Recognises differences that are noise: the first run differs as much from its noise runs.
 
-Noise is measured for each tensor and step. The median noise of the same site and step is used where the median is
-larger: a tensor may have little noise by chance, or because a perturbation did not reach the tensor.
+A noise run repeats the first run, or is a twin run: the same training with slightly perturbed inputs. Noise is measured
+for each tensor and step. It counts as at least the median noise of the same site and step, because a tensor may have
+little noise by chance, or because a perturbation did not reach the tensor.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _BITS = {
 _MIN_FACTOR = 1e-3
 """A tensor counts as a multiple of another tensor only if the factor differs from 1 by more than this."""
 _MAX_REST = 0.02
-"""A factor may leave this share of a difference unexplained; a shifted tensor leaves more, and is no multiple."""
+"""A factor may leave this share of a difference unexplained. A shifted tensor leaves more, and is no multiple."""
 _MIN_ITEMS = 16
-"""Tensors with fewer elements may nearly be multiples of any tensor, and their noise at a single step is random."""
+"""A tensor with fewer elements may nearly be a multiple of any tensor, and its noise at a single step is random."""
 _ROUNDINGS = 8
 """A difference of up to this many roundings of the tensor's largest magnitude always counts as noise."""
 ROUNDING_OF = {dtype: _ROUNDINGS * 2.0**bits for dtype, bits in _BITS.items()}
 """For each dtype, the share of a tensor's largest magnitude up to which a difference always counts as noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
-"""A common factor of gradients is due to clipping only if at least this many, and `_ALIKE_SHARE` of all, have it."""
+"""Clipping explains a common factor if at least this many gradients, and `_ALIKE_SHARE` of all gradients, have it."""
 
 
 _FAR = ("max_abs", "l2_apart", "statistic_rel")
@@ -45,7 +46,10 @@ _FAR = ("max_abs", "l2_apart", "statistic_rel")
 
 
 def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
-    """Return how far noise moves each row's tensor (NaN: unknown), by `_FAR`, and if it changes the fingerprint."""
+    """Return how far noise moves the tensor of each row, by `_FAR`, and whether noise changes its fingerprint.
+
+    A distance is NaN if no noise run has the value.
+    """
     far = {name: np.full(a.table.num_rows, np.nan) for name in _FAR}
     has_other_print = np.zeros(a.table.num_rows, np.bool_)
     for side in sides:
@@ -63,13 +67,13 @@ def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[d
 
 
 class Drifted(NamedTuple):
-    """A summary of the parameters that rounding alone drove farther apart than in the twin runs."""
+    """A summary of the parameters that rounding alone drove farther apart than in the twin runs (perturbed repeats)."""
 
     step: int
     """The first step at which rounding had driven parameters farther apart than in the twin runs."""
     num_params: int
     of_norm: float
-    """The largest distance of a drifted parameter between the runs at the end, as a share of the parameter's norm."""
+    """The largest distance of a drifted parameter at its last step, as a share of the parameter's norm."""
     times_noise: float
     """The factor by which the noise limit rises for values that are computed from drifted parameters."""
 
@@ -80,11 +84,11 @@ class LoudNoise(NamedTuple):
     step: int
     """The first step at which a noise run differs from the first run."""
     of_norm: float
-    """The median over the forward's values of the noise runs' distance from the first run, relative to the norm."""
+    """The distance of a noise run from the first run, divided by the norm: the median over the forward's values."""
 
 
 def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) -> NoiseMeasure | None:
-    """Measure the noise of the pairs that differ; return None without noise runs, or if no pair differs.
+    """Measure the noise of the pairs that differ. Return None without noise runs, or if no pair differs.
 
     `sides` are the rows of the noise runs at the same steps.
     """
@@ -95,22 +99,22 @@ def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) 
 
 
 class BeyondNoise:
-    """Separates differences from noise. It takes ranges of steps in the order of steps.
+    """Removes the differences that are noise. It takes ranges of steps in the order of steps.
 
-    `eps` is the relative change of the noise runs' inputs, according to their manifests.
+    `eps` is the share by which the inputs of the noise runs were perturbed, according to their manifests.
     """
 
     def __init__(self, eps: float = 0.0) -> None:
         self._eps = eps
         self._drift = Drift()
         self._factors: dict[str, float] = {}
-        """By root, the largest factor by which, as a step began, parameters were farther apart than in the twin run."""
+        """For each root (model), the largest factor by which parameters began a step farther apart than the twin's."""
         self._shown: dict[str, tuple[float, float]] = {}
-        """By root, at its last step: how far parameters had drifted, as a share of their norm, and the factor by which
-        the values of the forward exceeded the noise."""
+        """For each root, at its last step: how far parameters had drifted, as a share of their norm, and how many times
+        the noise the values of the forward differed."""
         self._first_drift: int | None = None
         self._off: dict[str, float] = {}
-        """By root, the largest distance from 1 of a common factor of all gradients that rounding explains."""
+        """For each root, the largest |factor - 1| by which rounding scaled all gradients of a step."""
         self._is_begun = False
         self.loud: LoudNoise | None = None
         """Set if the noise runs probably differ from the first run by more than noise, and so hide errors."""
@@ -124,7 +128,7 @@ class BeyondNoise:
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
     def of(self, judged: Verdicts, measured: NoiseMeasure | None, compared: Callable[[], PairedSteps]) -> Verdicts:
-        """Return the verdicts without pairs that differ by no more than noise; the other pairs get a column `noise`.
+        """Return the verdicts without the pairs that differ by no more than noise, and with a column `noise`.
 
         `compared` returns the rows, and is called only if rows are needed.
         """
@@ -186,10 +190,10 @@ class BeyondNoise:
     def _unscale(
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
-        """Accept gradients that rounding made differ by a common factor, and state computed from these gradients.
+        """Accept gradients that rounding scaled by a common factor, and the state computed from these gradients.
 
-        Gradients are clipped by their common norm. Each layout adds up the squares for this norm in another order, and
-        no twin run has this difference.
+        Clipping scales all gradients by their common norm. Each layout adds up the squares for this norm in its own
+        order, and so rounds the norm differently. Twin runs do not show this, because they have one layout.
         """
         gradients = rows[measured.are_final_gradients(rows)]
         wrong = gradients[pairs.differs[indices[gradients]]]
@@ -212,7 +216,7 @@ class BeyondNoise:
 
 
 def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
-    """Count the nonzero pairs of gradients that the update of a step used, and the elements of all its gradients."""
+    """Return the number of nonzero gradients that the update of a step used, and the elements of all its gradients."""
     columns = ["root", "site", "phase", "l2", "numel"]
     table = pairs.rows.a.table.select(columns).take(pa.array(pairs.rows.pairs.a[pairs.of_step(step)]))
     is_final = (pc.field("site") == "grad") & (pc.field("phase") == "optimizer")
@@ -222,7 +226,7 @@ def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
 
 
 class NoiseMeasure:
-    """The pairs that differ, with the noise of each pair."""
+    """The pairs of rows that differ, with the noise of each pair."""
 
     def __init__(self, table: Any, noise: Mapping[str, Floats], has_other_print: Flags) -> None:
         self._table, self._has_other_print = table, has_other_print
@@ -231,8 +235,8 @@ class NoiseMeasure:
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
         self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
-        # A gradient recorded after a tap is judged by values or statistics, because rounding may change its
-        # fingerprint.
+        # Rounding may change the fingerprint of a gradient of kind `after_tap` (see `Difference.kind`), so values or
+        # statistics judge it.
         compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
@@ -240,7 +244,7 @@ class NoiseMeasure:
         self._eps, numel = _roundings(table), numbers(table.column("numel"))
         of_max = numbers(table.column("of_max"))
         self._scales = np.divide(self._max_abs, of_max, out=np.zeros_like(of_max), where=of_max > 0)
-        # The norm of each pair's first tensor; without statistics, the largest norm that is possible.
+        # The norm of the first tensor of each pair. Without statistics it is the largest possible norm.
         self._norms = np.where(np.isnan(self._l2_a), self._scales * np.sqrt(numel), self._l2_a)
         num_a, num_b = (np.nan_to_num(numbers(table.column(f"nonfinite_{side}"))) for side in "ab")
         self.is_finite = num_a == num_b
@@ -262,10 +266,10 @@ class NoiseMeasure:
         return np.asarray(are_noise | (self.kinds == "dtype"))
 
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
-        """Return which rows differ by no more than in a twin run that began the step `factors` times as far apart.
+        """Return which rows differ by no more than noise, if the parameters began the step farther apart than a twin's.
 
-        Norms are compared, because an element that is far apart at first moves a few elements of every later tensor. A
-        further difference by the share `off` of the norm is allowed.
+        They were `factors` times as far apart. Norms are compared, because one element that is far apart moves a few
+        elements of every later tensor. A further difference by the share `off` of the norm is allowed.
         """
         kinds, eps = self.kinds[rows], self._eps[rows] + off
         with np.errstate(invalid="ignore"):
@@ -276,7 +280,7 @@ class NoiseMeasure:
         return np.asarray((are_noise & self.is_finite[rows]) | (kinds == "fingerprint"))
 
     def are_multiples(self, rows: Integers) -> Flags:
-        """Return in which pairs one tensor is a multiple of the other tensor, which rounding cannot cause."""
+        """Return in which pairs one tensor is a multiple of the other tensor. Rounding cannot cause this."""
         is_large = numbers(self._table.column("numel"))[rows] >= _MIN_ITEMS
         factors = multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows])
         return np.asarray(is_large & ~np.isnan(factors))
@@ -286,7 +290,7 @@ class NoiseMeasure:
         return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
 
     def typical_factor(self, rows: Integers) -> float:
-        """Return the median of the factors that bring first tensors closest to second tensors; NaN without norms."""
+        """Return the median over pairs of the factor that brings the first tensor closest to the second, or NaN."""
         with np.errstate(invalid="ignore", divide="ignore"):
             factors = np.where(np.isnan(self._cosine[rows]), 1.0, self._cosine[rows]) * self._l2_b[rows]
             factors /= self._l2_a[rows]
@@ -294,7 +298,7 @@ class NoiseMeasure:
         return float(np.median(known)) if len(known) else np.nan
 
     def are_scaled(self, rows: Integers, factor: float) -> Flags:
-        """Return in which pairs the second tensor is `factor` times the first, up to noise as in `are_noise`."""
+        """Return in which pairs the second tensor is `factor` times the first tensor, up to noise."""
         kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
         one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -309,16 +313,17 @@ class NoiseMeasure:
     def rounding_of_sum(self, rows: Integers, numel: int) -> float:
         """Return how far from 1 rounding may move the ratio of two norms of `numel` elements each.
 
-        A sum of n numbers is off by lambda sqrt(n) times the unit roundoff, relatively (Higham and Mary 2019, "A New
-        Approach to Probabilistic Rounding Error Analysis"). Its root is off by half of that, and the ratio of two roots
-        by twice a half. Lambda is 2 here; for torch's norm of 10 million elements on one thread, 1.6 was measured. Sums
-        of shorter types are kept in float32. The result is at most half of `_MIN_FACTOR`.
+        The relative error of a sum of n numbers is lambda sqrt(n) times the unit roundoff (Higham and Mary 2019, "A New
+        Approach to Probabilistic Rounding Error Analysis"). The error of its square root is half as large, and the
+        error of the ratio of two roots is twice that half. Lambda is 2 here; for torch's norm of 10 million elements on
+        one thread, 1.6 was measured. Sums of shorter dtypes are kept in float32. The result is at most half of
+        `_MIN_FACTOR`.
         """
         unit = min(float(self._eps[rows].max()) / _ROUNDINGS, 2.0 ** _BITS["float32"]) / 2
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
-        """Return the median factor by which a forward's differences between the runs exceed those in the twin run."""
+        """Return how many times the noise the values of the forward differ between the runs, as a median."""
         forward = rows[self._phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]
@@ -326,7 +331,7 @@ class NoiseMeasure:
         return max(1.0, float(np.median(known))) if len(known) else np.inf
 
     def typical_share(self, rows: Integers) -> float:
-        """Return the median noise of a forward's values, as a share of their norm, but at least one rounding."""
+        """Return the median noise of the forward's values, as a share of their norm. It is at least one rounding."""
         forward = rows[self._phases[rows] == "forward"]
         chosen = forward if len(forward) else rows
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -338,22 +343,23 @@ class NoiseMeasure:
         return max(float(np.median(known)), least) if len(known) else least
 
     def loudness(self, rows: Integers, eps: float) -> float:
-        """Return the distance, relative to the norm, above which noise runs differ by more than noise at a first step.
+        """Return the share of the norm above which noise runs differ by more than noise at the first step.
 
-        It is far above rounding, and below the effect of a new dropout mask. Under autocast the values have a longer
-        dtype than the model computes with; `eps` is the rounding of the shorter dtype.
+        The limit is far above rounding, and below the effect of a new dropout mask. `eps` is the perturbation of the
+        noise runs. It matters under autocast, where it is a rounding of the dtype that the model computes with, and the
+        values have a longer dtype.
         """
         return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
     def lines(self, rows: Integers, indices: Integers) -> list[dict[str, Any]]:
-        """Return rows as dictionaries, with the `number` of the pair, and `allowed`: how far noise moves an element."""
+        """Return rows as dictionaries, with the pair's index `number` and how far noise moves an element, `allowed`."""
         lines = self._table.take(pa.array(rows)).to_pylist()
         known = zip(lines, indices[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
 
 
 def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
-    """Return the factor of each pair of tensors, by cosine and norms; NaN if neither is a multiple of the other."""
+    """Return the factor between the tensors of each pair, from cosine and norms. NaN if neither is a multiple."""
     with np.errstate(invalid="ignore", divide="ignore"):
         factors = np.where(cosine > 0, 1.0, -1.0) * two / one
         off, rest = np.abs(factors - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
@@ -381,7 +387,7 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
 
 
 def _steadied(values: Floats, table: Any) -> Floats:
-    """Return the noise of each row; for a small tensor its largest at any step, as noise at one step is random."""
+    """Return the noise of each row. A small tensor gets its largest noise of any step: its noise at one is random."""
     groups = group_rows(table, ("root", "module_path", "site", "name"))
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)

@@ -1,7 +1,7 @@
-"""Pairs the rows of two runs, and measures how far they are apart: by fingerprint, else by values, else by statistics.
+"""Pairs the rows of two recorded runs, and compares each pair: by fingerprint, else by values, else by statistics.
 
-If one run lacks ranks of a value, a difference does not concern the training, and has a kind of its own. This module
-must never read the payloads of a pair whose fingerprints are equal.
+If one run lacks ranks of a value, the recording explains a difference, not the training. Such a difference has the kind
+``partial``. This module must never read the payloads of a pair whose fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNITS = {name: pa.float64() if "rms" in name else pa.int64() for name in UnitsA
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")
 _ROUNDING = 1e-12
-"""The largest difference between sums of the same elements in different orders, as a share of the largest magnitude."""
+"""Sums of the same elements in different orders may differ by this share of the largest magnitude."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -121,7 +121,7 @@ class Verdicts(NamedTuple):
 
 
 def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Verdicts:
-    """Compare pairs of rows; `report` is called with the number of payload bytes that are done since its last call."""
+    """Compare pairs of rows. `report` is called with the number of payload bytes done since its last call."""
     left, right = a.table.take(pa.array(pairs.a)), b.table.take(pa.array(pairs.b))
     same_dtype, same_shape, same_print = (_same(left, right, name) for name in ("dtype", "shape", "fingerprint"))
     has_prints, has_values, has_numbers = (_both(left, right, n) for n in ("fingerprint", "encoding", "nan_count"))
@@ -129,7 +129,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     are_open = [holds(side.column("note"), lambda note: BATCH_OR_ONE in note_members(note)) for side in (left, right)]
     may_be_one = ~same_shape & np.any(are_open, axis=0)
     is_open = (same_shape | may_be_one) & ~is_equal
-    # The bits of a NaN mean nothing, and the next operation may set other bits, but they change the fingerprint.
+    # The bits of a NaN mean nothing, and any operation may change them, but the fingerprint depends on them.
     has_nans = _same(left, right, "nan_count") & (numbers(left.column("nan_count")) > 0)
     prints_differ = is_open & same_dtype & has_prints & tolerance.is_exact & ~may_be_one & ~has_nans
     by_values = is_open & has_values
@@ -188,9 +188,10 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
 def _for_one(
     one: npt.NDArray[Any], two: npt.NDArray[Any], *, is_gradient: bool
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return two tensors in one shape, if one of them is a batch of the other; else return them unchanged.
+    """Bring two tensors into one shape if one of them is a batch of the other; else return them unchanged.
 
-    A gradient of the single tensor is the sum of the gradients of the batch.
+    A batch repeats the single tensor along dims of size 1. Gradients are added up along these dims, because the
+    gradient of the single tensor is the sum of the gradients of the batch.
     """
     dims = tuple(dim for dim, sizes in enumerate(zip(one.shape, two.shape, strict=False)) if len({*sizes}) > 1)
     if one.ndim != two.ndim or any(1 not in (one.shape[dim], two.shape[dim]) for dim in dims):
@@ -202,10 +203,11 @@ def _for_one(
 
 
 def _missing_ranks(table: Any, other: Any) -> npt.NDArray[np.object_]:
-    """Return, for each row for all ranks, the ranks that it lacks as JSON, also if only the row of `other` shows them.
+    """Return the ranks that each row of `table` lacks, as JSON, if the row stands for all ranks.
 
-    Replicas are one value, whichever of them a run has. But if the other run has a row for each rank, because its
-    replicas differ, the row of a rank cannot be compared with a value that was made without this rank.
+    A missing replica usually does not count, because replicas are one value. It counts if the other run has a row for
+    each rank, because its replicas differ: then the row of a rank in `other` cannot be compared with a value that was
+    made without this rank.
     """
     pairs = table.select(["ranks_present", "ranks_expected"]).append_column("rank", other.column("rank"))
     texts, ids = by_distinct(pairs, ("ranks_present", "ranks_expected", "rank"), _lost)
@@ -220,7 +222,7 @@ def _lost(present: str | None, expected: str | None, rank: int | None) -> str:
 
 
 def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:
-    """Compare two sums over ranks by the statistics of their summands; None unless both have the same ranks."""
+    """Compare two sums over ranks by the statistics of their summands. Return None unless both have the same ranks."""
     tables: list[Any] = []
     ranks: list[list[tuple[int, int]]] = []
     for side, row in ((a, row_a), (b, row_b)):
@@ -240,7 +242,7 @@ class _Statistics(NamedTuple):
     """For each pair, the first run's value of the statistic that is farthest apart."""
     right: Floats
     apart: Floats
-    """For each pair, the statistic's distance, divided by the largest magnitude (or larger norm); NaN for a count."""
+    """For each pair, how far this statistic is apart, as a share of the largest magnitude or norm; NaN for a count."""
 
     @classmethod
     def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:
@@ -305,7 +307,7 @@ def _table(
 
 
 def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
-    """Return columns that compare the units (channels or neurons) of pairs; the units themselves would be too many."""
+    """Return columns on how the units (channels or neurons) of each pair differ. Single units would be too many."""
     comparisons: list[UnitsApart | None] = [None] * len(pairs)
     has_both = _both(left, right, "units")[pairs]
     for at in np.flatnonzero(has_both).tolist():
@@ -322,7 +324,7 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
 
 
 def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
-    """Return the roots with a value, selected or not, that differs between two runs.
+    """Return the roots (models under hooks) with a value, selected or not, that differs between two runs.
 
     Values that the program passes to the recorder, and numbers that it reports, such as seconds, count only if there
     are no other values.
@@ -350,7 +352,7 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 
 
 def _is_after_tap(table: Any) -> Flags:
-    """Return which rows are gradients that cover only uses of the value outside the module that made it."""
+    """Return a mask of the gradients that cover only uses of a value outside the module that made the value."""
     return holds(table.column("note"), lambda note: note_members(note).get("grad") == "after_tap")
 
 
@@ -360,7 +362,7 @@ def _any(table: Any) -> Flags:
 
 
 def _has_none(table: Any) -> Flags:
-    """Return which rows have no values and can have no statistics, such as partial sums over ranks."""
+    """Return a mask of the rows without values that can have no statistics, such as partial sums over ranks."""
     is_summand = holds(table.column("note"), lambda note: "no_statistics" in note_members(note))
     return np.asarray(is_summand & ~table.column("encoding").is_valid().to_numpy())
 
@@ -370,7 +372,7 @@ def _both(left: Any, right: Any, name: str) -> Flags:
 
 
 _SLICED = ("step", "root", "mode")
-"""The columns that all rows of one sequence of micro-steps have in common."""
+"""The columns with equal values in all micro-steps of one step."""
 _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 """The columns that identify a value over all micro-steps of its step."""
 
@@ -378,9 +380,9 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
     """Leave out the values that ranks pass to each other, unless both runs have the same stages and experts.
 
-    A row of these values is identified by its rank, its stage, its micro-batch, and its size, which depends on whether
-    ranks share or split a batch. Inputs and outputs of experts are left out even where one run has them in one piece.
-    Returns the rows of both runs that remain, and how many rows of each run were left out.
+    Two runs have the same stages if these values have the same ranks, stages, micro-batches and sizes. A size depends
+    on whether ranks share or split a batch. Inputs and outputs of experts are left out even where one run has them in
+    one piece. Returns the rows of both runs that remain, and how many rows of each run were left out.
     """
     marked = [holds(side.table.column("note"), lambda note: stage_of(note)[1]) for side in (a, b)]
     handed_on = [_handed_on(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
@@ -397,7 +399,7 @@ def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int,
 
 
 def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out recomputed rows if only one run has any; return both runs' rows, and how many rows each run lost."""
+    """Leave out recomputed rows if only one run has any. Return the rows of both runs, and how many each run lost."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
     if marked[0].any() == marked[1].any():
         return a, b, (0, 0)
@@ -407,7 +409,7 @@ def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tu
 def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, int]:
     """Leave out the micro-steps of a batch that the two runs divide into different numbers of micro-steps.
 
-    Two runs divide one batch if a value has equally many elements over all micro-steps of a step in both runs. So a
+    Two runs divide the same batch if some value has equally many elements in both, over all micro-steps of a step. So a
     micro-batch that one run has lost is still a difference. Returns the rows of both runs that remain, and the number
     of values of the first run that were left out.
     """
@@ -448,30 +450,30 @@ def _handed_on(table: Any) -> set[tuple[Any, ...]]:
 
 
 PART = "part_of_batch"
-"""The column with the part of the batch on which the rank of a row worked."""
+"""The name of the column that says on which part of the batch the rank of a row worked."""
 
 
 class Alignment(NamedTuple):
-    """Which rows of the tables of two global views form pairs, and which rows stay alone, as row indices."""
+    """The pairs of rows of two tables, and the rows without a partner, as row indices."""
 
     a: Integers
     """For each pair, the index of the first run's row, ascending."""
     b: Integers
     only_a: Integers
-    """The first run's rows of values that the second run lacks."""
+    """The first run's rows whose values the second run lacks."""
     only_b: Integers
     on_other_parts: Integers = np.zeros(0, np.int64)
-    """The first run's rows of single ranks that the second run has, too, but that cannot be compared: the ranks worked
-    on different parts of the batch, and neither run has a row for all ranks."""
+    """The first run's rows of single ranks that cannot be compared, although the second run has them, too. The ranks
+    worked on different parts of the batch, and neither run has a row for all ranks."""
 
 
 def align(a: Any, b: Any) -> Alignment:
     """Pair the rows of two tables by all columns that identify a value.
 
     A row for all ranks is paired with a row for all ranks. If the other run has the value only rank by rank (replicas
-    differ, or no layout fits), the row is paired with each rank's row of the same shape. If a run has a row for all
-    ranks and rows of single ranks, these are redundant: a rank's row is paired only with a row of a rank that worked on
-    the same part of the batch.
+    differ, or no layout fits), the row is paired with each rank's row of the same shape. A row of a single rank is
+    paired with the row of this rank in the other run, if the rank worked on the same part of the batch in both. It is
+    redundant where its run also has a row for all ranks, and may stay without a partner.
     """
     id_a, id_b = common_ids(a, b, VALUE_KEY)
     rank_a, rank_b = (integers(table.column("rank")) for table in (a, b))
@@ -480,7 +482,7 @@ def align(a: Any, b: Any) -> Alignment:
     left, right = join(id_a * width + rank_a + 1, id_b * width + rank_b + 1)
     is_same = _have_one_part(a, b, left, right) | (rank_a[left] < 0)
     has_whole_a, has_whole_b = (_flags(ids[ranks < 0], num_ids) for ids, ranks in ((id_a, rank_a), (id_b, rank_b)))
-    # These are the rows of values that are one tensor in one run, and rows of single ranks only in the other run.
+    # The rows of values that have a row for all ranks in one run, and only rows of single ranks in the other run.
     whole_a = np.flatnonzero((rank_a < 0) & ~has_whole_b[id_a])
     whole_b = np.flatnonzero((rank_b < 0) & ~has_whole_a[id_b])
     pieces_a = np.flatnonzero((rank_a >= 0) & ~has_whole_a[id_a] & has_whole_b[id_a])
@@ -502,7 +504,7 @@ def align(a: Any, b: Any) -> Alignment:
 
 
 def _have_one_part(a: Any, b: Any, rows_a: Integers, rows_b: Integers) -> npt.NDArray[np.bool_]:
-    """Return which pairs are of ranks that worked on the same part of the batch, or on parts that are not known."""
+    """Return a mask of the pairs whose ranks worked on the same part of the batch, or on an unknown part."""
     if PART not in a.column_names or PART not in b.column_names:
         return np.ones(len(rows_a), np.bool_)
     parts_a, parts_b = common_ids(a, b, (PART,))

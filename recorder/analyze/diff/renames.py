@@ -31,7 +31,7 @@ class Rename(NamedTuple):
 
 
 class Renames:
-    """Maps the second run's module names to the first run's, by the longest line that fits; other names are kept."""
+    """Maps module names of the second run to names of the first run, by the longest line that fits a name."""
 
     def __init__(self, renames: Iterable[Rename] = ()) -> None:
         self.lines = sorted(renames, key=lambda one: -len(one.new))
@@ -110,7 +110,7 @@ def read_renames(path: Path) -> Renames:
 
 
 _ARGUMENTS = ("input", GRADIENT_OF["input"])
-"""Sites whose names are arguments of a forward, which may change when a module is rewritten."""
+"""The sites whose names are arguments of a forward. These names may change when a module is rewritten."""
 _MAX_MODULES = 5_000
 
 
@@ -124,7 +124,7 @@ class RenameHint(NamedTuple):
     num_modules: int
     """The number of module pairs that the line creates, all with tensors of the same shapes."""
     num_same: int
-    """Of the module pairs of the line, the number whose first parameters and buffers are bit-equal."""
+    """The number of these module pairs whose first recorded parameters and buffers are equal bit by bit."""
 
     @property
     def line(self) -> str:
@@ -136,13 +136,13 @@ class UnpairedModules:
 
     def __init__(self, own_names: Mapping[str, str]) -> None:
         self.own_names = own_names
-        """By common name, the name that the module has in its own run."""
+        """Maps the name that a module has after renaming (its common name) to its name in its own run."""
         self._tensors: dict[str, set[tuple[str, str, str]]] = {}
-        """By module, in the order of execution: the site, name and shape of each tensor."""
+        """For each module, in the order of execution: the site, name and shape of its tensors."""
         self._prints: dict[str, dict[tuple[str, str], str]] = {}
 
     def add(self, table: Any) -> None:
-        """Add rows of the global view, which have common module names and are in the order of execution."""
+        """Add rows of renamed modules. The rows must be in the order of execution."""
         if not self.own_names:
             return
         rows = table.filter(pc.is_in(table.column("module_path"), pa.array(list(self.own_names), pa.string())))
@@ -154,7 +154,7 @@ class UnpairedModules:
                 self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
 
     def join(self, other: UnpairedModules) -> None:
-        """Add the tensors of `other`, which come after the tensors of this object; first fingerprints are kept."""
+        """Add the tensors of `other`, which were recorded later. The earlier fingerprint of a tensor is kept."""
         for path, tensors in other._tensors.items():
             self._tensors.setdefault(path, set()).update(tensors)
         for path, prints in other._prints.items():
@@ -165,7 +165,7 @@ class UnpairedModules:
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
-        """Group the modules by the tensors that they have at the sites `sites`, in the order of execution."""
+        """Return the modules, in the order of execution, grouped by the tensors that they have at `sites`."""
         paths_of_look: dict[frozenset[Any], list[str]] = {}
         for path, tensors in self._tensors.items():
             if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
@@ -180,11 +180,11 @@ class UnpairedModules:
 def rename_hints(
     a: UnpairedModules, b: UnpairedModules, renames: Renames, paths_b: Mapping[str, str]
 ) -> list[RenameHint]:
-    """Propose a few lines of a file of renamed modules, which pair modules of two runs with equal tensor shapes.
+    """Propose a few lines of a file of renamed modules. They pair modules of two runs with equal tensor shapes.
 
-    Modules are paired only if both runs have equally many with these shapes. No module is in two lines. `a` are the
-    modules that only the first run has. `b` are the modules that only the second run has, under common names; `paths_b`
-    maps the second run's own names to the common names.
+    Modules are paired only if both runs have equally many modules with these shapes. No module is in two lines. `a` are
+    the modules that only the first run has. `b` are the modules that only the second run has, under the names after
+    renaming. `paths_b` maps the second run's own names to the names after renaming.
     """
     pairs = {b.own_names[new]: old for old, new in _pairs(a, b) if not set("=#") & set(old + new)}
     if not pairs or len(pairs) > _MAX_MODULES:
@@ -203,7 +203,7 @@ def rename_hints(
 
 
 def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
-    """Yield pairs of modules with equally shaped tensors, by equal parameters and buffers, or order of execution."""
+    """Yield pairs of modules with equal tensor shapes: with equal parameters and buffers, else in execution order."""
     sites = a.sites & b.sites
     of_b = b.by_look(sites)
     for look, olds in a.by_look(sites).items():
@@ -218,7 +218,7 @@ def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
 
 
 def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> list[Rename]:
-    """Cover the pairs by lines of path prefixes, the most frequent prefixes first, and the rest by complete paths."""
+    """Return lines that cover all pairs: first the most frequent path prefixes, then complete paths."""
     lines: list[Rename] = []
     told, left = dict(fixed), dict(pairs)
     while left:
@@ -238,7 +238,7 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 
 
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
-    """Yield the two paths without all of their common last components, then with one more component each time."""
+    """Yield prefixes of both paths: first without their common last components, then with one more each time."""
     one, two = old.split("."), new.split(".")
     ends = zip(reversed(one), reversed(two), strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
@@ -250,7 +250,7 @@ def _are_sound(
     lines: Sequence[Rename], pairs: Mapping[str, str], fixed: Mapping[str, str], paths_b: Iterable[str],
     renames: Renames,
 ) -> bool:  # fmt: skip
-    """Return whether the lines pair all modules, change no fixed name, and never give two modules one name."""
+    """Return whether the lines pair all modules of `pairs`, change no name in `fixed`, and give no name twice."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]
         if len(set(told)) < len(told):

@@ -23,7 +23,7 @@ _FEW = 5
 """The number of rows of each table, and of culprits, that are printed without ``--limit``."""
 _JSON_ROWS = 20
 _MAX_JSON_BINS = 4096
-"""The most bins of a histogram in JSON, which is more than a dtype has powers of two."""
+"""The most bins of a histogram in JSON. No dtype has as many powers of two."""
 _MODULE_DROPS = ("nonfinite", "cosine", "first value", "compared", "stats apart")
 _HISTOGRAM_DROPS = ("infinite", "subnormal", "zero")
 _UNITS_DROPS = ("dead", "rank", "units")
@@ -31,7 +31,7 @@ _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "sha
 _DULL = {"nonfinite": "0|0"} | dict.fromkeys(
     ("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-"
 )
-"""By column, the text of a cell without information. A column is left out if all its cells have this text."""
+"""For each column, the text of a cell without information. A column is left out if all its cells have this text."""
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
 _APART = "apart: the share of values that would have to change sign or power of two for both to have one distribution"
 _DEAD = "dead: units with no value but zero; farthest: the unit whose root of the mean square (rms) differs most"
@@ -39,7 +39,7 @@ _STATS_APART = "stats apart: where only statistics are there, how far these are 
 
 
 def reply_of(a: Run, b: Run, result: Diff, options: DiffOptions, *, limit: int | None, is_brief: bool) -> Reply:
-    """Return the output of `recorder diff`; without a limit, it lists a few modules and no single values.
+    """Return the output of `recorder diff`. If `limit` is None, it lists a few modules and no single values.
 
     The exit code is 1 if the runs differ, or the rows of a run contradict each other.
     """
@@ -64,7 +64,7 @@ def _members(a: Run, b: Run, result: Diff, limit: int) -> dict[str, Any]:
 
 
 def _with_details(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a differing value with the member `units`, and with `histogram` decoded from bytes."""
+    """Return the row of a value that differs, for JSON. Columns of units form one member; histograms are decoded."""
     a, b = distributions.histogram_of_row(row, "_a"), distributions.histogram_of_row(row, "_b")
     units = {name: row[name] for name in distributions.UnitsApart._fields}
     rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b", *units)}
@@ -195,7 +195,7 @@ _MOST_NAMED = 2
 
 
 def _by_reason(problems: Sequence[str]) -> Iterator[str]:
-    """Yield one line for each reason why rows contradict each other, with one or two values, or one and a count."""
+    """Yield a line for each reason why rows contradict each other. A line names at most two values."""
     values: dict[str, list[str]] = {}
     for problem in problems:
         value, _, reason = problem.partition(": ") if problem.startswith("'") else ("", "", problem)
@@ -242,7 +242,7 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
 
 
 def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str]:
-    """Yield a line if one model has modules that the other model lacks, as far as the runs name their modules."""
+    """Yield a line if one model has modules that the other model lacks, and both runs name their modules."""
     one = dict.fromkeys(path for _, path in a.modules)
     two = dict.fromkeys(renames.old(path) for _, path in b.modules)
     sides = ("A", [path for path in one if path not in two]), ("B", [path for path in two if path not in one])
@@ -256,7 +256,7 @@ def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str
 
 
 def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
-    """Yield the lines about culprits. Updates that follow from an update of all parameters share one line."""
+    """Yield the lines about culprits. Updates that may follow from an update of all parameters share one line."""
     alike = {one.step for one in culprits if one.phase == "update" and one.module_path is None}
     follow = [one for one in culprits if one.phase == "update" and one.step in alike and one.module_path is not None]
     led = [one for one in culprits if one not in follow]
@@ -274,7 +274,7 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
 
 
 def accusation(culprit: Culprit, first: Culprit) -> str:
-    """Return the line about a culprit. A NaN after a NaN of the `first` culprit in the same run may follow from it."""
+    """Return the line about a culprit. It says "may follow" if NaN of the `first` culprit may be the reason."""
     rank = f", {named('rank', culprit.ranks)}" if culprit.ranks else ""
     if culprit.micro_batches:
         rank += f", {named('micro-batch', culprit.micro_batches, most=len(culprit.micro_batches))}"
@@ -517,7 +517,7 @@ def _only_parts(run: str, only: Any, limit: int) -> Iterator[str | Table]:
 
 
 def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:
-    """Yield lines about values and steps that only one run has, and that therefore do not count."""
+    """Yield lines about the values and steps that do not count, because only one run has them."""
     num_only = sum(pc.sum(table.column("rows")).as_py() or 0 for table in (result.only_a, result.only_b))
     if num_only and options.common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"

@@ -49,7 +49,7 @@ class DiffOptions:
     global_view: GlobalOptions
     """The options for joining the ranks' values of each run into global tensors."""
     noise: Sequence[Run]
-    """Repeats or perturbed twins of the first run. Only differences larger than the noise in these runs count."""
+    """Repeats or perturbed repeats (twins) of the first run. Only differences larger than in these runs count."""
     renames: Renames
     """The names that the modules of the second run have in the first run."""
     common: bool
@@ -57,7 +57,7 @@ class DiffOptions:
 
 
 class SideTotals:
-    """What a comparison says of one of the two runs, for a range of steps or for all ranges joined so far."""
+    """The results that concern one of the two runs, for a range of steps or for all ranges joined so far."""
 
     def __init__(self, selection: Selection, own_names: Mapping[str, str]) -> None:
         self.problems = Problems(selection)
@@ -77,7 +77,7 @@ class SideTotals:
 
 
 class PayloadReport:
-    """Counts the payload bytes that have been compared, and reports them unless it runs in another process."""
+    """Counts the payload bytes that have been compared, and reports them. A copy in another process only counts."""
 
     def __init__(self, report: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._report = report
@@ -92,7 +92,7 @@ class PayloadReport:
 
 
 def by_value(rows: Any) -> Any:
-    """Return a table with one row for each value, in order: its number of rows, its first step and its last step."""
+    """Return a table with a row for each value, in order: the number of its rows, its first step and its last step."""
     aggregates = [([], "count_all"), ("step", "min"), ("step", "max")]
     return rows.group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
 
@@ -105,24 +105,24 @@ def join_ranges(tables: Sequence[Any]) -> Any:
 
 @dataclass
 class RangeResult:
-    """The result of comparing a range of steps, from `first` up to, but not including, `last`; None means no bound."""
+    """The result of comparing the steps from `first` up to, but not including, `last`. None means no bound."""
 
     first: int | None
     last: int | None
     num_bytes: int
     sides: tuple[SideTotals, SideTotals]
     steps: RangeSteps | None
-    """Facts about the steps; this field, `judged` and `measured` are None if there are no pairs."""
+    """Facts about the steps. This field, `judged` and `measured` are None if no rows could be paired."""
     judged: Verdicts | None
     measured: NoiseMeasure | None
     moved: list[set[str]]
-    """For each noise run, the roots in which it differs from the first run."""
+    """For each noise run, the roots (models) in which the noise run differs from the first run."""
     compared: Any
     """A table with the number of paired rows of each module; None if there are no pairs."""
     num_on_other_parts: int
     """The number of values of single ranks that both runs have, but for different parts of the batch."""
     num_in_other_micro_steps: int
-    """The number of values of the first run whose batch has another number of micro-steps in the second run."""
+    """The number of values of the first run whose batch the second run divides into more or fewer micro-steps."""
     rows: PairedSteps | None
     """The paired rows of both runs, if they were read in this process; else None."""
 
@@ -184,7 +184,7 @@ class RangeComparer:
         )
 
     def _read(self, first: int | None, last: int | None, sides: Sequence[SideTotals] = ()) -> tuple[PairedSteps, int]:
-        """Return the paired rows, and the number of values in other micro-steps; note in `sides` what was left out."""
+        """Return the paired rows, and `num_in_other_micro_steps`. Store in `sides` how many rows were left out."""
         a = RunSteps.read(self._views[0], self._options.selection, first, last)
         b = RunSteps.read(self._views[1], self._options.selection, first, last, self._options.renames)
         a, b, handed_on = comparable(a, b)
@@ -213,19 +213,20 @@ class Difference(NamedTuple):
     rank_b: int | None
     max_abs: float | None
     of_max: float | None
-    """`max_abs` relative to the largest magnitude in either tensor."""
+    """`max_abs` divided by the largest magnitude in either tensor."""
     max_rel: float | None
     max_ulp: int | None
     nonfinite_a: int | None
     nonfinite_b: int | None
     statistic: str | None
-    """The name of the statistic that is farthest apart, where only statistics could be compared."""
+    """The name of the statistic that is farthest apart; None unless statistics were compared."""
     statistic_a: float | None
     statistic_b: float | None
     statistic_rel: float | None
-    """The statistic's distance, divided by the largest magnitude (for a norm, by the larger norm); None for counts."""
+    """How far the statistic is apart, as a share of the largest magnitude (of the larger norm for a norm). None for
+    counts."""
     noise: float | None
-    """The distance that noise alone causes, as `max_abs` or `statistic_rel`; None if no noise run has the value."""
+    """The `max_abs` (or `statistic_rel`) that noise alone causes. None if no noise run has the value."""
     lacks_a: str | None
     """The ranks that are missing from the first run's value, as JSON."""
     lacks_b: str | None
@@ -253,15 +254,15 @@ class Diff(NamedTuple):
     """The result of comparing two runs."""
 
     is_equal: bool
-    """True if all values could be read and are equal within the tolerance. Unless only common values are compared, both
-    runs must also have the same values, with comparable data, at common steps. Values in `left_out` do not matter."""
+    """True if all values could be read and are equal within the tolerance. Both runs must also have the same values,
+    with comparable data, at common steps, unless only common values are compared. Values in `left_out` do not count."""
     verdict: str
-    """``equal``, ``different``, or, if some value of both runs could not be compared, ``equal as far as compared``."""
+    """``equal``, ``different``, or ``equal as far as compared`` if some value of both runs could not be compared."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     culprits: list[Culprit]
-    """The computations that differ although all values that they were computed from agree, in the order of time. Other
-    differences are inherited. Only the first steps with differences are searched."""
+    """The computations that differ although all their inputs agree, in the order of time. Other differences are
+    inherited from inputs. Only the first steps with differences are searched."""
     table: Any
     """`pa.Table` with a row for each value that differs, in the order of execution: value, kind, dtypes, shapes and
     distances; if rules kept them, also the histograms of both runs and a comparison of units (channels or neurons)."""
@@ -276,16 +277,16 @@ class Diff(NamedTuple):
     num_by_values: int
     num_by_statistics: int
     num_incomparable: int
-    """The number of pairs that could not be compared, because one side lacks the data that the other side has."""
+    """The number of pairs that could not be compared, because one row lacks the data that the other row has."""
     num_bare: int
-    """The number of pairs of which no run has values, statistics or fingerprints; not counted as different."""
+    """The number of pairs without values, statistics or fingerprints in either run. They do not count as different."""
     left_out: list[LeftOut]
-    """Values besides `num_incomparable` and `num_bare` that could not be compared, by reason; in `num_compared`,
-    too."""
+    """Further values that could not be compared, by reason. `num_incomparable` and `num_bare` do not count them, but
+    `num_compared` does."""
     unread: dict[str, int]
-    """By error text, the number of values that could not be read; they were compared by statistics if possible."""
+    """The number of values that could not be read, by error text. They were compared by statistics if possible."""
     damage: list[str]
-    """Descriptions of damaged shards of the compared runs and the noise runs; the damaged rows are missing."""
+    """Descriptions of damaged shards of the compared runs and the noise runs. The damaged rows are missing."""
     partial: list[LackingRanks]
     """Counts of the pairs in which one run lacks ranks, whether or not the pair differs."""
     steps_only_a: list[int]
@@ -295,26 +296,26 @@ class Diff(NamedTuple):
     unpaired_a: Sequence[str] = ()
     """If modules were renamed, the modules of the first run without a partner in the second run."""
     unpaired_b: Sequence[str] = ()
-    """If modules were renamed, the second run's modules without a partner in the first run, by their own names."""
+    """If modules were renamed, the modules of the second run without a partner in the first run, unrenamed."""
     problems_a: Sequence[str] = ()
     """Contradictions in the rows of the first run, or in the layouts that the caller gave."""
     problems_b: Sequence[str] = ()
     hints: Sequence[RenameHint] = ()
     """Lines proposed for a file of renamed modules, derived from similar modules that only one run has."""
     num_handed_on_a: int = 0
-    """The number of rows of the first run that ranks pass to each other, from stage to stage or to experts and back, if
-    the second run has other stages or experts. These rows do not count as different."""
+    """The number of rows of the first run that are not compared because ranks pass the values to each other, from stage
+    to stage or to experts and back, and the second run has other stages or experts."""
     num_handed_on_b: int = 0
     num_recomputed_a: int = 0
-    """The number of rows that only the first run recomputed for its backward, at steps without recomputed rows in the
-    second run. These rows do not count as different."""
+    """The number of recomputed rows of the first run that are not compared, because the second run recomputed nothing
+    at these steps."""
     num_recomputed_b: int = 0
     drifted: Drifted | None = None
-    """The parameters that rounding drove apart, because of which smaller errors are hidden; None if there are none."""
+    """The parameters that rounding drove apart, which hides smaller errors. None if there are none."""
     loud_noise: LoudNoise | None = None
-    """Set where the noise runs differ from the first run by more than rounding explains; else None."""
+    """Set if the noise runs differ from the first run by more than rounding explains; else None."""
     still_roots: Sequence[str] = ()
-    """Roots in which no noise run differs from the first run, so that every difference in them counts."""
+    """The roots (models) in which no noise run differs from the first run. Every difference in them counts."""
 
     @property
     def num_left_out(self) -> int:
