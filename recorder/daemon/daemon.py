@@ -1,7 +1,7 @@
-"""The daemon: scans the watched folders, gives jobs to its threads, and runs until a signal stops it.
+"""The daemon's main loop: it scans the watched folders and gives jobs to threads until a signal stops it.
 
-The main thread scans and decides; other threads ship. Every wait has a deadline, and the next start finds the jobs that
-a stop leaves unfinished.
+The main thread scans and decides what to do. Other threads ship files. Every wait has a deadline. Jobs that a stop
+leaves unfinished are found again at the next start.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _ASK_S = 60.0
 _LATE_S = 60.0
 """The daemon reports itself unhealthy if its main thread has begun no pass over the runs for this many seconds."""
 _ERRAND_END_S = 0.5
-"""The seconds, beyond `stop_s`, for which a stop waits after the processes of errands (repairs, checks) were killed."""
+"""After a stop has killed the processes of errands (repairs, checks), it waits this many more seconds."""
 _LOW_PRIORITY = 10
 
 
 class Daemon:
-    """One daemon. `run` ships until a signal arrives, `run_once` until the destination has all files."""
+    """The daemon. `run` ships until a signal arrives. `run_once` ships until the destination has all files."""
 
     def __init__(self, settings: DaemonSettings, reload: Callable[[], DaemonSettings] | None = None) -> None:
-        """Check the settings as far as this needs no request to the store; raise ConfigError for a wrong setting.
+        """Check the settings without a request to the store. Raise ConfigError for a wrong setting.
 
-        `reload` reads the settings again after SIGHUP.
+        `reload` is called after SIGHUP, and reads the settings again.
         """
         self._reload = reload
         read_key(settings.key_file)
@@ -80,7 +80,8 @@ class Daemon:
         self._counts = Entries()
         self._unshipped_before: dict[str, str] = {}
         self._fleet: FleetDocument | None = None
-        """This node's document in the fleet's index; None until a watched folder exists, which keeps its name."""
+        """This node's document in the fleet's index. None until a watched folder exists, which keeps the node's name.
+        """
         self._pools = {
             lane: ThreadPoolExecutor(num_threads, f"recorder-{lane}")
             for lane, num_threads in (("small", settings.threads), ("large", settings.threads), ("errand", 1))
@@ -95,16 +96,16 @@ class Daemon:
         self.damaged: list[str] = []
         """The damage that `run_once` has found: one sentence for each damaged run."""
         self.strangers: list[str] = []
-        """Paths that were not shipped: in a run's directory, but no part of the run; if there is no run, every path."""
+        """The ignored paths in runs' directories. If no run was found, the ignored paths in the watched folders."""
         self.url, self.port = "", 0
-        """The URL and the port at which metrics are served; an empty text and 0 if metrics are not served."""
+        """The URL and the port at which metrics are served. Empty and 0 if no metrics are served."""
 
     @property
     def runs(self) -> list[RunShipper]:
         return list(self._runs.values())
 
     def seen(self) -> dict[str, int]:
-        """Count the ignored entries of watched folders: ``foreign`` (in no run) and ``refused`` (links, bad names)."""
+        """Return the numbers of ignored entries: ``foreign`` (of no run) and ``refused`` (links, bad names)."""
         counted = [self._counts, *(one for run in self.runs for one in run.counted)]
         return {
             "foreign": sum(len(one.foreign) for one in counted),
@@ -112,7 +113,7 @@ class Daemon:
         }
 
     def check_store(self) -> None:
-        """Make one request to the store; raise StoreError if a setting is wrong, or the store does not answer."""
+        """Make one request to the store. Raise StoreError if a setting is wrong, or if the store does not answer."""
         self.shared.destination.check()
         self.health.succeeded()
 
@@ -136,7 +137,7 @@ class Daemon:
                         raise
                     self.shared.failed(error, "the start")  # a store that is unreachable now may come back
                 _lower_priority()
-                # Without these limits, each thread's malloc arena keeps the memory of its largest freed snapshot.
+                # Without these limits, each malloc arena keeps the largest buffer that its thread has freed.
                 set_malloc(M_ARENA_MAX=2, M_MMAP_THRESHOLD=1 << 18, M_TRIM_THRESHOLD=1 << 20)
                 self._say_start()
                 while not self._stop.is_set():
@@ -153,9 +154,10 @@ class Daemon:
             return 0
 
     def run_once(self) -> int:
-        """Upload all files that exist now; return 0 if the destination then has them all and no run is damaged, else 1.
+        """Upload all files that exist now. Return 0 if the destination then has all of them, else 1.
 
-        An undamaged run that the destination has had for `keep_local` is removed from this disk.
+        The result is also 1 if a run is damaged, holds foreign files or is in conflict with another run. An undamaged
+        run that the destination has had for `keep_local` is removed from this disk, if this call shipped nothing of it.
         """
         taken_bytes, moved_s = -1, time.monotonic()
         for folder in filter(lambda folder: not os.path.isdir(folder), self._watched):
@@ -186,7 +188,7 @@ class Daemon:
             return int(not is_all_there or any(what))
 
     def _judge_runs(self) -> None:
-        """Look for damage in shipped runs; remove a run from this disk if it is old, sound and has no foreign files."""
+        """Look for damage in shipped runs. Remove a sound run from this disk if it is old and has no foreign files."""
         for run in self.runs:
             if run.there.conflict or run.unreadable:
                 continue
@@ -205,11 +207,11 @@ class Daemon:
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """The reason why a file or a directory that may belong to a run is not shipped, by its path."""
+        """The files and directories that may belong to a run and are not shipped, by path, each with the reason."""
         return self._counts.unshipped | {path: why for run in self.runs for path, why in run.unshipped.items()}
 
     def stop(self) -> None:
-        """Stop soon. Signal handlers call this, so it is re-entrant."""
+        """Make the daemon stop soon. Signal handlers call this method, so it is re-entrant."""
         self._stop.set()
         self._wake.set()
 
@@ -217,7 +219,7 @@ class Daemon:
         return self._has_found and not self._under_way and not self._errands and all(map(self._is_done, self.runs))
 
     def _is_idle(self) -> bool:
-        """Tell whether a test request is useful: while an upload fails, a GET that succeeds would hide the failure."""
+        """Return True if a test request is useful. While an upload fails, a GET that succeeds hides the failure."""
         return not self._under_way and (not self.health.problem or all(map(self._is_done, self.runs)))
 
     def _is_done(self, run: RunShipper) -> bool:
@@ -236,7 +238,7 @@ class Daemon:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stop at SIGTERM and SIGINT, and reload at SIGHUP, inside the block; outside the main thread do nothing."""
+        """Inside the block, stop at SIGTERM and SIGINT, and reload at SIGHUP. Do nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -327,7 +329,7 @@ class Daemon:
             self._write_state()
 
     def _is_index_late(self) -> bool:
-        """Tell whether the fleet's index, by which commands find runs, lacks a run of this node or the end of a run."""
+        """Return True if the fleet's index, by which commands find runs, lacks a run of this node or a run's end."""
         return self._fleet is not None and any(
             run.is_known and not run.there.conflict and self._fleet.is_late(run.key, run.is_recording)
             for run in self.runs
@@ -338,7 +340,7 @@ class Daemon:
     def _submit(
         self, lane: str, job: Callable[[], None], run: RunShipper | None, end: Callable[[], object] = lambda: None
     ) -> None:
-        """Run a job in a thread of its lane (``small``, ``large``, ``errand``); afterwards call `end` in any case."""
+        """Run a job on the thread pool `lane` (``small``, ``large``, ``errand``). Call `end` afterwards in any case."""
 
         def do() -> None:
             try:
@@ -430,7 +432,7 @@ class Daemon:
         self._submit("errand", job, run, partial(self._errands.discard, run.key))
 
     def _remove(self, run: RunShipper) -> None:
-        """Remove an ended run from this disk, once the store has confirmed again that it has all the run's files."""
+        """Remove an ended run from this disk. List the store first, and keep the run if a file is missing there."""
         missing = run.missing_there()
         if missing:
             logger.error("%s: %s is not there any more; nothing is removed here", run.key, missing)
@@ -477,7 +479,7 @@ class Daemon:
         write_state(self._state_path, state)
 
     def _finish(self) -> None:
-        """Wait up to `stop_s` for running jobs, and put the last documents; the next start does what is left undone."""
+        """Wait up to `stop_s` for running jobs, then put the last documents. The next start does the rest."""
         until_s = time.monotonic() + self.shared.settings.stop_s
         self._stop.set()
         self._wait_for_jobs(until_s)
@@ -498,7 +500,7 @@ class Daemon:
             logger.info("stopped")
 
     def _put_last_documents(self) -> None:
-        """Put the summaries and statuses of this node's runs for the last time, because no later pass puts them."""
+        """Put the last summaries and statuses of this node's runs, because no later pass puts them."""
         self._summarise()
         for run in self.runs:
             run.put_shown()
@@ -510,7 +512,7 @@ class Daemon:
     left: list[str]
     """The paths of the files that `run_once` could not upload."""
     is_parked = False
-    """True if jobs still ran at the end of the stop: the process must then end without waiting for their threads."""
+    """True if jobs still ran when the stop gave up waiting. The process must then end without joining their threads."""
 
 
 def _watched_folders(settings: DaemonSettings) -> list[str]:
@@ -535,7 +537,7 @@ def _watched_folders(settings: DaemonSettings) -> list[str]:
 
 
 def _lower_priority() -> None:
-    """Give training precedence: lower the priority for processor time, and use the disk only when it is idle."""
+    """Lower the priority of this process, so that training goes first. The disk is used only when it is idle."""
     with contextlib.suppress(OSError):
         os.nice(_LOW_PRIORITY)
     with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
-"""The destination of runs: a bucket or a folder, written so that no object is overwritten with other content.
+"""The destination of runs: a bucket or a folder.
 
-A new file is put only if its name is free; a document is replaced only if it is still the version that was put last.
-Each put is verified: by the returned ETag if it is S3's MD5, else by reading the object back.
+A new file is put only if its name is free. A document is replaced only if it is still the version that was last put or
+read. A file's put to a bucket is verified: by the returned ETag if that is S3's MD5, else by reading the object back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .telemetry import Requests
 from .watching import LocalFile
 
 PART_BYTES = 5 << 20
-"""The part size of a multipart upload: S3's minimum, so that a slow link can send a part within `_SILENCE_S`."""
+"""The part size of a multipart upload: S3's minimum. A slow link can then send a part within `_SILENCE_S`."""
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
@@ -36,17 +36,17 @@ _NUM_TRIES = 2
 _CRC_KEY = "recordercrc32c"
 """The metadata key under which an object keeps the CRC32C of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
-"""The object with which a daemon tests whether a store honours the conditions of uploads (If-None-Match, If-Match)."""
+"""The object with which a daemon tests whether a store honours conditional uploads (If-None-Match, If-Match)."""
 _JUDGES = b"judged\n"
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _CUT_SCHEME = re.compile(rf"(file|{'|'.join(KINDS)})(?:[:/]+|$)", re.IGNORECASE)
-"""The beginning of a path that was probably meant to be a URL, such as ``s3//bucket``."""
+"""Matches the beginning of a path that was probably meant to be a URL, such as ``s3//bucket``."""
 
 Answer = TypeVar("Answer")
 
 
 class TakenError(Exception):
-    """The condition of an upload does not hold: the name is taken, or the object to replace has changed or is gone."""
+    """The condition of an upload does not hold. The name is taken, or the object to replace has changed or is gone."""
 
 
 class DamagedError(StoreError):
@@ -57,7 +57,7 @@ class DamagedError(StoreError):
 
 
 class StoredObject(NamedTuple):
-    """Size, time and ETag of an object at a destination."""
+    """The size, the time and the ETag of an object at a destination."""
 
     size_bytes: int
     changed_s: float
@@ -65,12 +65,12 @@ class StoredObject(NamedTuple):
 
 
 class Throttle:
-    """Limits the bytes per second that all threads send together; 0 means no limit."""
+    """Limits the bytes per second that all threads together send. A limit of 0 means no limit."""
 
     def __init__(self, max_bytes_per_s: int) -> None:
         self.max_bytes_per_s = max_bytes_per_s
         self.taken_bytes = 0
-        """The number of bytes that callers have asked to send so far, by which `Daemon.run_once` sees progress."""
+        """The number of bytes that callers have asked to send so far. `Daemon.run_once` sees progress by it."""
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
@@ -86,40 +86,40 @@ class Throttle:
         time.sleep(max(begin_s - now, 0))
 
     def paced(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield each of the pieces as soon as the limit allows that it is sent."""
+        """Yield each piece as soon as the limit allows the piece to be sent."""
         for piece in pieces:
             self.take(len(piece))
             yield piece
 
 
 class Destination(Protocol):
-    """The place to which a daemon ships runs. Keys are relative to its URL. Any thread may call the methods."""
+    """The place to which a daemon ships runs. Keys are relative to `url`. Any thread may call the methods."""
 
     url: str
     requests: Requests
-    """Counts the requests to the destination, but not the long ones that upload in parts or read a file back."""
+    """Counts the requests to the destination. Uploads in parts and files that are read back are not counted."""
     path: Path | None = None
     """The folder of the runs; None if they are in a bucket."""
     puts_are_free: bool = False
-    """True if each status has a file of its own; else a node's statuses are one document, as a put costs a request."""
+    """False if each put costs a request. The statuses of a node's ranks are then put as one document."""
 
     def put_new(self, key: str, file: LocalFile) -> str:
-        """Put a file that never changes; return how the destination confirmed the file.
+        """Put a file that never changes, and return how the destination confirmed the file.
 
-        The result is ``etag`` (equal), ``read`` (read back), ``synced``, or ``there`` if an equal object was there
-        before. TakenError is raised if another object has the name, DamagedError if the store has stored other bytes
-        (then try again), and StoreError if the store fails.
+        The result is ``etag`` (the ETag is as expected), ``read`` (the object was read back), ``synced``, or ``there``
+        (an equal object was there before). Raise TakenError if another object has the name. Raise DamagedError if the
+        store has stored other bytes; the caller then tries again. Raise StoreError if the store fails.
         """
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        """Replace the document that has this ETag, or create the document if `e_tag` is None; return the new ETag.
+        """Create a document if `e_tag` is None, else replace the document that has this ETag. Return the new ETag.
 
-        TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
-        `put_new`.
+        Raise TakenError if another document exists, or if the expected document is gone. Raise StoreError as `put_new`
+        does.
         """
 
     def get(self, key: str) -> tuple[bytes, str] | None:
-        """Return a small document and its ETag, or None; empty, to be replaced, if it does not match its checksum."""
+        """Return a small document and its ETag, or None if there is none. A damaged document is returned empty."""
 
     def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]: ...
     def delete(self, keys: list[str]) -> None: ...  # an object that is already gone is no error
@@ -143,14 +143,14 @@ class Bucket(Destination):
         self._client.renew()
 
     def check(self) -> None:
-        """Raise StoreError unless the store obeys conditional uploads, such as If-Match. Later checks cost one GET."""
+        """Raise StoreError unless the store honours conditions such as If-Match. Later checks cost one GET."""
         held = self.get(_PROBE)
         if held is None or held[0] != _JUDGES:
             self._try_conditions()
         self._is_checked = True
 
     def _try_conditions(self) -> None:
-        """Test on the object `_PROBE` whether the store honours the conditions of uploads; record success in it."""
+        """Test on the object `_PROBE` whether the store honours conditional uploads. Record success in the object."""
         with contextlib.suppress(TakenError):
             self._put_if(_PROBE, b"?", None)
         for wrong in (None, "1" if self._tag == "version" else "0" * 32):
@@ -295,7 +295,7 @@ class Bucket(Destination):
 
 
 class FolderDestination(Destination):
-    """A destination that is a folder, maybe on another machine. Each put is synced."""
+    """A destination that is a folder, maybe on another machine. Each put is synced to the disk."""
 
     puts_are_free = True
 
@@ -337,7 +337,7 @@ class FolderDestination(Destination):
 
     @contextlib.contextmanager
     def _written(self, key: str, pieces: Iterable[bytes]) -> Iterator[tuple[Path, Path]]:
-        """Write and sync a temporary file; yield its path and the final path; afterwards remove the temporary name."""
+        """Write and sync a temporary file. Yield its path and the final path, then remove the temporary name."""
         final = self.path / key
         temporary = final.with_name(f"_{final.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
         try:
@@ -388,7 +388,7 @@ class FolderDestination(Destination):
 
 
 def parse_destination(text: str, throttle: Throttle | None = None) -> Destination:
-    """Return the destination that a URL or a path names, without any request; raise ConfigError for any other text."""
+    """Return the destination that a URL or a path names. Make no request. Raise ConfigError for any other text."""
     throttle = throttle or Throttle(0)
     if scheme_of(text) not in (None, "file", *KINDS):
         raise ConfigError(f"to = {text!r}: expected a folder, or one of {SCHEMES}")

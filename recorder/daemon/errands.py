@@ -1,16 +1,16 @@
 """The errands of the daemon for a run: repairs, checks, reports of findings, and commands carried to the run.
 
-Commands of the package run in processes of their own at the lowest priority, so a command that crashes on a damaged
-run, or takes much memory, does not harm the daemon.
+Repairs and checks are `recorder` commands in separate processes at the lowest priority. So a command that crashes on a
+damaged run, or takes much memory, does not harm the daemon.
 
 Commands from the store change only what a run records, whoever sends them. The daemon validates each command, and each
-writer validates it once more. Commands are carried only under `accept_commands`. With a key, a command needs a
-signature over its run, its number and its text, so that nobody can send the command to another run, or a second time.
+writer validates it again. Commands are carried only with `accept_commands`. If there is a key, a command needs a
+signature over its run, its number and its text. So nobody can send a signed command to another run, or a second time.
 The daemon must never carry a file that is not a command.
 
-Each daemon logs a finding, but the whole fleet posts it to the webhook only once: 512 nodes may see one jump of the
-loss, and only the daemon whose mark file is first at the destination posts. The webhook's receiver may be slow,
-unreachable or malicious, and can waste only a few seconds of one thread: only the status of its response is read, and a
+Each daemon logs a finding, but only one daemon of the fleet posts it to the webhook: 512 nodes may see one jump of the
+loss. The daemon whose mark file is first at the destination posts. The webhook's receiver may be slow, unreachable or
+malicious. It can waste only a few seconds of one thread, because only the status of its response is read, and a
 redirect is never followed.
 """
 
@@ -54,7 +54,7 @@ _LONGEST_COMMAND_S = 1800.0
 
 
 def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]:
-    """Run a `recorder` command in a process; kill the process if `must_end` returns True or if it takes too long."""
+    """Run a `recorder` command in a process. Kill the process if `must_end` returns True, or if it takes too long."""
     package = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RECORDER", "_RECORDER"))}
     command = ["nice", "-n", "19", sys.executable, "-m", "recorder", *words]
@@ -104,7 +104,7 @@ def repair(run: RunShipper) -> None:
 
 
 def count(run: RunShipper) -> None:
-    """Read the number of rows and the last step of killed writers from the shards: the last status is seconds older."""
+    """Read the number of rows and the last step of killed writers from their shards: their status is seconds older."""
     uncounted = [writer for writer in run.all_writers if writer.needs_count]
     for writer in uncounted:
         writer.counted = writer.num_rows, writer.summary()["step"]  # also where the run cannot be read
@@ -115,7 +115,7 @@ def count(run: RunShipper) -> None:
 
 
 def check(run: RunShipper) -> list[dict[str, Any]]:
-    """Run `recorder check`; return findings of severity error that are new to it and to the rules in training."""
+    """Run `recorder check`. Return new findings of severity error, except those that rules in training have found."""
     code, out, said = _run(["check", run.path, "--json"], run.shared.is_stopping)
     if run.shared.is_stopping():
         return []
@@ -144,14 +144,14 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
 
 
 _OLDEST_S = 3600.0
-"""A command older than this many seconds when first found is refused: its sender no longer waits for it."""
+"""A command that is older than this many seconds when it is found is refused: its sender no longer waits for it."""
 _NEWEST_S = 300.0
 """A command may be dated up to this many seconds after this node's time, because the sender's clock may differ."""
 _LEAST_KEY_BYTES = 16
 
 
 def read_key(path: str) -> bytes:
-    """Return the key that signs commands, empty for an empty `path`; raise ConfigError if it is unreadable or short."""
+    """Return the key that signs commands; empty for an empty `path`. Raise ConfigError if it is unreadable or short."""
     if not path:
         return b""
     try:
@@ -170,20 +170,20 @@ def signature(key: bytes, run_id: str, number: int, text: bytes) -> bytes:
 
 
 def _signature_name(number: int, command: Command) -> str:
-    """Return the name of a signature. It contains the id, so that senders of the same number do not collide."""
+    """Return the name of a signature. The command's id in it tells senders of the same number apart."""
     return f"{number:06d}-{command.id}.hmac"
 
 
 class StoreCarrier:
-    """Carries commands for one run from the store to the run's directory; only one job at a time may call it."""
+    """Carries commands for one run from the store to the run's directory. Only one job at a time may call `carry`."""
 
     def __init__(self, run: RunShipper) -> None:
         self._run = run
         self._folder = CommandFolder(Path(run.path))
         self._known: dict[str, int] = {}
-        """The numbers of the commands in the run's directory on this disk, by the ids of the commands."""
+        """The number of each command in the run's directory on this disk, by the command's id."""
         self._ids: dict[int, str] = {}
-        """The ids of the commands in the store, by the numbers that the commands have in the store."""
+        """The id of each command in the store, by the command's number in the store."""
         self._next = 1
 
     def carry(self) -> None:
@@ -205,7 +205,7 @@ class StoreCarrier:
             self._next += 1
 
     def _take(self, number: int, text: bytes, key: bytes) -> tuple[str, str]:
-        """Carry one command unless it is refused; return the result (empty if it was carried before) and the reason."""
+        """Carry one command unless it is refused. Return the result and the reason; empty if it was carried before."""
         for one in self._folder.look(is_told=True):
             if isinstance(one, Command):
                 self._known.setdefault(one.id, one.number)
@@ -241,9 +241,9 @@ class StoreCarrier:
 
 
 def send_to_store(destination: Destination, run: str, command: Command, key: bytes) -> Command:
-    """Put a command for a run at a destination, signed if there is a key; return the command with its number.
+    """Put a command for a run at a destination, signed if there is a key. Return the command with its number.
 
-    CommandError is raised if there is no such run, if the command is invalid, or if the run takes no more commands.
+    Raise CommandError if there is no such run, if the command is invalid, or if the run takes no more commands.
     """
     held = destination.get(f"{run}/{RUN_MANIFEST}")
     if held is None:
@@ -263,18 +263,19 @@ def send_to_store(destination: Destination, run: str, command: Command, key: byt
 
 
 MEMBERS = ("rule", "severity", "step", "ranks", "module_path", "text")
-"""The members of a finding of `recorder check` that are logged and posted; members that name the run are added."""
+"""The members of a finding of `recorder check` that are logged and posted. Members that name the run are added."""
 _TOLD = "_told"
-"""The folder in a run at the destination that has a mark file for each day and rule whose findings were posted."""
+"""The folder of a run's mark files at the destination. A mark says that a rule's findings were posted on a day."""
 _SLACK = "hooks.slack.com"
 _WEBHOOK_TIMEOUT_S = 5.0
 _MAX_TOLD_FINDINGS = 50
 
 
 def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
-    """Log findings of a run; post to the webhook the findings of rules for which no daemon has posted today.
+    """Log findings of a run. Post to the webhook the findings of rules for which no daemon has posted today.
 
-    ``--once`` remembers nothing of earlier calls, so it leaves out findings of the rules that `_told_rules` returns.
+    A daemon with ``--once`` remembers nothing of earlier calls. It leaves out findings of the rules that `_told_rules`
+    returns.
     """
     where = f"{run.shared.destination.url}/{run.key}"
     is_once, page = run.shared.is_once, run.shared.settings.page_url
@@ -304,7 +305,7 @@ def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
 
 
 def _told_rules(run: RunShipper) -> set[str]:
-    """Return the rules that have a mark from today, or a mark newer than the run's statuses, which list findings."""
+    """Return the rules that have a mark from today, or a mark newer than the writers' statuses, which list findings."""
     stamps = [status for writer in run.all_writers if (status := writer.files.status) is not None]
     changed_s = max((stamp.changed_ns for stamp in stamps), default=0) / 1e9
     told, today = set[str](), _today()
@@ -324,7 +325,7 @@ def _slug(rule: str) -> str:
 
 
 def _is_first(run: RunShipper, key: str) -> bool:
-    """Put today's mark for a rule; return False if it existed. If the store fails, return True: the message is sent."""
+    """Put today's mark for a rule. Return False if the mark existed, and True even if the store fails."""
     try:
         run.shared.destination.put_if(key, encode_manifest({"node": run.shared.node, "time_ns": time.time_ns()}), None)
     except TakenError:
@@ -335,7 +336,7 @@ def _is_first(run: RunShipper, key: str) -> bool:
 
 
 def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
-    """Post findings in a new thread, and return it; within 10 s `counted` is called with ``sent`` or ``failed``."""
+    """Post findings on a new thread, and return it. Within 10 s `counted` is called with ``sent`` or ``failed``."""
     host = urlsplit(url).hostname
 
     def post() -> None:
@@ -355,7 +356,7 @@ def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[st
 
 
 def message(findings: list[dict[str, Any]], *, is_slack: bool) -> dict[str, Any]:
-    """Return the JSON body of a post: for Slack only a text, whose ``&``, ``<`` and ``>`` are escaped."""
+    """Return the JSON body of a post. For Slack it has only a text, in which ``&``, ``<`` and ``>`` are escaped."""
     told = findings[:_MAX_TOLD_FINDINGS]
     text = "\n".join("\n".join([_line(one), f"`{one['command']}`", *filter(None, [one.get("page")])]) for one in told)
     if is_slack:

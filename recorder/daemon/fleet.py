@@ -1,12 +1,12 @@
-"""The fleet at a destination: the name of this node, its document in the index, and which runs a prune removes.
+"""The fleet (all nodes that ship to one destination): the name of this node, the fleet's index, and prunes.
 
-Host names do not identify a node, because containers, and machines that were made from one image, share them. A node's
-name is chosen at random once and stored in the folder of its runs: a restart, a new pod and a renamed host keep the
+Host names do not identify a node. Containers share them, and so do machines that were made from one image. A node's
+name is chosen at random once, and stored in the folder of its runs. So a restart, a new pod and a renamed host keep the
 name. `run.finding` reads the index.
 
-A prune must never touch a run that may be recording, nor a run with a `_keep` mark. A pruned run leaves its name in
-`_pruned`, so that no node ships it again. The run's manifest is removed last, so that the run is found again if the
-prune is killed.
+A prune removes runs at the destination. It must never touch a run that may be recording, nor a run with a `_keep` mark.
+A pruned run leaves its name in `_pruned`, so that no node ships it again. The run's manifest is removed last, so that
+the run is found again if the prune is killed.
 
 The folder of the daemon's lock and state must belong to this user, because anybody may create names in a folder for
 temporary files.
@@ -41,9 +41,10 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-[0-9a-f]{12}")
 
 
 def node_name(watched: Sequence[str]) -> str:
-    """Return this node's name in the keys of a store: its host's name and a random part, stored in a watched folder.
+    """Return this node's name at the destination: its host's name and a random part.
 
-    If no folder can keep the file, the name is derived from the host's name, the machine's id and the folders.
+    The name is stored in a watched folder. If no folder can keep it, the name is derived from the host's name, the
+    machine's id and the folders.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)[:100] or "node"
     for is_drawn in (False, True):
@@ -60,7 +61,7 @@ def node_name(watched: Sequence[str]) -> str:
 
 
 def _draw(path: Path, host: str) -> None:
-    """Write a new random name of the node. If several daemons make the missing file at once, the first one wins."""
+    """Write a new random name of the node. If several daemons create the file at once, the first one wins."""
     temporary = path.with_name(f"{NODE}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         temporary.write_text(f"{host}-{os.urandom(6).hex()}\n")
@@ -78,7 +79,7 @@ def _kept_name(folder: str) -> str | None:
 
 
 class FleetDocument:
-    """This node's document in the fleet's index, with an entry for each run, also for runs that have left the node."""
+    """This node's document in the fleet's index. It has an entry for each run, even if the run has left the node."""
 
     def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
         """Make no request yet. If another daemon writes the node's document, `clashes` gets that daemon's host name."""
@@ -86,19 +87,19 @@ class FleetDocument:
         self._key = f"{FLEET}/{node}.json"
         self._clashes = clashes
         self._daemon = os.urandom(8).hex()
-        """A random text, new at each start, which tells this daemon's documents from those that other daemons write."""
+        """A random text, new at each start. It tells this daemon's documents from those that another daemon writes."""
         self._has_put = self._has_clashed = False
         self._e_tag: str | None = None
         self._runs: dict[str, Any] = {}
         self._has_read = False
 
     def is_late(self, run: str, is_recording: bool) -> bool:
-        """Tell whether the document lacks a run, or still lists the run as recording after the run has ended."""
+        """Return True if the document lacks a run, or lists a run that has ended as still recording."""
         summary = self._runs.get(run)
         return not isinstance(summary, dict) or (summary.get("state") == "recording" and not is_recording)
 
     def put(self, runs: Mapping[str, Any]) -> None:
-        """Put the document with these summaries of this node's runs, unless the document already has all of them."""
+        """Put the document with these summaries of this node's runs. Do nothing if the document has them already."""
         for _ in range(3):
             if not self._has_read:
                 self._read()
@@ -116,7 +117,7 @@ class FleetDocument:
             return
 
     def _problems_of(self, run: str) -> dict[str, Any]:
-        """Return the damage from a run's earlier entry, to be kept: only a daemon with `--once` looks for damage."""
+        """Return the damage in a run's earlier entry. It is kept, as only a daemon with `--once` looks for damage."""
         before = self._runs.get(run)
         return {"problems": before["problems"]} if isinstance(before, dict) and "problems" in before else {}
 
@@ -154,7 +155,7 @@ def remove_from_fleet(destination: Destination, run: str) -> None:
 
 
 def state_folder(setting: str) -> Path:
-    """Return the folder of the daemon's lock and state, and create it; raise ConfigError if another user owns it."""
+    """Create and return the folder of the daemon's lock and state. Raise ConfigError if another user owns it."""
     runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
     if setting:
         path = Path(setting).absolute()  # errands have another working directory
@@ -182,9 +183,9 @@ def _name(destination: str) -> str:
 
 @contextlib.contextmanager
 def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Path]:
-    """Hold the daemon's lock inside the `with` block; yield the path of the daemon's state file.
+    """Hold the daemon's lock inside the `with` block. Yield the path of the daemon's state file.
 
-    WriteError is raised if another daemon of this node ships to this destination, or watches one of these folders.
+    Raise WriteError if another daemon of this node ships to this destination, or watches one of these folders.
     """
     others = folder / ".starting"
     with open(others, "a") as gate:
@@ -214,7 +215,7 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
 
 
 def running(folder: Path) -> list[dict[str, Any]]:
-    """Return the content of the state file of each running daemon, which is one that holds a lock in the folder."""
+    """Return the content of the state file of each running daemon. A running daemon holds a lock in the folder."""
     daemons = []
     for path in sorted(folder.glob("*.lock")):
         with contextlib.suppress(OSError, ValueError), open(path) as lock:
@@ -226,7 +227,7 @@ def running(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Replace a daemon's state file; if the write fails, the old file stays."""
+    """Replace a daemon's state file. If the write fails, the old file stays."""
     with contextlib.suppress(OSError):
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(state))
@@ -240,7 +241,7 @@ def holds_folder(outer: str, inner: str) -> bool:
 
 KEEP = "_keep"
 _QUIET_S = 3600.0
-"""A run with an object younger than this many seconds is not pruned: it may be recording despite its manifests."""
+"""A run with an object younger than this many seconds is not pruned. It may be recording, despite its manifests."""
 
 
 class KeptRun(NamedTuple):
@@ -251,12 +252,12 @@ class KeptRun(NamedTuple):
     num_bytes: int
     num_objects: int
     changed_s: float
-    """The time at which the newest of the run's objects, other than its `_keep` mark, was put."""
+    """The time at which the run's newest object was put. The `_keep` mark does not count."""
     is_kept: bool
 
 
 class PrunePlan(NamedTuple):
-    """The plan of a prune for one run: whether the run is removed, and why."""
+    """What a prune does with one run: whether it is removed, and why."""
 
     run: KeptRun
     goes: bool
@@ -309,7 +310,7 @@ def plan_prune(
     names: Sequence[str] = (),
     now_s: float | None = None,
 ) -> list[PrunePlan]:
-    """Plan a prune of old runs, of the oldest runs while all together exceed `max_bytes`, or of named runs."""
+    """Plan a prune of old runs, of the oldest runs while all runs together exceed `max_bytes`, or of named runs."""
     now_s = time.time() if now_s is None else now_s
     runs = list_runs(destination)
     for name in names:
@@ -345,7 +346,7 @@ def _no_such_run(destination: Destination, key: str) -> LookupFailedError:
 
 
 def prune(destination: Destination, run: KeptRun) -> bool:
-    """Remove a run at the destination; return False, and keep it, if it was changed or marked since it was listed."""
+    """Remove a run at the destination. Return False, and keep it, if it was changed or marked after its listing."""
     before = dict(destination.listing(f"{run.key}/"))
     if f"{run.key}/{KEEP}" in before or max((one.changed_s for one in before.values()), default=0) > run.changed_s:
         return False
@@ -362,9 +363,9 @@ def prune(destination: Destination, run: KeptRun) -> bool:
 
 
 def find_key(destination: Destination, typed: str) -> str:
-    """Return the directory of a run, given as a directory, a name, or the beginning of either.
+    """Return the directory of a run at the destination. `typed` is a directory, a name, or the beginning of either.
 
-    A name that several runs share raises LookupFailedError, because the caller may remove the run.
+    Raise LookupFailedError if several runs match, because the caller may remove the run.
     """
     folder, _, name = typed.rpartition("/")
     if name and destination.get(f"{typed}/{RUN_MANIFEST}") is not None:
@@ -384,7 +385,7 @@ def find_key(destination: Destination, typed: str) -> str:
 
 
 def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:
-    """Put or remove the mark that protects a run from every prune; raise LookupFailedError for an unknown run."""
+    """Put or remove the mark that protects a run from every prune. Raise LookupFailedError for an unknown run."""
     if destination.get(f"{key}/{RUN_MANIFEST}") is None:
         raise _no_such_run(destination, key)
     if is_kept:

@@ -1,7 +1,8 @@
-"""The metrics of the daemon and of the runs of its node for Prometheus; no metric is ever renamed.
+"""The Prometheus metrics of the daemon, and of the runs of its node. No metric is ever renamed.
 
-docs/daemon-reference.md lists every metric, and a test compares the list with the served metrics. The metrics must
-never make a request to the store. The port answers only GET, to /metrics, /healthz and /readyz, and takes no input.
+docs/daemon-reference.md lists every metric, and a test compares the list with the served metrics. Computing the metrics
+must never make a request to the store. The port answers only GET, to /metrics, /healthz and /readyz, and takes no
+input.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "commands": ("Commands from the store, by what became of them", "result", _COMMANDS),
     "refused_contents": ("Files whose content is not what their name says", "reason", ("content",)),
 }  # fmt: skip
-"""The counters by their names in `Counters`: the help, the label, and the values that the label may have.
+"""The help, the label, and the possible values of the label of each counter, by the counter's name in `Counters`.
 
 A counter's metric is called ``recorder_daemon_`` and the counter's name. Each metric is served as 0 from the start: a
 counter that only appears with its first event has no increase to alert on."""
@@ -67,10 +68,10 @@ _DROP_REASONS = (
 """The reasons whose counts of dropped rows are served as 0 before a row is dropped. FORMAT.md allows more reasons."""
 
 _LIVE_RULES = (("nonfinite", "error", ""), ("spike", "warning", ""), ("jump", "warning", ""))
-"""Rule, severity and module of the findings in training whose counts are served as 0 before there is a finding."""
+"""Findings in training (rule, severity, module) whose counts are served as 0 before there is a finding."""
 
 _Value = str | Callable[[WriterShipper], float | None]
-"""Where a metric's number comes from: a member of the rank's status, or a function of the rank's writer."""
+"""The source of a metric's number: a member of the rank's status, or a function of the rank's writer."""
 _OF_RANK: tuple[tuple[str, str, _Value], ...] = (
     ("recorder_step", "Step that the rank is in", "step"),
     ("recorder_step_changed_timestamp_seconds", "When the rank's step was seen to change",
@@ -95,7 +96,7 @@ _SUMS_OF_RANK: tuple[tuple[str, str, _Value], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry identifies collectors by `id`
 class DaemonCollector:
-    """Computes the metrics of the daemon and of its runs anew at each request."""
+    """Computes the metrics of the daemon and of its runs at each request."""
 
     counters: Counters
     health: Health
@@ -215,7 +216,7 @@ _TIMEOUT_S = 10
 
 
 class MetricsServer:
-    """Serves requests on a thread of its own until `close`."""
+    """Serves the metrics on a thread of its own until `close` is called."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class MetricsServer:
         is_alive: Callable[[], bool],
         not_ready: Callable[[], str],
     ) -> None:
-        """Bind the port; raise ConfigError if the port, the certificate or the password cannot be used."""
+        """Bind the port. Raise ConfigError if the port, the certificate or the password cannot be used."""
         address, certificate = settings.address, settings.listen_certificate
         setting = f"listen_certificate = {certificate!r}"
         wanted = _authorization(settings.listen_password_file)

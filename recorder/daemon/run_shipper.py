@@ -1,7 +1,8 @@
-"""Decides the next uploads of one run: first the files of its writers, then its documents, and last its manifest.
+"""Decides what to upload next of one run.
 
-Of a writer's files, data comes first, then indexes, then manifests. A file must never be removed from this disk unless
-a new listing of the destination has just shown the file.
+The files of the run's writers come first, then the run's documents, and last the run's manifest. Of a writer's files,
+data comes first, then indexes, then the final manifest. A file must never be removed from this disk unless a new
+listing of the destination has just shown the file.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from .watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_ru
 from .writer_shipper import QUIET_LOOK_S, WriterShipper
 
 _SETTLED_LOOK_S = 5.0
-"""The seconds between two scans of a run that is shipped completely, but may grow again when its job restarts."""
+"""The seconds between two scans of a run that is shipped completely. It may grow again when its job restarts."""
 
 
 class RunShipper:
-    """Ships one run of a watched folder. One thread calls `look`; the jobs that `look` returns run on other threads."""
+    """Ships one run of a watched folder. One thread calls `look`. Other threads run the jobs that `look` returns."""
 
     def __init__(self, root: str, names: tuple[str, ...], shared: Shipping) -> None:
         self.there = ShippedRun(root, names, shared)
         self.key, self.path, self.shared = self.there.key, self.there.path, shared
         self.writers: dict[tuple[str, str], WriterShipper] = {}
         self.damage: str | None = None
-        """A sentence on the run's damage; empty if there is no damage, None if the daemon has not looked for damage."""
+        """A sentence on the run's damage. Empty if there is no damage, None if the daemon has not looked for damage."""
         self.unreadable = ""
         """Why the run's manifest cannot be read; empty if it can be read."""
         self.is_settled = False
         self.settled_since_s = 0.0
-        """The monotonic time since which the destination has all files, perhaps shipped by an earlier process."""
+        """The monotonic time since which the destination has had all files, maybe shipped by an earlier process."""
         self.found_s = time.time()
         self.next_check_s = self.next_carry_s = 0.0
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
         """The number of findings of the last `recorder check` of the run, by rule and severity."""
         self._seen_findings: set[tuple[str, str, int]] = set()
-        """The live findings that `live_news` has returned, by rule, module and step."""
+        """The findings in training that `live_news` has returned, by rule, module and step."""
         self._counts = Entries()
         self._next_look_s = self._next_settled_look_s = self._next_shown_s = 0.0
         self._has_reconciled = self.has_looked = self._was_removed = False
@@ -52,14 +53,14 @@ class RunShipper:
 
     @property
     def all_writers(self) -> list[WriterShipper]:
-        """A copy of the list of writers, because the scanning thread adds and removes writers."""
+        """A copy of the list of writers, because the scanning thread may add and remove writers meanwhile."""
         return list(self.writers.values())
 
     def close(self) -> None:
         self.there.ledger.close()
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
-        """Return the jobs that are due now: pairs of a thread pool's name, ``small`` or ``large``, and a function."""
+        """Return the jobs that are due now. Each has the name of its thread pool, ``small`` or ``large``."""
         if self.is_settled and not self.there.is_listing_due(now_s):
             if now_s < self._next_settled_look_s:
                 return []
@@ -124,9 +125,10 @@ class RunShipper:
             self.there.put_document(self._node_name, self._node_document(), is_ours=is_ours, is_noted=is_noted)
 
     def _node_document(self) -> bytes:
-        """Return a document with the statuses of this node's writers; its ``host`` is the node's name.
+        """Return a document with the statuses of this node's writers.
 
-        Nodes may share a host's name. Earlier writers of a rank have only ``attempt`` and ``state`` in the document.
+        Its ``host`` is the node's name, because nodes may share a host's name. If a rank has several writers, only the
+        newest has all members; the others have only ``attempt`` and ``state``.
         """
         newest, shown = self.newest_writers, {}
         for writer in self.all_writers:
@@ -160,7 +162,7 @@ class RunShipper:
 
     @property
     def backlog(self) -> dict[str, Stamp]:
-        """The sealed files that the destination lacks, by path, read from the disk even while the store hangs."""
+        """The sealed files that the store has not confirmed, by path. The list comes from the disk, not the store."""
         is_out = self.there.conflict and not self.there.was_pruned
         if self.is_settled or is_out or self.unreadable:
             return {}
@@ -182,7 +184,7 @@ class RunShipper:
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """The reason why a file or a directory of the run cannot be read, by its path."""
+        """The files and directories of the run that cannot be read, by path, each with the reason."""
         own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
         of_writers = {one.path: one.unreadable for one in self.all_writers if one.unreadable}
         return own | self._counts.unshipped | of_writers
@@ -200,7 +202,7 @@ class RunShipper:
 
     @property
     def counted(self) -> list[Entries | WriterFiles]:
-        """The listings of the run's directories, each with its refused entries and its files that belong to no run."""
+        """The listings of the run's directories, with the entries that are refused or belong to no run."""
         return [self._counts, *(writer.files for writer in self.all_writers)]
 
     @property
@@ -210,7 +212,7 @@ class RunShipper:
 
     @property
     def is_put(self) -> bool:
-        """True if all that the last scan found, also of recording writers, was put; or if the run cannot be read."""
+        """True if all that the last scan found was put, also of recording writers. True if the run cannot be read."""
         are_put = self.has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
         return (are_put and self._is_shown) or bool(self.unreadable)
 
@@ -226,7 +228,7 @@ class RunShipper:
         return self.is_settled and not self._was_removed and have_ended and bool(self.writers)
 
     def missing_there(self) -> str:
-        """List the destination; return the name of a file of this node that is missing there, or an empty text."""
+        """List the destination. Return the name of a file of this node that is missing there, or an empty text."""
         held = self.there.listed()
         for writer in self.all_writers:
             files = writer.files
@@ -240,9 +242,9 @@ class RunShipper:
         return "" if RUN_MANIFEST in held else RUN_MANIFEST
 
     def remove(self) -> tuple[int, bool]:
-        """Remove the run's shipped files from this disk; return their size in bytes, and True if no file is left.
+        """Remove the run's shipped files from this disk. Return their size in bytes, and True if no file is left.
 
-        A directory with newer files stays, and so does the run. If the removal is killed, a later pass completes it.
+        A directory with newer files stays, and so does the run. A removal that is killed is completed by a later pass.
         """
         self._was_removed = True
         num_bytes = sum(writer.files.num_bytes for writer in self.all_writers)
@@ -267,7 +269,7 @@ class RunShipper:
         return num_bytes, False
 
     def live_news(self) -> list[dict[str, Any]]:
-        """Return the findings of rules in training that no earlier call returned, causes first, each with its ranks."""
+        """Return findings of rules in training that no earlier call returned: causes first, each with its ranks."""
         news: dict[tuple[str, str, int], dict[str, Any]] = {}
         found = [(one, writer.rank) for writer in self.all_writers for one in writer.findings]
         for one, rank in sorted(found, key=lambda some: order_of(some[0].step, some[0].site, some[0].rule)):
@@ -285,7 +287,7 @@ class RunShipper:
             writer.look_again()
 
     def _has_changed(self) -> bool:
-        """Return True if the run may have changed since the last scan. The check costs one stat of each directory."""
+        """Return True if the run may have changed since the last scan. This costs one stat of each directory."""
         writers = self.all_writers
         if any(writer.state == "quiet" and writer.has_changed() for writer in writers):
             return True
@@ -297,7 +299,7 @@ class RunShipper:
             return True
 
     def _reconcile(self) -> None:
-        """List what the destination has, and forget confirmed files that the destination has lost."""
+        """List the destination, and forget confirmed files that the destination has lost."""
         try:
             self.unreadable = ""
             is_ours = self.there.identify()

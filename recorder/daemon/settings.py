@@ -1,6 +1,7 @@
-"""The settings of the daemon from a TOML file, the environment and the command line; each overrides those before it.
+"""The settings of the daemon, from a TOML file, the environment and the command line.
 
-The variables begin with ``RECORDERD_``, because a training refuses unknown variables that begin with ``RECORDER_``.
+The environment overrides the file, and the command line overrides both. The variables begin with ``RECORDERD_``,
+because a training refuses unknown variables that begin with ``RECORDER_``.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ PREFIX = "RECORDERD_"
 KEEP_ALL = "all"
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file", "state", "log")
-"""The settings that a reload cannot change, because locks, ports and ledgers depend on them."""
+"""The settings that a reload cannot change. Locks, ports and ledgers (lists of shipped files) depend on them."""
 
 
 def _setting(default: Any, doc: str, metavar: str | None = None) -> Any:
-    """Return the field of a setting. `metavar` stands for the value in the command's help; None if it is no text."""
+    """Return the field of a setting.
+
+    `metavar` stands for the value in the command's help; numbers and flags have none.
+    """
     return field(default=default, metadata={"doc": doc, "metavar": metavar})
 
 
@@ -72,7 +76,7 @@ class DaemonSettings:
 
     @property
     def keep_local_s(self) -> float:
-        """The seconds for which an ended run stays on this disk once it is shipped; infinite if all runs stay."""
+        """The seconds for which an ended run stays on this disk after it was shipped. Infinite if all runs stay."""
         return math.inf if self.keep_local == KEEP_ALL else duration_s("keep_local", self.keep_local)
 
     @property
@@ -98,7 +102,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 def load_daemon_settings(
     file: str | None, arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None
 ) -> DaemonSettings:
-    """Read the settings; an argument that is None was not given. ConfigError is raised if a setting cannot be used."""
+    """Read the settings. An argument that is None was not given. Raise ConfigError if a setting cannot be used."""
     environ = os.environ if environ is None else environ
     known = {item.name: item for item in fields(DaemonSettings)}
     values: dict[str, Any] = {}
@@ -116,13 +120,13 @@ def load_daemon_settings(
 
 
 def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, list[str]]:
-    """Return the settings after a reload, and the names of changed settings that keep their values until a restart."""
+    """Return the settings after a reload, and the names of changed settings that take effect only after a restart."""
     kept = [name for name in _FIXED if getattr(old, name) != getattr(new, name)]
     return dataclasses.replace(new, **{name: getattr(old, name) for name in _FIXED}), kept
 
 
 def duration_s(name: str, text: str) -> float:
-    """Return the seconds of a text such as ``15m`` or ``30d``; raise ConfigError for any other text, such as ``15``."""
+    """Return the seconds of a text such as ``15m`` or ``30d``. Raise ConfigError for any other text, such as ``15``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else math.inf
     if math.isinf(seconds):

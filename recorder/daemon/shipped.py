@@ -1,6 +1,6 @@
-"""Knows which files of one run the destination has, and in which state, and puts further files there.
+"""One run's copy at the destination: which files are there, in which state, and how further files are put.
 
-An object that this daemon did not put must never be overwritten: it stays, and is logged as a conflict.
+An object that this daemon did not put must never be overwritten. It stays, and is logged as a conflict.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ _MAX_LEDGER_BYTES = 1 << 30
 
 
 class Confirmed(NamedTuple):
-    """A file that the store has confirmed."""
+    """The size of a file that the store has confirmed, and how it was confirmed."""
 
     size_bytes: int
     how: str
-    """How the file was confirmed: a word that `Destination.put_new` returns; for a document, ``crc:`` and its checksum.
-    """
+    """A word that `Destination.put_new` returns. For a document, ``crc:`` and the document's checksum."""
 
 
 def ledger_name(url: str) -> str:
-    """Return the name of a run's ledger for one destination: a run may be shipped to several destinations in turn."""
+    """Return the file name of a run's ledger for one destination. A run may be shipped to several in turn."""
     return f"_shipped-{hashlib.sha256(url.encode()).hexdigest()[:8]}.jsonl"
 
 
 class ShippedLedger:
-    """A file in a run's directory that lists the run's files that the store has confirmed. Any thread may call."""
+    """A file in a run's directory that lists the files that the store has confirmed. Any thread may call."""
 
     def __init__(self, folder: Folder, url: str) -> None:
         """Read the earlier confirmations from the file. If the file cannot be read or written, `problem` says why."""
@@ -80,7 +79,7 @@ class ShippedLedger:
 
     @property
     def age_s(self) -> float:
-        """The seconds since the last confirmation, by the time of the ledger's file; 0 if there can be no such file."""
+        """The seconds since the ledger's file was last written. 0 if the file cannot be kept."""
         return max(time.time() - os.fstat(self._descriptor).st_mtime, 0.0) if self._descriptor >= 0 else 0.0
 
     def get(self, name: str) -> Confirmed | None:
@@ -142,13 +141,13 @@ class Shipping:
     """The name of this node at the destination; the daemon sets it before the first upload."""
     is_stopping: Callable[[], bool] = lambda: False
     is_over: Callable[[], bool] = lambda: False
-    """Returns True once a stop has waited as long as allowed: the processes of errands must then end at once."""
+    """Returns True once a stop has waited for as long as it may. The processes of errands must then end at once."""
     is_once: bool = False
-    """True with ``--once``: open shards are shipped as they are, because no later pass may follow."""
+    """True with ``--once``. Open shards are then shipped as they are, because no later pass may follow."""
     at_once: Any = field(default_factory=threading.Lock)
-    """A lock that a thread holds while it has a large snapshot of an open shard in memory."""
+    """A thread holds this lock while it has a large snapshot (a copy of an open shard) in memory."""
     said: dict[str, str] = field(default_factory=dict)
-    """The last logged error of each run, so that a job that fails again and again is logged once."""
+    """The last logged error of each run. A job that fails again with an equal error is not logged again."""
 
     @property
     def look_s(self) -> float:
@@ -190,12 +189,12 @@ _RECONCILE_PAUSE_S = 5.0
 
 
 class PutOver(NamedTuple):
-    """The result of `ShippedRun.put_over`: the document that is then at the destination."""
+    """The document that is at the destination after `ShippedRun.put_over`."""
 
     there: bytes
     e_tag: str
     is_new: bool
-    """False if nothing was uploaded, because the document at the destination was equal or may not be replaced."""
+    """False if nothing was uploaded. The document at the destination was equal, or may not be replaced."""
 
 
 @dataclass(slots=True)
@@ -216,19 +215,19 @@ class ShippedRun:
         self.run_id = ""
         self.facts: dict[str, Any] = {}
         self.manifest: Stamp | None = None
-        """The stamp (size, time, inode) that the local manifest had at its last comparison with the destination's."""
+        """The stamp (size, time, inode) of the local manifest when it was last compared with the destination's."""
         self.conflict = ""
         """Why nothing of the run is shipped; empty if the run is shipped."""
         self.was_pruned = self.has_shipped = False
         """`was_pruned`: a prune removed the run there. `has_shipped`: this daemon has confirmed a file of the run."""
         self.stamps: dict[str, Stamp] = {}
-        """The stamps of the documents of the run itself, not of its writers, on this node at the last scan."""
+        """The stamps of the run's own documents (not of its writers' files) on this disk at the last scan."""
         self.held: dict[str, StoredObject] = {}
         """The objects in the last listing of the destination, by their names below the run."""
         self.listed_s = 0.0
         """The monotonic time at which the last listing of the destination began."""
         self.list_at_s = 0.0
-        """The monotonic time at which the destination is listed again."""
+        """The monotonic time at which the destination will be listed again."""
         self._documents: dict[str, _Document] = {}
         self._aside: dict[str, Stamp] = {}
         self._conflicting: set[str] = set()
@@ -245,7 +244,7 @@ class ShippedRun:
     # The methods that look at the destination.
 
     def identify(self) -> bool:
-        """Return whether to ship the run: the destination has no other run of its name, and has not pruned the run."""
+        """Return True unless the destination has another run of this run's name, or has pruned the run."""
         with self.open() as folder, folder.open(RUN_MANIFEST) as file:
             local = parse_json(file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES)), file.where)
             self.manifest = file.stamp
@@ -275,8 +274,8 @@ class ShippedRun:
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 
     def reconcile(self) -> list[str]:
-        """List the run's objects at the destination; forget, count and return confirmed files that are not there."""
-        # Files that other threads put during the listing may be missing from it, but are not lost.
+        """List the run's objects at the destination. Return the confirmed files that are not there, and forget them."""
+        # Other threads may put files during the listing. Such a file may be missing from the listing, but is not lost.
         is_first, self.listed_s = not self.listed_s, time.monotonic()
         confirmed_before, documents = self.ledger.names(), list(self._documents)
         # With an empty ledger no listing is needed yet: a put, or the next listing, shows which files are there.
@@ -304,7 +303,7 @@ class ShippedRun:
         return lost
 
     def suspect(self) -> None:
-        """Schedule a comparison of the destination's listing with the ledger, because a file may be lost."""
+        """Have the destination listed soon, and compared with the ledger, because a file may be lost."""
         self.list_at_s = min(self.list_at_s, time.monotonic() + _RECONCILE_PAUSE_S)
 
     @property
@@ -315,7 +314,7 @@ class ShippedRun:
         )
 
     def is_aside_there(self, key: str, stamp: Stamp) -> bool:
-        """Return True if this file was put in its present state, or if the put failed because of a conflict."""
+        """Return True if this file was put as it is now, or if its put failed because of a conflict."""
         return self._aside.get(key) == stamp
 
     def is_document_there(self, name: str) -> bool:
@@ -327,7 +326,7 @@ class ShippedRun:
         known = self._documents.get(name)
         return known is not None and known.crc == crc32c(content)
 
-    # The methods that put files. Those with a result return False if another object has the name.
+    # The methods that put files. A method that returns a bool returns False if another object has the name.
 
     def put_documents(self) -> None:
         """Put the run's own documents, its manifest last."""
@@ -347,7 +346,7 @@ class ShippedRun:
         return False
 
     def put_aside(self, folder: Folder, below: str, name: str, stamp: Stamp) -> bool:
-        """Put a file that is neither shard, index nor manifest: an informative document, or a damaged shard."""
+        """Put a file that is no shard, index or manifest: an informative document, or a shard set aside as damaged."""
         key, is_ours = f"{below}{name}", True
         with folder.open(name) as file:
             if not name.endswith(".json"):
@@ -380,10 +379,10 @@ class ShippedRun:
         stays: Callable[[bytes], bool] = lambda there: False,
         is_noted: bool = True,
     ) -> bool:
-        """Put a document that may change, in place of its earlier version; False if another object has its name.
+        """Put a document that may change over its earlier version. Return False if another object has its name.
 
-        `is_ours` tells whether an existing document is an earlier version of the new document, and `stays` whether the
-        existing document must be kept. With `is_noted` the ledger records the document by its checksum.
+        `is_ours` returns True for content that is an earlier version of the document. `stays` returns True for content
+        that must be kept. With `is_noted` the ledger (the list of confirmed files) records the document's checksum.
         """
         shared, crc = self.shared, crc32c(content)
         known = self._documents.get(name)
@@ -412,9 +411,9 @@ class ShippedRun:
     def put_over(
         self, name: str, content: bytes, e_tag: str | None, may_replace: Callable[[bytes], bool]
     ) -> PutOver | None:
-        """Put a document over an existing one if the latter has this ETag, or if `may_replace` accepts its content.
+        """Put a document over the existing one if that has this ETag, or if `may_replace` accepts its content.
 
-        Return the document that is there afterwards; None if another daemon was faster at each try.
+        Return the document that is there afterwards. Return None if another daemon was faster at each try.
         """
         destination, key = self.shared.destination, f"{self.key}/{name}"
         for _ in range(3):
@@ -437,14 +436,14 @@ class ShippedRun:
             self.note(name, noted_bytes, f"crc:{crc:08x}")
 
     def note(self, name: str, size_bytes: int, how: str) -> None:
-        """Record in the ledger that the destination has a file; log a problem of the ledger once."""
+        """Record in the ledger that the destination has a file. A problem of the ledger is logged once."""
         said, self.has_shipped = self.ledger.problem, True
         self.ledger.add(name, size_bytes, how)
         if self.ledger.problem and not said:
             logger.warning("%s/%s", self.path, self.ledger.problem)
 
     def _conflicts(self, name: str) -> bool:
-        """Count and log a conflict once between two listings, because each scan tries the put again. Return False."""
+        """Count and log a conflict once between two listings, because each scan tries again. Return False."""
         if name not in self._conflicting:
             self._conflicting.add(name)
             self.shared.counters.add("conflicts", _kind(name))

@@ -19,7 +19,7 @@ _LONGEST_WAIT_S = 30.0
 
 
 class Counters:
-    """The daemon's counters: sums by the name of the counter and the value of its label, such as a reason."""
+    """The daemon's counters. Each has a sum for each value of its label, such as a reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Counters:
 
 
 class Requests:
-    """Counts the requests to the store and sums their seconds, including the seconds of running requests so far.
+    """Counts the requests to the store, and sums their seconds. A running request counts with its seconds so far.
 
     Only these numbers reveal a store that hangs, or that answers just before a request times out.
     """
@@ -63,7 +63,7 @@ class Requests:
                 self._ended_s += self._clock() - self._began_s.pop(key)
 
     def totals(self) -> tuple[int, float]:
-        """Return the number of requests and the sum of their seconds; both only grow."""
+        """Return the number of requests and the sum of their seconds. Both only grow."""
         with self._lock:
             now_s = self._clock()
             under_way_s = sum(now_s - began_s for began_s in self._began_s.values())
@@ -71,7 +71,7 @@ class Requests:
 
 
 class Health:
-    """Whether the store works. After each error no request is made for a time that doubles up to half a minute."""
+    """Whether the store works. After each error, requests pause for a time that doubles up to half a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -83,7 +83,7 @@ class Health:
         self.answered_s = 0.0
         """The wall-clock time of the store's last success; 0 means never."""
         self.recovered_s = 0.0
-        """The monotonic time of the last success after an error: the store may have lost files meanwhile."""
+        """The monotonic time of the last success after an error. The store may have lost files before it."""
 
     @property
     def is_open(self) -> bool:
@@ -124,7 +124,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a log record as one line, with unprintable characters escaped, because names may come from anywhere."""
+    """Formats a log record as one line. Unprintable characters are escaped, because names may come from anywhere."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.created))

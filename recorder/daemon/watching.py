@@ -1,7 +1,7 @@
-"""Lists the runs, writers and files below the watched folders, and never follows a link.
+"""Lists the runs, writers and files below the watched folders. It never follows a link.
 
-Every component of a path is opened from its parent's descriptor, so that nobody can put a link in the place of a
-directory that was checked. Names are checked here, before they become keys in a store. This module must never write.
+Every part of a path is opened from its parent's descriptor, so that nobody can replace a checked directory by a link.
+Names are checked here, before they become keys in a store. This module must never write.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
 _ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
 """Matches files of a run besides shards, indexes and manifests: documents, and damaged shards from a repair."""
 _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
-"""Matches files that are neither shipped nor counted as foreign: half-written files, ledgers, commands and marks."""
+"""Matches files that are not shipped and not counted as foreign: half-written files, ledgers, commands and marks."""
 _MAX_DEPTH = 4
 """The most folders between a watched folder and a run."""
 _GLOBAL_DIR = "global"
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\0", ".json": b"{"}
-"""The first bytes that a file must have, by its extension. Other files, such as foreign hard links, are not shipped."""
+"""The first bytes that a file must have, by its extension. Other files, such as hard links, are not shipped."""
 
 
 class Stamp(NamedTuple):
-    """The size, the time and the inode of a file: one of them differs if the file was changed or replaced."""
+    """The size, the time and the inode of a file. At least one differs if the file was changed or replaced."""
 
     size_bytes: int
     changed_ns: int
@@ -56,11 +56,11 @@ class Stamp(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A file does not match its name: it is a link, a device or has other content. The file is ignored and counted."""
+    """A file is not what its name says: it is a link, a device or has other content. It is ignored and counted."""
 
 
 class LocalFile:
-    """An open regular file whose first bytes were checked, with the part of `ByteSource` that `read.messages` needs."""
+    """An open regular file whose first bytes were checked. It has what `read.messages` needs of a `ByteSource`."""
 
     def __init__(self, descriptor: int, where: str) -> None:
         self.where = where
@@ -99,7 +99,7 @@ class LocalFile:
 
 @dataclass(slots=True)
 class Entries:
-    """The entries of one directory, or those entries of many directories that are to be counted."""
+    """The entries of one directory. It also collects the entries of many directories that are to be counted."""
 
     directories: list[str] = field(default_factory=list)
     files: dict[str, Stamp] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Entries:
     misnamed: list[str] = field(default_factory=list)
     """Directories whose names may not become keys in a store."""
     unshipped: dict[str, str] = field(default_factory=dict)
-    """The reason why a directory that may hold a run is not shipped, by its path."""
+    """The directories that may hold a run and are not shipped, by path, each with the reason."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class WriterFiles:
 
     sealed: dict[str, Stamp] = field(default_factory=dict)
     indexes: dict[str, Stamp] = field(default_factory=dict)
-    """The indexes of sealed shards, by the names of the indexes."""
+    """The indexes of sealed shards, by their file names."""
     opened: dict[str, Stamp] = field(default_factory=dict)
     aside: dict[str, Stamp] = field(default_factory=dict)
     manifest: Stamp | None = None
@@ -142,7 +142,7 @@ class WriterFiles:
 
 
 class Folder:
-    """A directory that is held open; its entries are opened only from its descriptor."""
+    """A directory that is held open. Its entries are opened only from its descriptor."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -206,7 +206,7 @@ class Folder:
         return listed
 
     def changed_ns(self, path: str = ".") -> int:
-        """Return when this directory, or one below it, last changed, in nanoseconds; the directory is not opened."""
+        """Return when this directory, or one below it, last changed, in nanoseconds. The directory is not opened."""
         return os.stat(path, dir_fd=self.descriptor, follow_symlinks=False).st_mtime_ns
 
     def __enter__(self) -> Self:
@@ -217,7 +217,7 @@ class Folder:
 
 
 def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield for each run below a folder the `names` of the directories on the way; add other entries to `counts`."""
+    """Yield each run below a folder, as the names of the directories that lead there. Add other entries to `counts`."""
     entries = folder.entries(with_stamps=False)
     if RUN_MANIFEST in entries.files and names:
         yield names
@@ -242,12 +242,12 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
 
 
 def closed_to_us(error: PermissionError) -> str:
-    """Return a sentence that says that the daemon may not read a directory."""
+    """Return the reason that is shown for a directory that the daemon may not read."""
     return f"the daemon may not look into it ({error.strerror})"
 
 
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
-    """Return the writers of a run as pairs of directory names, the run's own documents, and the ignored entries."""
+    """Return a run's writers (pairs of directory names), the run's own documents, and the ignored entries."""
     entries = folder.entries()
     counts = Entries(refused=entries.refused)
     documents = {name: stamp for name, stamp in entries.files.items() if _ASIDE.fullmatch(name)}

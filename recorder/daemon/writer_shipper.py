@@ -1,7 +1,8 @@
-"""Ships one writer's files in two lanes (queues); only the small lane (statistics, manifest, status) has a deadline.
+"""Ships the files of one writer in two lanes (queues): a small lane with a deadline, and a large lane without.
 
-A manifest or a status that says that its writer has ended is held back until the destination has all files of the
-writer. So a reader at the destination finds all rows of a writer that has ended.
+The small lane takes statistics, the manifest and the status; the large lane takes tensors. A manifest or a status that
+says that its writer has ended is held back until the destination has all files of the writer. So a reader at the
+destination finds all rows of a writer that has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ logger = logging.getLogger("recorder.daemon")
 QUIET_LOOK_S = 20.0
 """The seconds between two scans of a writer that cannot be shipped, or may have ended."""
 _QUIET_S = 60.0
-"""A writer on another host may have ended after this many seconds without changes: its open shards are then shipped."""
+"""A writer on another host may have ended after this many seconds without changes. Its open shards are then shipped."""
 
 
 class WriterShipper:
@@ -52,32 +53,31 @@ class WriterShipper:
         self.rank = parse_rank_dir(rank)
         self.files = WriterFiles()
         self.state = "quiet"
-        """``alive``, ``closed``, ``dead`` (its process is gone), or ``quiet`` (it is unknown whether the process
-        lives)."""
+        """``alive``, ``closed``, ``dead`` (its process is gone), or ``quiet`` (unknown whether its process lives)."""
         self.status: dict[str, Any] = {}
         self.findings: tuple[LiveFinding, ...] = ()
         """The findings of the rules that run in training, as the writer's status lists them."""
         self.shown: dict[str, Any] | None = None
-        """The newest status that may be put, with its time of change; empty if there is no status, None at first."""
+        """The newest status that may be put, and its time of change. Empty without a status, None before a scan."""
         self.lifetime = Lifetime()
         self.balance = RowCounts()
-        """The writer's balance (its counts of rows) from its manifest or from its status, whichever is later."""
+        """The writer's counts of rows, from its manifest or from its status, whichever is later."""
         self.counted: tuple[int, int | None] | None = None
-        """A killed writer's number of rows and last step, read from its shards because its status is older."""
+        """A killed writer's number of rows and last step, read from its shards. Its status is older than the shards."""
         self.step_changed_s = 0.0
         self.path = f"{there.path}/{rank}/{writer}"
         self.unreadable = ""
         """Why the writer's directory, manifest or status cannot be read; empty if they can be read."""
         self.stuck: set[str] = set()
-        """Files that cannot be shipped until somebody intervenes, for example because another object has the name."""
+        """Files that cannot be shipped until somebody intervenes. For example, another object has a file's name."""
         self.is_settled = False
         self.has_looked = False
         self.is_put = False
-        """True if the destination has all that the last scan found, open shards up to their end at that time."""
+        """True if the destination has all that the last scan found. Open shards count up to their end at that scan."""
         self.was_repaired = False
-        """True if a repair has done what it could; shards that are still open are then shipped as they are."""
+        """True if a repair has done what it could. Shards that are still open are then shipped as they are."""
         self.small_since_s = time.time()
-        """The wall-clock time of the last scan whose small files were all shipped; at first the time of creation."""
+        """The wall-clock time of the last scan after which all small files were shipped, at first the creation time."""
         self._ledger: dict[str, Any] = {}
         self._manifest: tuple[Stamp, bytes] | None = None
         self._opened = OpenShards(there, self.below)
@@ -88,7 +88,7 @@ class WriterShipper:
         self.reconciled()
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
-        """Return the jobs that are due and not already running: pairs of a lane's name and a function."""
+        """Return the jobs that are due and not already running. Each has the name of its lane (queue)."""
         jobs: list[tuple[str, Callable[[], None]]] = []
         if self.is_settled and not self.has_changed():
             return jobs
@@ -108,7 +108,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def has_changed(self) -> bool:
-        """Return True if the directory may have changed; for a quiet writer, return True whenever a scan is due."""
+        """Return True if the directory may have changed. For a quiet writer, return True whenever a scan is due."""
         if self.state == "quiet":
             return time.monotonic() >= self._next_look_s
         try:
@@ -118,7 +118,7 @@ class WriterShipper:
             return True
 
     def reconciled(self) -> None:
-        """Use the new listing of the destination, which also means that stuck files are tried again."""
+        """Use the new listing of the destination. Stuck files are then tried again."""
         self.stuck.clear()
         self._opened.reconciled()
 
@@ -141,7 +141,7 @@ class WriterShipper:
 
     @property
     def needs_count(self) -> bool:
-        """True if a killed writer's shards are sealed, and nobody has counted the rows in them."""
+        """True if a killed writer's shards are sealed, and the rows in the shards were not counted yet."""
         return self.state == "dead" and self.is_settled and self.counted is None
 
     @property
@@ -186,7 +186,7 @@ class WriterShipper:
 
     @property
     def _is_growing(self) -> bool:
-        """True if the writer is expected to seal its open shards, so that the daemon waits for the sealed shards."""
+        """True if the writer is expected to seal its open shards. The daemon then waits for the sealed shards."""
         return self.state == "alive" and not self._goes_open
 
     def _is_there(self, name: str, stamp: Stamp) -> bool:
@@ -200,7 +200,7 @@ class WriterShipper:
 
     @property
     def _goes_open(self) -> bool:
-        """True if open shards of tensors are shipped as they are, as possibly nobody will seal or ship them later."""
+        """True if open shards of tensors are shipped as they are, because maybe nobody will seal or ship them later."""
         is_time = self._run.shared.is_once and not self.has_ended
         return self.state == "quiet" or (self.has_ended and self.was_repaired) or is_time
 
@@ -247,7 +247,7 @@ class WriterShipper:
         self.is_put = not (self.backlog.keys() - self.stuck) and all(name in self._opened for name in self.files.opened)
 
     def _put_sealed(self, folder: Folder, manifest: bytes | None) -> None:
-        """Put the sealed small files, after a manifest, which readers need for the rows."""
+        """Put the sealed small files. A manifest is put first, because readers need it for the rows."""
         if manifest is not None and not self._run.is_document_there(self.below + WRITER_MANIFEST):
             self._put_document(WRITER_MANIFEST, _as_begun(manifest))
         for name, stamp in (self.files.sealed | self.files.indexes).items():
@@ -255,7 +255,10 @@ class WriterShipper:
                 self._put_file(folder, name)
 
     def _put_words(self, manifest: bytes | None, status: bytes | None, now_s: float, *, is_held_back: bool) -> None:
-        """Put the manifest, and the status if it is due; `is_held_back` if they say the end, and files are missing."""
+        """Put the manifest, and the status if it is due. Put neither if `is_held_back`.
+
+        They are held back if they say that the writer has ended while the destination lacks some of its files.
+        """
         shown = self.files.status or self.files.manifest
         if shown is None:
             self.shown = self.shown or {}
@@ -289,7 +292,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def _note(self, name: str, is_ours: bool) -> None:
-        """Mark a file as stuck if another object has its name at the destination."""
+        """Mark a file as stuck unless `is_ours`: another object then has its name at the destination."""
         if is_ours:
             self.stuck.discard(name)
         else:
@@ -363,7 +366,7 @@ class WriterShipper:
 
 
 def _as_begun(manifest: bytes) -> bytes:
-    """Return a closed writer's manifest without row counts, as if it were recording: it can be put before the rows."""
+    """Return a closed writer's manifest without row counts, as if it were recording. It can be put before the rows."""
     with contextlib.suppress(RunError):
         raw = parse_json(manifest, WRITER_MANIFEST)
         if raw.get("state") == "closed":
@@ -373,9 +376,9 @@ def _as_begun(manifest: bytes) -> bytes:
 
 
 _MAX_AT_ONCE_BYTES = 32 << 20
-"""The largest snapshot (an open shard's complete batches) that is put in one request, over an earlier snapshot."""
+"""The largest snapshot that is put in one request. A snapshot is an open shard up to its last complete batch."""
 _MAX_BESIDE_BYTES = 2 << 20
-"""Of all snapshots with more bytes than this, only one at a time may be in memory."""
+"""Only one snapshot (copy of an open shard) with more bytes than this may be in memory at a time."""
 
 
 @dataclass(slots=True)
@@ -398,7 +401,7 @@ class OpenShards:
         """The names of the open shards that the destination has."""
 
     def reconciled(self) -> None:
-        """Use the new listing of the destination, but keep shards that were put after the listing began."""
+        """Use the new listing of the destination. Shards that were put after the listing began are kept."""
         opened = {name for name in self._run.held if name.startswith(self._below) and name.endswith(".open")}
         newer = {name for name, one in self._snapshots.items() if one.put_s >= self._run.listed_s}
         self._there = {name.removeprefix(self._below) for name in opened} | (self._there & newer)
@@ -409,15 +412,15 @@ class OpenShards:
         return name in self._snapshots
 
     def is_put(self, name: str, stamp: Stamp) -> bool:
-        """Return True if an open shard was put in its present state."""
+        """Return True if an open shard was put as it is now."""
         snapshot = self._snapshots.get(name)
         return snapshot is not None and snapshot.stamp == stamp
 
     def put(self, folder: Folder, name: str, stamp: Stamp, *, is_growing: bool) -> None:
-        """Put the complete batches of an open shard, in place of an earlier put with fewer batches.
+        """Put the complete batches of an open shard, over an earlier put with fewer batches.
 
         `stamp` is the shard's stamp from the listing of the directory. If the shard `is_growing`, its writer will seal
-        it, and a shard that is too large for one request waits until then.
+        it. A growing shard that is too large for one request is put only once it is sealed.
         """
         with contextlib.suppress(FileNotFoundError), folder.open(name) as file:
             before = self._snapshots.get(name)
@@ -451,7 +454,7 @@ class OpenShards:
         shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
-        """Put batches that are too large for one request. That happens about once: their writer is gone or quiet."""
+        """Put batches that are too large for one request. This happens about once: their writer is gone or quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end
         if name in self._there:
@@ -473,7 +476,7 @@ class OpenShards:
 
 
 def end_of_batches(file: LocalFile, start: int = 0) -> int:
-    """Return the byte at which an open shard's last complete batch ends, 0 without one. `start`: an earlier result."""
+    """Return the byte at which an open shard's last complete batch ends, or 0. The search begins at `start`."""
     offset, end = start or FIRST_MESSAGE, start
     with contextlib.suppress(CorruptError):
         while (message := block_at(file, offset)) is not None:
