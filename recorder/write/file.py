@@ -29,7 +29,7 @@ from ..system.processes import Descriptor, private_memory, require_ours
 GRAIN_BYTES = 4096
 """The alignment in bytes of the addresses, lengths and offsets of direct writes; no common disk needs more."""
 HEAD_BYTES = 2 * GRAIN_BYTES
-"""The bytes of memory that are free before a part. Arrow writes a schema there, which never goes to the file."""
+"""The bytes of memory kept free before each part of a file. Arrow writes its schema there; the file does not get it."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
 """The mode of a new file for each value of the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
@@ -37,17 +37,17 @@ _AT_CWD, _NO_REPLACE = -100, 1
 
 
 class Disk:
-    """The disk as the writer sees it. Every method may raise OSError, and may block.
+    """The system calls that the writer makes on files. Every method may raise OSError, and may block.
 
     A call with a descriptor that other code has closed raises EBADF, even if another file has its number now.
     """
 
     file_mode = 0o600
-    """The mode of new files; users who may read new files may also enter new directories."""
+    """The mode of new files. Users who may read new files may also enter new directories."""
     keeps_reserve = False
     """True to keep a descriptor in reserve, which is closed once the process runs out of descriptors."""
     syncs: SyncThread | None = None
-    """The thread on which `persist` syncs, so that the wait for a sync is bounded; None to wait without a bound."""
+    """The thread on which `persist` syncs, so that the wait for a sync is bounded; None to sync without a bound."""
     _reserve: Descriptor | None = None
 
     def make_directory(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class Disk:
         return descriptor
 
     def set_direct(self, descriptor: int, wanted: bool) -> bool:
-        """Switch writes past the page cache on or off; return False if the file system cannot do this."""
+        """Switch writes past the page cache on or off. Return False if the file system cannot do this."""
         try:
             require_ours(descriptor)
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -81,7 +81,7 @@ class Disk:
         return True
 
     def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
-        """Write `data` and then the buffers `behind`, perhaps not all bytes; return the number of bytes written."""
+        """Write `data` and then the buffers `behind`. Return how many bytes were written, perhaps not all."""
         require_ours(descriptor)
         return os.pwritev(descriptor, [data, *behind], offset)
 
@@ -131,7 +131,7 @@ class Disk:
         return Descriptor.of(os.open(path, flags, self.file_mode))
 
     def is_linked(self, descriptor: int) -> bool:
-        """Return True if the file still has a name. Writes to a file in a removed directory give no error."""
+        """Return True if the file still has a name. Writes to a file that was removed would give no error."""
         require_ours(descriptor)
         return os.fstat(descriptor).st_nlink > 0
 
@@ -149,7 +149,7 @@ class Disk:
             raise OSError(code, os.strerror(code), str(path), None, str(final))
 
     def replace(self, path: Path, final: Path) -> None:
-        """Give a file its final name and replace any other file of the name. A crash leaves one of the two files."""
+        """Give a file its final name, in place of any other file of that name. A crash leaves one of the two files."""
         os.replace(path, final)
 
     def is_same(self, path: Path, final: Path) -> bool:
@@ -177,13 +177,13 @@ class Disk:
 
 
 class PageMemory:
-    """Page-aligned private memory that is empty in forked children; untouched pages cost nothing."""
+    """Page-aligned private memory, which is empty in forked children. Pages that were never touched cost nothing."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = self._map(nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Make `data` at least `nbytes` long; the content of `data` is lost if it has to grow."""
+        """Make `data` at least `nbytes` long. If `data` has to grow, its content is lost."""
         if len(self.data) < nbytes:
             self.data = self._map(nbytes)
 
@@ -194,16 +194,17 @@ class PageMemory:
 
 
 class AppendFile:
-    """A file that grows part by part, past the page cache if possible; each part is laid out in a `PageMemory` first.
+    """A file that grows part by part. Each part is laid out in a `PageMemory` first.
 
-    A direct write, past the page cache, covers complete blocks: the last block is padded with zeros, and written again
-    with the next part. Only payload values are written from their own memory, which is never written to.
+    If possible, a write goes past the page cache. Such a direct write covers complete blocks: the last block is padded
+    with zeros, and written again with the next part. Only payload values are written from their own memory, which this
+    class never changes.
     """
 
     def __init__(self, disk: Disk, path: Path, memory: PageMemory, *, is_direct: bool) -> None:
         self.path = path
         self.end = 0
-        """The number of bytes that were appended and written; zeros may follow them."""
+        """The number of bytes that were appended and written. In the file, zeros may follow."""
         self.synced_end = 0
         """The number of bytes that a successful sync has covered."""
         self.is_sick = False
@@ -220,12 +221,12 @@ class AppendFile:
         return self._grain > 1
 
     def next_start(self, nbytes: int) -> int:
-        """Return where in memory the next part of at most `nbytes` must begin; `append` overwrites memory before it."""
+        """Return the offset in memory for a next part of up to `nbytes`. `append` overwrites the memory before it."""
         self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
         return HEAD_BYTES + len(self._tail)
 
     def append(self, nbytes: int) -> None:
-        """Append `nbytes` of memory at `next_start` to the file. After an OSError they count as never appended."""
+        """Append to the file `nbytes` of memory, from `next_start` on. After an OSError nothing counts as appended."""
         self._require_linked()
         data, tail_bytes = self._memory.data, len(self._tail)
         start = HEAD_BYTES + tail_bytes
@@ -249,7 +250,8 @@ class AppendFile:
     def append_around(self, lead: bytes, values: npt.NDArray[np.uint8], trail: bytes) -> None:
         """Append `lead`, `values` and `trail` as one part. `values` are written from their own memory.
 
-        The values begin at a multiple of `GRAIN_BYTES` in memory and, as `lead` includes the `gap`, in the file.
+        The values must begin at a multiple of `GRAIN_BYTES` in memory. They do so in the file because `lead` ends with
+        the padding that `gap` returns.
         """
         assert address(values) % GRAIN_BYTES == 0, "direct writes refuse such values"
         self._require_linked()
@@ -275,7 +277,7 @@ class AppendFile:
         self.synced_end = self.end
 
     def publish(self, final: Path) -> None:
-        """Cut off trailing zeros, sync, close, rename the file; raise FileExistsError if the final name is taken."""
+        """Cut off trailing zeros, sync, close and rename the file. Raises FileExistsError if `final` is taken."""
         self._disk.truncate(self._descriptor, self.end)
         self._sync_content()
         self.synced_end = self.end
@@ -364,7 +366,7 @@ def name_newly(disk: Disk, path: Path, final: Path) -> bool:
     """Give a file a name that no other file has, by a link, or by a rename if the file system has no links.
 
     Returns:
-        Whether the file still has its old name, too.
+        True if the file still has its old name, too.
 
     Raises:
         FileExistsError: the name is taken.
@@ -410,7 +412,7 @@ class SyncThread:
         self._given_up: _Sync | None = None
 
     def hurry(self, until_s: float) -> None:
-        """Set the time (`time.monotonic`) by which waits for syncs end, as `close` waits no longer. Any thread."""
+        """Set the time (`time.monotonic`) at which waits for syncs end, because `close` does. Any thread."""
         self._until_s = until_s
 
     def do(self, sync: Callable[[], None]) -> None:

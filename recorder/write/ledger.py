@@ -1,8 +1,10 @@
-"""The ledger of one writer, in rows: observed = written + dropped (by reason) + passed; deleted rows are counted, too.
+"""The ledger of one writer: the numbers of rows that were observed, written, dropped, passed and deleted.
 
-`drop` is called from hooks, signal handlers and finalizers, so it takes no lock and never waits. An error of the disk
-becomes a drop reason, a pause before the next attempt, and one log line for each kind of trouble. The log never raises
-and never waits, because standard error may lie on the same sick disk, or be a pipe that nobody reads.
+Once all work is done, observed = written + dropped (for any reason) + passed. Rows have passed if they waited in memory
+for a trigger, and no trigger asked for their step. `drop` is called from hooks, signal handlers and finalizers, so it
+takes no lock and never waits. An error of the disk becomes a drop reason, a pause before the next attempt, and one log
+line for each kind of trouble. The log never raises and never waits, because standard error may lie on the same sick
+disk, or be a pipe that nobody reads.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ class _Tally:
             next(self._ticks)
 
     def value(self) -> int:
-        """Return the count so far, from the iterator's repr, which does not advance the iterator."""
+        """Return the count so far. It is read from the iterator's repr, which does not advance the iterator."""
         return int(repr(self._ticks).removeprefix("count(").removesuffix(")"))
 
 
 class Ledger:
-    """Counts rows until it is closed. Then its numbers add up and stay, except the number of suspect rows."""
+    """Counts rows until it is closed. From then on the counts add up, and only the count of suspect rows may change."""
 
     def __init__(self, observed: Callable[[], int]) -> None:
-        """Begin at zero. `observed` returns the number of rows that were numbered so far; any thread may call it."""
+        """Begin at zero. `observed` returns the number of rows numbered so far, and may be called on any thread."""
         self._observed = observed
         self._dropped: dict[str, _Tally] = {}
         self._written = 0
@@ -62,11 +64,11 @@ class Ledger:
         self._retired_bytes = 0
         self._suspect = self._synced = 0
         self._lock = threading.RLock()
-        """The lock on counts that the writer changes while other code, even a signal handler, reads; not for `drop`."""
+        """Guards counts that the writer changes while other code, even a signal handler, reads. `drop` is lock-free."""
         self._final: dict[str, Any] | None = None
 
     def drop(self, reason: str, num_rows: int = 1) -> None:
-        """Count rows that will not be written. Any thread, re-entrant, never waits."""
+        """Count rows that will not be written. Called on any thread; re-entrant, never waits."""
         tally = self._dropped.get(reason)
         if tally is None:
             tally = self._dropped.setdefault(reason, _Tally())
@@ -77,7 +79,7 @@ class Ledger:
             self._written += num_rows
 
     def add_passed(self, num_rows: int) -> None:
-        """Count rows that waited for a trigger until their steps had passed; they do not count as lost."""
+        """Count rows whose steps passed before a trigger asked for them. They do not count as lost."""
         with self._lock:
             self._passed += num_rows
 
@@ -99,12 +101,12 @@ class Ledger:
                 self._final = {**self._final, "suspect": self._suspect}
 
     def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
-        """Return the ledger as JSON-ready data, with the `about_to_write` rows of the batch that will contain it."""
+        """Return the counts as JSON-ready data. `about_to_write` rows, those of the next batch, count as written."""
         with self._lock:
             return self._final or self._accounts(about_to_write)
 
     def close(self, leftover_reason: str) -> dict[str, Any]:
-        """Count unaccounted rows under `leftover_reason`, and freeze the ledger; later calls change nothing."""
+        """Count unaccounted rows as dropped for `leftover_reason`, and return the final counts, which stay."""
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)
@@ -116,7 +118,7 @@ class Ledger:
             return self._final
 
     def _accounts(self, about_to_write: int) -> dict[str, Any]:
-        # Drops are read before `observed`: a row is numbered, then dropped, so drops never exceed `observed`.
+        # Drops are read before `observed`. A row is numbered before it is dropped, so drops never exceed `observed`.
         dropped = {reason: tally.value() for reason, tally in list(self._dropped.items())}
         return {
             "observed": self._observed(),
@@ -133,7 +135,7 @@ class Notices(LimitedLog):
     """A log in which each kind of trouble appears at most once in five minutes. Writer thread only."""
 
     def failed(self, problem: str, error: BaseException, *, is_aside: bool = False) -> None:
-        """Log a problem with its error, once in five minutes for each problem, or for each errno of an OSError.
+        """Log a problem with its error, at most once in five minutes. OSErrors of one errno count as one problem.
 
         `is_aside` is True if no rows are lost. A line about such an error must not suppress a line about lost rows.
         """
@@ -154,7 +156,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Backoff:
-    """A pause after a failure, doubled by each consecutive failure, and the reason why rows are dropped meanwhile."""
+    """A pause after a failure, twice as long after each further failure. Rows are dropped meanwhile, for `reason`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.reason: str | None = None

@@ -1,7 +1,7 @@
-"""Writes the manifests and the status file of a writer, each with a checksum at its start, and reads no file.
+"""Writes the manifests and the status file of a writer, each with a checksum at its start. Reads no file.
 
-A manifest is written completely or not at all, and durably. `_status.json`, for people who watch the writer, is one
-disk block, which the writer thread overwrites in place and never syncs.
+A manifest is written completely or not at all, and durably. `_status.json` is for people who watch the writer. It is
+one disk block, which the writer thread overwrites in place and never syncs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..format.rundir import STATUS, encode_manifest, encode_status
 from .file import Disk, name_newly, write_all
 
 Unsynced = Callable[[OSError], None]
-"""A function that is called with the error of a failed sync, if the manifest exists but power loss may remove it."""
+"""Called with the error of a failed sync, if the manifest exists, but a loss of power may remove it."""
 
 
 def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> None:
-    """Replace `path` by a manifest of `obj`, so that a reader sees the old file or the new one, even after a crash.
+    """Replace `path` by a manifest of `obj`. Readers see the old file or the new file, even after a crash.
 
-    `unsynced` takes the error of a failed sync; None to leave the old file and raise. An OSError means that the disk
-    refused: the old file is unchanged, or the new file exists and may not be durable.
+    `unsynced` is called with the error of a failed sync. If `unsynced` is None, the error is raised. After an OSError
+    the old file is unchanged, or the new file exists and may not be durable.
     """
     with _written_beside(disk, path, obj, unsynced) as temporary:
         disk.replace(temporary, path)
@@ -35,7 +35,7 @@ def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsyn
 
 
 def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> bool:
-    """Write a manifest of `obj` unless `path` exists, so that the first process wins; return False if it exists.
+    """Write a manifest of `obj` to `path`. Return False if `path` exists: the first process wins.
 
     Raises:
         OSError: the disk refused.
@@ -57,7 +57,7 @@ def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsync
 
 @contextlib.contextmanager
 def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> Iterator[Path]:
-    """Write a manifest of `obj` to a temporary file next to `path`, yield its path, and remove it if it remains."""
+    """Write a manifest of `obj` to a temporary file next to `path`. Yield the file's path, then remove the file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     _write(disk, temporary, obj, unsynced)
     try:
@@ -94,21 +94,21 @@ def _report_unsynced(unsynced: Unsynced | None) -> Iterator[None]:
 
 
 _RECENT_S = 10.0
-"""The seconds over which the status averages rates; several seconds, because one step may take seconds."""
+"""The seconds over which the status averages rates. One step may take seconds."""
 
 
 class StatusFile:
-    """The status file. One write replaces its one disk block in place, without sync or rename."""
+    """The status file of a writer, one disk block. A write replaces the block in place, without sync or rename."""
 
     def __init__(self, disk: Disk, clock: Callable[[], float]) -> None:
         self._disk = disk
         self._clock = clock
         self._descriptor: int | None = None
         self._samples: deque[tuple[float, int, int]] = deque()
-        """Samples of time, step and bytes written, oldest first; at most the first sample is older than `_RECENT_S`."""
+        """Tuples of time, step and bytes written, oldest first. Only the first may be older than `_RECENT_S`."""
 
     def write(self, directory: Path, status: Mapping[str, Any], *, written_bytes: int) -> None:
-        """Write `status`, which has a member ``step``, and the rates at which the step and the written bytes grow."""
+        """Write `status`, which has a member ``step``, with the recent growth of the step and of the written bytes."""
         status = {
             **status,
             "time_ns": time.time_ns(),

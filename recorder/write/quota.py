@@ -1,7 +1,7 @@
 """Counts the bytes that a rank takes on the disk, and chooses the shards to delete, but deletes no shard itself.
 
 The shards that earlier processes of the same rank have left are counted, too. A shard of a process that may still be
-alive is neither counted nor touched.
+alive is neither counted nor touched. One kind of shard has the probe: one number of each value at every step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .ledger import DISK_FLOOR, Notices
 from .shard import StoredShard
 
 _SHARDS_PER_QUOTA, _PROBE_SHARDS_PER_QUOTA = 8, 32
-"""The least number of shards in a kind's quota, so that some can be deleted; larger for the probe, which is thinned."""
+"""The fewest shards in the quota of a kind, so that some can be deleted. The probe has more, because it is thinned."""
 _PROBE_SHARE, _TOKENS_SHARE = 72, 32
-"""The probe gets one 72nd of a rank's bytes: 8 ranks of 16 GiB keep less than 2 GB. With tokens it gets a 32nd."""
+"""The probe gets 1/72 of a rank's bytes, so that 8 ranks of 16 GiB keep less than 2 GB. With tokens it gets 1/32."""
 _SHARDS_PER_WINDOW = 8
-"""The least number of shards that hold the `keep_newest` newest steps, so that few older steps stay with them."""
+"""The fewest shards for the `keep_newest` newest steps. With more shards, fewer older steps stay along with them."""
 
 
 def probe_bytes(max_bytes: int, *, keeps_tokens: bool) -> int:
@@ -52,7 +52,7 @@ class Quota:
     """The bytes of one rank, divided among the kinds of shards, so that no kind can crowd another one out.
 
     Statistics have a quarter of the bytes, and the probe has a part of this quarter. Half of the probe's shards have
-    the newest steps; the other half are spread evenly over the steps before.
+    the newest steps. The other half are spread evenly over all steps before.
     """
 
     def __init__(self, max_bytes: int, keep_newest: int = 0, *, keeps_tokens: bool = False) -> None:
@@ -69,7 +69,7 @@ class Quota:
 
     @property
     def max_shard_steps(self) -> int | None:
-        """Return the most steps that a shard should span; None for any number."""
+        """Return the most steps that a shard should span. Return None for any number."""
         return max(1, self._keep_newest // _SHARDS_PER_WINDOW) if self._keep_newest else None
 
     def used_bytes(self, kind: str) -> int:
@@ -88,7 +88,7 @@ class Quota:
         self._used[kind] += num_bytes
 
     def keep(self, kind: str, held: HeldShard) -> None:
-        """Register a shard that is no longer written; its bytes were counted by `add` already."""
+        """Register a shard that is no longer written. `add` has counted its bytes already."""
         self._held[kind].append(held)
 
     def saw(self, step: int) -> None:
@@ -96,7 +96,7 @@ class Quota:
         self._newest_step = step
 
     def most_dispensable(self, kind: str) -> HeldShard | None:
-        """Return the shard to delete first; None if no shard may be deleted."""
+        """Return the shard to delete first. Return None if no shard may be deleted."""
         removable = self._removable(kind)
         if kind != PROBE or self._keep_newest or not removable or removable[0].earlier is not None:
             return next(iter(removable), None)
@@ -144,7 +144,7 @@ class DiskFloor:
         self._notices = notices
 
     def refusal(self, directory: Path, num_bytes: int) -> str | None:
-        """Return why `num_bytes` must not be written to a directory; None if they may be written.
+        """Return why `num_bytes` must not be written to a directory. Return None if they may be written.
 
         Raises:
             OSError: the free bytes of the file system cannot be read.
@@ -186,7 +186,7 @@ class EarlierShard(NamedTuple):
         return [self.directory / each for each in (rundir.open_name(name), name, rundir.index_name(name))]
 
     def look(self, keep_steps: Schedule) -> Content | None:
-        """Read the shard's steps and ledger; None for a damaged shard, which is better left alone."""
+        """Read the shard's steps and ledger. Return None for a damaged shard, which is better left alone."""
         num_rows, is_kept, ledger = 0, False, {}
         try:
             for batch, header in _batches(self.directory / self.name, self.directory / rundir.open_name(self.name)):
@@ -209,9 +209,10 @@ class Content(NamedTuple):
 
 
 def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
-    """Return the shards of all processes of this rank that have ended, oldest first; OSError if they cannot be listed.
+    """Return the shards that processes of this rank left before they ended, oldest first.
 
-    `directory` is the calling writer's directory; the directories of other writers lie next to it.
+    `directory` is the calling writer's directory; the directories of other writers lie next to it. Raises OSError if a
+    directory cannot be listed.
     """
     writers = []
     for path in _listed(directory.parent, directories=True):
@@ -238,7 +239,7 @@ def _shards(directory: Path) -> list[EarlierShard]:
 
 
 def _is_over(lifetime: Lifetime, attempt: int) -> bool:
-    """Return True if a process has ended; on another host only a process of an older attempt counts as ended."""
+    """Return True if a process has ended. On another host only a process of an older attempt counts as ended."""
     if lifetime.state == "closed":
         return True
     is_running = lifetime.is_running
@@ -246,7 +247,7 @@ def _is_over(lifetime: Lifetime, attempt: int) -> bool:
 
 
 def _batches(sealed: Path, unsealed: Path) -> Iterator[tuple[Any, BatchHeader]]:
-    """Yield each checked batch with only its column `step`; an open shard ends at its last complete batch."""
+    """Yield each checked batch with its column `step` alone. An open shard ends at its last complete batch."""
     try:
         source = pa.OSFile(str(sealed))
     except FileNotFoundError:
@@ -282,7 +283,7 @@ def _checked(batch: Any, metadata: Any, where: Path) -> tuple[Any, BatchHeader]:
 
 
 def _listed(path: Path, *, directories: bool) -> list[Path]:
-    """Return the subdirectories, or the regular files, of a directory; symbolic links are left out."""
+    """Return the subdirectories, or the regular files, of a directory. Symbolic links are left out."""
     with os.scandir(path) as entries:
         return [
             Path(entry.path)

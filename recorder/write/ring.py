@@ -19,11 +19,11 @@ from .ledger import DUMP_BYTES, Ledger
 MAX_DUMPS = 256
 """The largest number of dumps of a writer, because the writer's manifest lists all of them."""
 _MAX_PASSED = 1 << 16
-"""The number of remembered steps whose values were given up, so that a late trigger can list the steps it missed."""
+"""The most steps to remember whose values were given up, so that a late trigger can list the steps it missed."""
 _SET_BACK = 3
-"""If a record's step is more than this number of steps before the window, the program has set its steps back."""
+"""A record of a step more than this number of steps before the window shows that the program has set its steps back."""
 _SPARE_SHARE = 0.25
-"""The share of the ring's memory that must be free if steps older than the window are to be kept."""
+"""The share of the ring's memory that must be free for steps older than the window to be kept."""
 _MAX_LISTED = 64
 
 
@@ -40,15 +40,15 @@ class Dump:
     """The number of the command that brought the trigger; None if this rank has found the trigger itself."""
     time_ns: int = field(default_factory=time.time_ns)
     num_rows: int = 0
-    """The number of written rows, both of values that waited in the ring and of values that came later."""
+    """The number of written rows, of values that waited in the ring and of values that came later."""
     num_bytes: int = 0
     """The bytes of the written rows' payloads, before they are encoded."""
     missed: list[int] = field(default_factory=list)
-    """The steps whose values this rank had already given up when it learned of the trigger."""
+    """The steps whose values this rank no longer had when it learned of the trigger."""
     has_begun: bool = False
     """True once the ring has given the waiting records to the shards."""
     is_over: bool = False
-    """True once a record of a later step has come, so that all records of the dump were handed over."""
+    """True once a record of a later step has come. All records of the dump were then handed over."""
     num_due: int = 0
     """The number of the dump's records that were given to the shards and are not written yet."""
     is_said: bool = False
@@ -123,7 +123,7 @@ class Ring:
 
     def __post_init__(self) -> None:
         self.due: deque[Due] = deque()
-        """The records that have left the ring, which the writer writes before any other record."""
+        """The records that have left the ring. The writer writes them before any other record."""
         self.dumps: list[Dump] = []
         self._wanted: list[tuple[int, int]] = []
         """The first and the last step of each window that a trigger has asked for."""
@@ -168,7 +168,7 @@ class Ring:
         held.last_s = self.clock()
 
     def take_asked(self) -> bool:
-        """Begin the dumps that were requested since the last call; return True if there were any."""
+        """Begin the dumps that were requested since the last call. Return True if there were any."""
         has_begun = False
         while self._asked:
             dump = self._asked.popleft()
@@ -184,13 +184,13 @@ class Ring:
         return has_begun
 
     def end(self) -> bool:
-        """Give up the values of all waiting steps, as no trigger can come; return True if records are to be written."""
+        """Give up the values of all waiting steps, as no trigger can come. Return True if rows are left to write."""
         for step in list(self._steps):
             self._pass(step)
         return bool(self.due)
 
     def done(self, due: Due, num_bytes: int, *, is_written: bool) -> None:
-        """Note that a record of a dump was written, or was dropped and counted."""
+        """Count a record of a dump as done: it was written, or it was dropped and counted."""
         if due.dump is not None:
             due.dump.num_due -= 1
             self.has_changed = True
@@ -199,7 +199,7 @@ class Ring:
                 due.dump.num_bytes += num_bytes
 
     def drain(self) -> Iterator[Staged]:
-        """Give up all records without counting them; the caller counts and releases each record that this yields."""
+        """Yield all records and forget them. The caller counts each record as dropped, and releases it."""
         while self.due:
             yield self.due.popleft().staged
         while self._steps:
@@ -222,7 +222,7 @@ class Ring:
         self._open = [dump for dump in self._open if not dump.is_over]
 
     def _let_pass(self, now: int) -> None:
-        """Release the steps before the window, except recent steps for which there is room."""
+        """Give up the steps before the window, except recent steps for which there is room."""
         old = [step for step in self._steps if step + self.window.before < now]
         if not old:
             return
@@ -238,7 +238,7 @@ class Ring:
             used_bytes -= step_bytes
 
     def _pass(self, step: int) -> None:
-        """Release the values of a step, but write the statistics that a rule asks for."""
+        """Give up the values of a step that has passed, but write the statistics that a rule asks for."""
         self._passed.append(step)
         num_rows = 0
         for staged, measured in self._steps.pop(step).records:

@@ -1,6 +1,6 @@
-"""One kind of shard in a writer directory: the batch that is being filled, and the file that is being written.
+"""Writes the shards of one kind: fills a batch in memory, appends it to a file, and begins another file in time.
 
-This module raises no error of the disk: it drops rows with a reason, and pauses before it uses the disk again.
+This module raises no error of the disk. It drops rows with a reason, and pauses before it uses the disk again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 @dataclass(eq=False, kw_only=True)
 class RotatingShards:
-    """Moves rows of one kind from memory into one shard after another. Writer thread only."""
+    """Moves rows of one kind from memory into one shard after another. Used on the writer thread only."""
 
     kind: str
     directory: Path
@@ -50,7 +50,7 @@ class RotatingShards:
         self.last_written_step: int | None = None
         """The highest step of a row that was written."""
         self.is_direct: bool | None = None
-        """Whether writes go past the page cache; None before the first write."""
+        """True if writes go past the page cache; None before the first write."""
         self._backoff = Backoff(self.clock)
         self._syncing = Backoff(self.clock)
         self._max_shard_bytes = min(self.settings.shard_bytes, self.quota.max_shard_bytes(self.kind))
@@ -92,7 +92,7 @@ class RotatingShards:
             self._oldest_row_s = self.clock()
 
     def add_small(self, records: Sequence[Staged], measured: Sequence[Measured]) -> int:
-        """Take the first records, as many as are of one step and have room in the batch, and return their number.
+        """Take as many of the first records as are of one step and fit into the batch. Return their number.
 
         A record with a payload is taken alone.
         """
@@ -120,7 +120,7 @@ class RotatingShards:
         self._step = step
 
     def ran_out_of_memory(self, error: MemoryError) -> str:
-        """Take no rows for a while, as after an error of the disk; return the drop reason."""
+        """Take no rows for a while, as after an error of the disk. Return the drop reason."""
         self.notices.failed("the writer has no memory; rows are dropped", error)
         self._backoff.failed(NO_MEMORY)
         return NO_MEMORY
@@ -141,7 +141,7 @@ class RotatingShards:
             self.seal(self.ledger.snapshot())
 
     def flush(self) -> bool:
-        """Write the batch, or drop its rows and count them; return True if nothing was dropped."""
+        """Write the batch, or drop and count its rows. Return True if no row was dropped."""
         num_rows = self.batch.num_rows
         if num_rows == 0:
             return True
@@ -158,13 +158,13 @@ class RotatingShards:
         return dropped_for is None
 
     def sync(self) -> bool:
-        """Make the written rows durable; return True if they are."""
+        """Make the written rows durable. Return True if they are."""
         if self._oldest_unsynced_s is None or self._shard is None:
             return True
         try:
             self._shard.sync()
         except OSError as error:
-            # A disk that fails each sync is synced less often, because otherwise each failure would cost a shard.
+            # A disk that fails each sync is synced less often. Otherwise each failure would cost a shard.
             self._syncing.failed(drop_reason(error))
             may_sync_again = isinstance(error, StuckError) or error.errno in _MAY_SYNC_AGAIN
             if may_sync_again and not self._shard.is_sick:
@@ -180,7 +180,7 @@ class RotatingShards:
         return True
 
     def seal(self, ledger: Mapping[str, object]) -> bool:
-        """End the shard and publish it with its index; return True if there was no shard, or if all went well."""
+        """End the shard, and publish it with its index. Return False if the shard could not be sealed."""
         shard = self._shard
         if shard is None:
             return True
@@ -215,12 +215,12 @@ class RotatingShards:
         return True
 
     def restart(self) -> None:
-        """Begin again after the recorder's own error; the open shard stays readable, pending rows are dropped."""
+        """Begin again after the recorder's own error. The open shard stays readable; pending rows are dropped."""
         self.ledger.drop(WRITER_ERROR, self.num_pending_rows)
         self.abandon_open()
 
     def abandon_open(self) -> None:
-        """Close the open shard and forget the pending rows; the caller counts them as dropped."""
+        """Close the open shard and forget the pending rows. The caller counts these rows as dropped."""
         self.batch.clear()
         if self._shard is not None:
             self._leave_shard(self._shard)
@@ -248,7 +248,7 @@ class RotatingShards:
         return reason
 
     def _refuse(self, num_bytes: int) -> str | None:
-        """Return why `num_bytes` must not be written, or None; delete shards for room first if retention allows it."""
+        """Return why `num_bytes` must not be written, or None. Old shards are deleted for room first, if allowed."""
         try:
             reason = self.floor.refusal(self.directory, num_bytes)
         except OSError as error:
@@ -331,7 +331,7 @@ class RotatingShards:
             self.seal(self.ledger.snapshot())
 
     def _give_up_shard(self, error: OSError, verb: str) -> None:
-        """Log that the shard cannot be `verb` (such as "synced"), and leave it; the next batch begins a new shard."""
+        """Log that the shard cannot be `verb` (such as "synced"), and leave it. The next batch begins a new shard."""
         self.notices.failed(f"{self.directory}: a {self.kind} shard cannot be {verb}", error)
         if self._shard is not None:
             self._leave_shard(self._shard)

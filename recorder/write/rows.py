@@ -28,20 +28,21 @@ NOT_MEASURED = Measured()
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh", "layout_source")
 _TEXT, _BYTES = "string", "binary"
 _TYPES = {str(field.type): field.type for field in SCHEMA}
-"""The column types by name, because Arrow builds a type's name again whenever the type is hashed or compared."""
+"""The column types by name. Arrow would build a type's name again whenever the type is hashed or compared."""
 _FIELDS = [(field.name, str(field.type)) for field in SCHEMA]
 _NUMPY_NAMES = {"int32": "i4", "int64": "i8", "double": "f8"}
 _VARIED = {field.name for field in SCHEMA if field.type == pa.float64()} | {"fingerprint", "units"}
-"""The columns that are never written as one repeated value: 0.0 and -0.0 are equal but have different bits, and
-different values of `units` are too many to keep."""
+"""The columns that are never written as one repeated value, because that value is cached. 0.0 and -0.0 are equal but
+have different bits, and `units` has too many different values.
+"""
 _CACHED_TEXTS = 4096
 _CACHED_COLUMNS, _CACHED_ROWS = 1024, 256
-"""The most cached columns of one repeated value, and the most rows of such a column: 2 MiB in all."""
+"""The most columns of one repeated value to cache, and the most rows of a cached column: 2 MiB in all."""
 _WHY_NOT = "why_not"
 _OF_MEASURED = tuple(_WHY_NOT if name == "note" else name for name in Measured._fields)
 _OF_PAYLOAD = ("part", "flat_offset", "encoding", "payload_bytes")
 _CELLS = (*_OF_MEASURED, *Staged._fields, *_OF_PAYLOAD)
-"""The names of a waiting row's values, in the order of `RowBatch._cells`."""
+"""The names of a row's cells, in the order of `RowBatch._cells`."""
 _NO_PAYLOAD = (0, 0, None, None)
 MAX_ROWS = 4096
 
@@ -52,7 +53,7 @@ class BuiltBatch(NamedTuple):
     batch: pa.RecordBatch
     crcs: Crcs
     payload: Payload | None
-    """The values of the column `data`, if `batch` does not contain them. Their memory is reused after `clear`."""
+    """The values of the column `data`; None if `batch` contains them. Their memory is reused after `RowBatch.clear`."""
     steps: Sequence[int]
 
 
@@ -103,15 +104,15 @@ class RowBatch:
         self._detail_bytes += 0 if measured.units is None else len(measured.units)
 
     def add_all(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Add rows without payloads and units; no Python statement runs per row."""
+        """Add rows that have no payload and no sums of units (channels). No Python statement runs per row."""
         rows = zip(measured, records, [_NO_PAYLOAD] * len(records), strict=True)
         cells = list(itertools.chain.from_iterable(itertools.chain.from_iterable(rows)))
         self._extend(cells, [self._ends[-1]] * len(records))
 
     def add_part(self, staged: Staged, measured: Measured, part: int) -> bool:
-        """Encode one part of the payload, and add the part's row; the row of part 0 has the statistics.
+        """Encode one part of a record's payload, and add a row for it. Return False if there was no room.
 
-        Return True if there was room; an empty batch has room for any part.
+        The row of part 0 has the statistics. An empty batch has room for any part.
         """
         data = staged.block.data
         numel = _shape_columns(staged.shape)[1]
@@ -141,7 +142,7 @@ class RowBatch:
         self._num_rows += len(ends)
 
     def build(self) -> BuiltBatch:
-        """Build the batch, which borrows the payload buffer, so that it must be written before `clear`."""
+        """Return the batch of all rows. It uses the payload buffer, so it must be written before `clear` is called."""
         rows = _columns_of_cells(_CELLS, self._cells)
         if any(rows["part"]):
             rows["seq"] = [seq + part for seq, part in zip(rows["seq"], rows["part"], strict=True)]
@@ -168,7 +169,7 @@ class RowBatch:
         return self._payload[: self._ends[-1]]
 
     def clear(self) -> None:
-        """Forget the rows; the memory of their payloads is used for the next rows."""
+        """Forget the rows. The memory of their payloads is used for the next rows."""
         self._cells.clear()
         self._num_rows = 0
         self._ends = [0]
@@ -214,7 +215,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """Return a column of one repeated value, as most columns are. It is cached, as making a new column is slower."""
+    """Return a column of one repeated value, as most columns are. It is cached, because making a column is slower."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 
@@ -241,7 +242,7 @@ def _columns_of_cells(names: Sequence[str], cells: list[Any]) -> dict[str, Seque
 def _columns_of_repeated(
     names: Sequence[str], values: Sequence[Any], columns_of: Callable[[Any], Sequence[Any]] = tuple
 ) -> dict[str, Sequence[Any]]:
-    """Return columns by name for mostly equal values; `columns_of` makes the cells, once for each distinct value."""
+    """Return columns by name for mostly equal values. `columns_of` makes the cells, once for each distinct value."""
     first = values[0]
     if values.count(first) == len(values):
         return {name: (cell,) * len(values) for name, cell in zip(names, columns_of(first), strict=True)}
@@ -249,8 +250,8 @@ def _columns_of_repeated(
     return _columns_of_cells(names, list(itertools.chain.from_iterable(map(made.__getitem__, values))))
 
 
-# `pa.array` and `pa.scalar` import pandas to check for pandas types, which costs a second of the training process's
-# interpreter, and 50 MB. So arrays are made from buffers.
+# `pa.array` and `pa.scalar` import pandas to check for pandas types. The import keeps the training process's
+# interpreter busy for a second, and takes 50 MB. So arrays are made from buffers.
 
 
 def _number_array(values: Sequence[Any], type_name: str) -> pa.Array:
@@ -283,7 +284,7 @@ def _texts(data: bytes, lengths: Iterable[int], values: Sequence[Any], type_name
 
 
 def _utf8(text: str) -> bytes:
-    # A module's name may contain half a surrogate pair; one such name must not make the complete batch fail.
+    # A module's name may contain half a surrogate pair. One such name must not make the complete batch fail.
     return text.encode("utf-8", "backslashreplace")
 
 

@@ -1,9 +1,9 @@
-"""One Arrow IPC file with checked batches, from creation to seal: a shard, or the index of a shard.
+"""Writes one Arrow IPC file with checked batches, from creation to seal: a shard, or the index of a shard.
 
-The caller handles errors, because it knows whether to begin another file. Arrow's own file writer would call back into
-Python for every buffer, 100 times a batch: 5 times the CPU time, and 100 hand-overs of the GIL. So each batch is
-written as a stream into memory in one call. A file differs from a stream only in its footer, whose list of batches is
-filled in here.
+The caller handles errors, because it knows whether to begin another file. Arrow's own file writer would call Python for
+each of the 100 buffers of a batch. It would take 5 times as much CPU time, and hand the GIL over 100 times. So each
+batch is written as a stream into memory in one call. A file differs from a stream only in its footer, whose list of
+batches is filled in here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SLACK_BYTES = 64 << 10
 """The most bytes that a message adds to its batch: custom metadata, and zstd's frames around 100 buffers."""
 
 _LARGE_BYTES = 1 << 20
-"""From this size in bytes on, joining a payload's checksum to the file's is cheaper than reading the payload again."""
+"""From this many bytes on, joining a payload's checksum to the file's is cheaper than reading the payload again."""
 
 
 class FooterBlock(NamedTuple):
@@ -101,11 +101,11 @@ class IpcFormat:
     def write_around(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], payload: Payload, gap_behind: Callable[[int], int]
     ) -> tuple[bytes, bytes, FooterBlock]:
-        """Make the message of a batch around its payload, which is appended without a copy.
+        """Return the bytes before a batch's payload, the bytes after it, and the batch's entry of the footer.
 
-        The column `data` of the batch is empty in all rows, and `payload` has the values of the column. `gap_behind` is
-        `AppendFile.gap` of the file. Return the bytes before the values, the bytes after the values, and the batch's
-        entry of the footer, with its offset counted from the first byte.
+        The payload itself is appended without a copy. The column `data` of the batch is empty in all rows, and
+        `payload` has the values of the column. `gap_behind` is `AppendFile.gap` of the file. The offset in the entry of
+        the footer counts from the first byte that is returned.
         """
         sink = pa.BufferOutputStream()
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
@@ -130,7 +130,7 @@ class IpcFormat:
         return lead, trail, FooterBlock(0, metadata_bytes, body_bytes + more)
 
     def ending(self, blocks: Sequence[FooterBlock], crc: int) -> bytes:
-        """Return the file's end after the last batch, with its checksum; `crc` is the checksum of all earlier bytes."""
+        """Return the bytes after the last batch, with the file's checksum. `crc` is that of all earlier bytes."""
         footer = bytearray(self._footer)
         (table,) = struct.unpack_from("<I", footer, 0)
         field = _field(footer, int(table), _FOOTER_BATCHES)
@@ -144,7 +144,7 @@ class IpcFormat:
 
 
 def _batch_fields(message: bytearray) -> tuple[int, int]:
-    """Return two positions in a batch's message (flatbuffers): of the first entry of `buffers`, and of `bodyLength`."""
+    """Return two positions in a batch's message (flatbuffers): the first entry of `buffers`, and `bodyLength`."""
     (root,) = struct.unpack_from("<I", message, _PREFIX_BYTES)
     root += _PREFIX_BYTES
     header = _field(message, root, _HEADER)
@@ -172,8 +172,8 @@ def _empty_footer(schema: pa.Schema) -> bytes:
 def _with_checksum(footer: bytes) -> bytes:
     """Put a new flatbuffers root table before an Arrow footer, with room for a file checksum in `custom_metadata`.
 
-    pyarrow writes this metadata since version 21, but version 20 is supported, too. The old root stays in the bytes,
-    unused.
+    pyarrow itself writes this metadata only since version 21, and version 20 is supported, too. The old root stays in
+    the bytes, unused.
     """
     (old,) = struct.unpack_from("<I", footer, 0)
     strings = b"".join(
@@ -211,7 +211,7 @@ class StoredShard(NamedTuple):
 
 
 class BatchFile:
-    """An IPC file whose batches carry a number, the ledger and checksums, and which ends with a seal."""
+    """An IPC file that ends with a seal. Each batch carries its number, the counts of rows so far, and checksums."""
 
     def __init__(self, disk: Disk, path: Path, layout: IpcFormat, memory: PageMemory, *, is_direct: bool) -> None:
         """Create the file at `path`, with its schema in it.
@@ -262,17 +262,18 @@ class BatchFile:
     ) -> None:
         """Write one batch, which must not be a slice. After an OSError the file may be longer than before.
 
-        `ledger` includes this batch. `crcs` are the checksums of the batch, if they are already known. `payload` has
-        the values of the column `data`, if the batch itself does not contain them.
+        `ledger` has the counts of rows, with this batch. `crcs` are the checksums of the batch, if they are already
+        known. `payload` has the values of the column `data`, if the batch itself does not contain them.
         """
         metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
         self._append(batch, metadata, payload)
         self.num_rows += batch.num_rows
 
     def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
-        """Append to the shard a batch that contains its payload, in the layout that a writer's batches have.
+        """Append a batch that contains its payload. The file gets the layout that a writer's batches have.
 
-        `ledger` includes this batch. The payload is copied to `memory`, which must not be the file's own buffer.
+        `ledger` has the counts of rows, with this batch. The payload is copied to `memory`, which must not be the
+        file's own buffer.
         """
         data_field = batch.schema.get_field_index("data")
         validity, offsets, values = batch.column(data_field).buffers()
@@ -302,7 +303,7 @@ class BatchFile:
         self._file.publish(final)
 
     def abandon(self) -> StoredShard | None:
-        """Stop writing, and leave the appended batches for readers to salvage; return None if there are no batches."""
+        """Stop writing, and leave the batches for readers to salvage. Without batches delete the file, return None."""
         if not self.num_rows:
             self.discard()
             return None
@@ -340,9 +341,10 @@ class BatchFile:
 
 
 class Index:
-    """Keeps the metadata columns of a growing shard, with each row's batch and row number, in memory until the seal.
+    """The index of a growing shard: all columns but the payload, and each row's batch number and row number.
 
-    A row takes 350 bytes, and a shard may have 65,536 rows, so rows wait compressed, at a twentieth of that size.
+    The index stays in memory until the shard is sealed. A row takes 350 bytes, and a shard may have 65,536 rows, so
+    rows wait compressed, at a twentieth of that size.
     """
 
     def __init__(self, schema: pa.Schema = SCHEMA) -> None:
@@ -366,7 +368,7 @@ class Index:
             self._compress_pending()
 
     def write(self, disk: Disk, shard: Path, shard_bytes: int, memory: PageMemory) -> int:
-        """Write the index next to the sealed `shard`; return the size of the index in bytes."""
+        """Write the index next to the sealed `shard`. Return the size of the index in bytes."""
         final = shard.with_name(index_name(shard.name))
         metadata = {**(self._schema.metadata or {}), b"recorder_shard_bytes": b"%d" % shard_bytes}
         layout = IpcFormat(self._schema.with_metadata(metadata))

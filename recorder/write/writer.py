@@ -50,19 +50,21 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
-"""The shortest and the longest pause of an idle writer in seconds. If the writer blocked on the queue, each `put` would
-cost 8 us, not 0.1. After small records it pauses longer, as a thread switch costs as much as several small records."""
+"""The shortest and the longest pause of an idle writer in seconds. The writer does not block on the queue, because each
+`put` would then cost training 8 us, not 0.1. After small records it pauses longer, because a thread switch costs as
+much as several small records.
+"""
 _GATHER_S = 0.2
-"""The longest wait for more small records, which cost less together; another item or the end of training ends it."""
+"""The longest wait for more small records, which cost less together. Another item or the end of training ends it."""
 _LOOK_S = 0.1
-"""The seconds between two checks of what is due by the clock; a check is the costliest thing an idle writer does."""
+"""The seconds between two checks of what is due by the clock. A check is the costliest thing an idle writer does."""
 _TELL_S = 1.0
 """The seconds between two updates of a dump's progress in the manifest."""
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
 """The share of `close`'s deadline that is reserved for the last batch and the seals."""
 _LAST_SHARE = 0.125
-"""The share of `close`'s deadline that is reserved for the last ledger, after hanging syncs were given up."""
+"""The share of `close`'s deadline that is reserved for the last counts of rows, once hanging syncs are given up."""
 _SMALL_KEEPS = (*NUMBERS_TOGETHER, KEEP_TENSOR, *(KEEP_TENSOR | keep for keep in NUMBERS_TOGETHER))
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
@@ -95,7 +97,7 @@ class WriterStats:
 
 
 class _Drain:
-    """An item of the queue. When the writer reaches it, all records that were put before it are made durable."""
+    """An item of the queue. Once the writer reaches it, all records that were put before it are made durable."""
 
     def __init__(self) -> None:
         self.is_durable = False
@@ -106,7 +108,7 @@ _Item = Staged | MeasuredTogether | Due | _Drain
 
 
 def _is_small(item: _Item | None) -> TypeGuard[Staged]:
-    """Return True if an item is a small record that has arrived, so that it may be measured along with others."""
+    """Return True if an item is a small record that has arrived. Such records are measured many at a time."""
     return (
         type(item) is Staged
         and item.keep in _SMALL_KEEPS
@@ -117,7 +119,7 @@ def _is_small(item: _Item | None) -> TypeGuard[Staged]:
 
 
 class Writer:
-    """Owns the writer thread, the files of one writer directory and the ledger.
+    """Owns the writer thread, the files of one writer directory, and the ledger (the counts of rows).
 
     A forked child may drop its copy of the writer: collecting the copy runs no code, takes no lock and flushes nothing.
     """
@@ -136,22 +138,28 @@ class Writer:
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare the writer; nothing runs before `start`.
+        """Prepare the writer. Nothing runs before `start`.
 
-        The following run on the writer thread: `measure` computes the statistics and fingerprint of a record.
-        `measure_small` does so for many small records; without it each record is measured alone. `resolve_dir` returns
-        where to write; it is called first, and may take its time. `poll` is called every 0.2 s, between two records; it
-        may call `close` or `drain`, and a manifest that it returns is in force until another is set. `saw` is called
-        with records once they are measured. `ending` is called in `close` when the queue is empty; it may call `dump`,
-        and is then called again after the dump is written. `saw` and `ending` may not raise.
+        All functions but `observed` are called on the writer thread. `saw` and `ending` may not raise.
 
-        `observed` returns the number of rows so far, on any thread. `disk` is another disk, for tests. `clock` is
-        monotonic, in seconds.
+        Args:
+            settings: all settings of the recording.
+            measure: computes the statistics and fingerprint of a record.
+            measure_small: does so for many small records; None to measure each record alone.
+            resolve_dir: returns where to write. It is called first, and may take its time.
+            poll: is called every 0.2 s, between two records. It may call `close` or `drain`. A manifest that it returns
+                is in force until another is set.
+            saw: is called with records once they are measured.
+            ending: is called in `close` when the queue is empty. It may call `dump`, and is then called again after the
+                dump is written.
+            observed: returns the number of rows so far. It is called on any thread.
+            disk: another disk, for tests.
+            clock: monotonic, in seconds.
         """
         self.last_progress_s = clock()
-        """The time on `clock` at which the writer was last between two records; the time stops while the disk hangs."""
+        """The time on `clock` at which the writer was last between two records. It stops while the disk hangs."""
         self.refused: dict[str, str] = {}
-        """For each `records.kind_of` whose records are dropped for now, the reason, such as a full disk. Any thread."""
+        """Maps a kind of shard that takes no records now to the reason, such as a full disk. Read on any thread."""
         self._measure = measure
         self._measure_small = measure_small
         self._resolve_dir = resolve_dir
@@ -167,7 +175,7 @@ class Writer:
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | MeasuredTogether | _Drain] = queue.SimpleQueue()
         self._put_back: _Item | None = None
-        """The item that came after a group of small records; the writer handles it before the items of the queue."""
+        """The item that came after a group of small records. The writer handles it before the items of the queue."""
         self._settings = settings
         self._ring: Ring | None = None
         self._ending = ending
@@ -210,7 +218,7 @@ class Writer:
         self._writer_directory.dumps = self._ring.dumps
 
     def dump(self, dump: Dump) -> None:
-        """Write the steps of a trigger, both steps that wait and steps still to come. Any thread; never waits."""
+        """Write the steps of a trigger, steps that wait and steps still to come. Called on any thread; never waits."""
         if self._ring is not None:
             self._ring.ask(dump)
 
@@ -220,11 +228,11 @@ class Writer:
         return () if self._ring is None else self._ring.dumps
 
     def is_wanted(self, step: int) -> bool:
-        """Return True if a trigger asked for a step of the ring. Any thread."""
+        """Return True if a trigger has asked for a step of the ring. Called on any thread."""
         return self._ring is not None and self._ring.is_wanted(step)
 
     def put(self, item: Staged | MeasuredTogether) -> None:
-        """Give the writer a record, or records measured together, and their block. Any thread; never waits."""
+        """Hand over a record, or records measured together, with their block. Called on any thread; never waits."""
         if self._refusal is None:
             self._queue.put(item)
             if not self._is_stopped:
@@ -235,11 +243,11 @@ class Writer:
             self._discard_queue()  # the thread may have ended between the check and the put
 
     def count_drop(self, reason: str, num_rows: int = 1) -> None:
-        """Count rows that were numbered but will not be put. Any thread, re-entrant; never waits."""
+        """Count rows as dropped that were numbered but are never put. Called on any thread; re-entrant, never waits."""
         self._ledger.drop(reason, num_rows)
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Set the members of `_writer.json` that the writer does not know. Any thread; the mapping must not change."""
+        """Set the members of `_writer.json` that the writer does not know. Any thread. The mapping must not change."""
         self._manifest = manifest
 
     def set_status(self, status: Mapping[str, Any]) -> None:
@@ -247,7 +255,7 @@ class Writer:
         self._status = status
 
     def stats(self) -> WriterStats:
-        """Return a snapshot of the writer. Any thread."""
+        """Return a snapshot of the writer. Called on any thread."""
         return WriterStats(
             is_alive=self._thread.is_alive(),
             written_bytes=self._writer_directory.written_bytes,
@@ -273,7 +281,7 @@ class Writer:
         return mark.is_durable or (self._is_stopped and self._is_complete)
 
     def close(self, deadline_s: float) -> CloseReport:
-        """Write the queued records, seal, and stop the thread; a second call returns the first report.
+        """Write the queued records, seal the shards and stop the thread. A second call returns the first report.
 
         Rows that cannot be written before the deadline are counted and logged. The writer thread may call `close`, too,
         in `poll`.
@@ -314,7 +322,7 @@ class Writer:
         return report
 
     def hurry(self, deadline_s: float) -> None:
-        """Shorten the deadline of `close`; rows that miss it are counted. Re-entrant: signal handlers call it."""
+        """Shorten the deadline of `close`. Rows that miss it are counted. Re-entrant, as signal handlers call it."""
         now = self._clock()
         self._close_until_s = min(self._close_until_s, now + deadline_s)
         self._abandon_after_s = min(self._abandon_after_s, now + (1 - _SEAL_SHARE) * deadline_s)
@@ -337,9 +345,9 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            # The thread has the priority of training. At nice 10 it starves if training uses all cores, until the pool
-            # is full and training waits: a step then takes 1.53 times its time without the recorder, not 1.40 times,
-            # and the pool 1 GiB, not 0.1.
+            # The thread has the priority of training. At nice 10 it starves if training uses all cores: the pool fills
+            # up, and training waits. A step then takes 1.53 times its time without the recorder, not 1.40 times, and
+            # the pool takes 1 GiB, not 0.1.
             target = self._resolve_dir()
             self._take_manifest()
             self._writer_directory.claim(target)
@@ -368,7 +376,7 @@ class Writer:
             self._disk.release_reserve()
 
     def _restart(self, error: Exception) -> None:
-        """Restart once, with new shards, because half-done work cannot be trusted any more."""
+        """Begin anew with new shards, because half-done work cannot be trusted any more. Done only once."""
         self._has_restarted = True
         self._num_failures = 0
         problem = f"{type(error).__name__}: {error}"
@@ -533,7 +541,7 @@ class Writer:
                 self._ledger.drop(drop_reason, staged.num_parts)
 
     def _ring_ends(self) -> bool:
-        """End the ring, once the queue is empty; return True if it has handed over records to write."""
+        """End the ring once the queue is empty. Return True if the ring has handed over records to write."""
         self._ending()
         self._begin_dumps()
         return self._ring is not None and (bool(self._ring.due) or self._ring.end())
@@ -550,14 +558,14 @@ class Writer:
             self._writer_directory.mark_stale()
 
     def _refuses(self, kind: str) -> str | None:
-        """Return why records of a kind are dropped for now, and publish it in `refused`; None if they are taken."""
+        """Return why records of a kind are dropped now, and publish the reason in `refused`. None: they are taken."""
         refusal = self._writer_directory.refusal(kind)
         if refusal is not None:
             self.refused[kind] = refusal
         return refusal
 
     def _record(self, staged: Staged, due: Due | None = None) -> bool:
-        """Take one record into its shard's batch, and write the batch if full; return whether all rows were taken.
+        """Take one record into its shard's batch, and write the batch if full. Return True if all rows were taken.
 
         `due` is the record as the ring returned it, measured and passed to `saw`; None if it was not in the ring.
         """
@@ -596,7 +604,7 @@ class Writer:
         return True
 
     def _wait_for(self, ready: Ready) -> str | None:
-        """Wait for the bytes of a record, doing due work meanwhile; return the drop reason if the bytes are lost."""
+        """Wait for the bytes of a record, and do due work meanwhile. Return the drop reason if the bytes are lost."""
         try:
             while not ready.wait(_SHORT_NAP_S):
                 self._tick()
@@ -623,7 +631,7 @@ class Writer:
             return _UNMEASURABLE
 
     def _tick(self) -> None:
-        """Note that the thread is alive, and do work that is due by the clock. Not called within a part of a record."""
+        """Show that the thread is alive, and do work that is due by the clock. Not called within a part of a record."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return

@@ -1,7 +1,7 @@
-"""One writer directory: its claim, its manifest, its kinds of shard and retention. Writer thread only.
+"""One writer directory: claims it, writes its manifest and shards, and deletes old shards. Writer thread only.
 
-This module raises no error of the disk: such errors go to the ledger and the log. Any other exception is a bug of the
-recorder.
+This module raises no error of the disk: such errors go to the ledger (the counts of rows) and the log. Any other
+exception is a bug of the recorder.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from .shard import IpcFormat, StoredShard
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4
-"""The least number of batches per shard. A shard may exceed its size by one batch, so batches are kept small."""
+"""The fewest batches per shard. A shard may exceed its size by one batch, so batches are kept small."""
 _ROW_BYTES = 512
 """The approximate bytes that a row takes without its payload."""
 _MAX_NAMES = 20
 """The most directory names that may be taken before the claim fails with an error."""
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
-"""The initial bytes of the memory for batches without payloads; the memory grows if a batch needs more."""
+"""The initial bytes of the memory for batches without payloads. The memory grows if a batch needs more."""
 _RESTS = "tensors are stored without compression while training uses every core (codec=auto)"
 _LOOK_S = 0.2
 """The seconds between checks whether training uses every core."""
 _CROWDED, _FREE = 0.75, 0.9
-"""Below the first `CoreShare` of the writer, payloads are stored unencoded; above the second, encoded again."""
+"""Payloads are stored unencoded if the writer's `CoreShare` is below the first, and encoded again above the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTarget:
-    """The run, rank and attempt of a writer; made by `resolve_dir` once the ranks have agreed on the run."""
+    """The run, rank and attempt of a writer. `resolve_dir` makes it once the ranks have agreed on the run."""
 
     run_dir: Path
     run_manifest: dict[str, Any]
@@ -67,7 +67,7 @@ class RunTarget:
 
 
 class WriterDirectory:
-    """Writes the rows of one writer directory, by kind of shard; each row is written, or dropped with a reason."""
+    """Writes the rows of one writer directory, by kind of shard. Each row is written, or dropped with a reason."""
 
     def __init__(
         self, settings: Settings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
@@ -116,7 +116,7 @@ class WriterDirectory:
         return sum(shards.num_pending_rows for shards in self.shards_by_kind.values())
 
     def claim(self, target: RunTarget) -> None:
-        """Claim a directory for `target` now; if the disk refuses, the claim is tried again before later rows."""
+        """Claim a directory for `target` now. If the disk refuses, the claim is tried again before later rows."""
         self._target = target
         self._claim()
         if self.path is not None:
@@ -124,7 +124,7 @@ class WriterDirectory:
                 self._floor.refusal(self.path, 0)
 
     def refusal(self, kind: str) -> str | None:
-        """Return why rows of this kind are dropped for now; None if `shards_by_kind[kind]` takes them."""
+        """Return why rows of this kind are dropped now. Return None if `shards_by_kind[kind]` takes them."""
         if self.path is None and self._claiming.is_over:
             self._claim()
         if self.path is None:
@@ -152,7 +152,7 @@ class WriterDirectory:
             self._describe()
 
     def show(self, status: Mapping[str, Any], *, state: str = "recording") -> None:
-        """Bring `_status.json` up to date; an error of the disk is ignored."""
+        """Bring `_status.json` up to date. An error of the disk is ignored."""
         if self.path is None or self._quota is None:
             return
         ledger = self._ledger.snapshot()
@@ -170,24 +170,24 @@ class WriterDirectory:
             self._status.close()
 
     def flush(self) -> bool:
-        """Write all pending rows; return True if none was dropped."""
+        """Write all pending rows. Return True if no row was dropped."""
         flushed = [shards.flush() for shards in self.shards_by_kind.values()]
         self._retire_outdated()
         return all(flushed)
 
     def sync(self) -> bool:
-        """Make all written rows durable; return True if all of them are."""
+        """Make all written rows durable. Return True if all of them are."""
         synced = [shards.sync() for shards in self.shards_by_kind.values()]
         return all(synced)
 
     def close(self, ledger: Mapping[str, object]) -> bool:
-        """Seal the open shards and write the last manifest; return True if all went well."""
+        """Seal the open shards and write the last manifest. Return True if all went well."""
         sealed = [shards.seal(ledger) for shards in self.shards_by_kind.values()]
         self._look_at_io()
         return self._describe(state="closed", closed_ns=time.time_ns()) and all(sealed)
 
     def restart(self, problem: str) -> None:
-        """Begin again after the recorder's own error; open shards stay readable, and pending rows are dropped."""
+        """Begin again after the recorder's own error. Open shards stay readable; pending rows are dropped."""
         self._restarted = problem
         self._is_manifest_stale = True
         for shards in self.shards_by_kind.values():
@@ -236,7 +236,7 @@ class WriterDirectory:
         self.flush_due()
 
     def _look_for_others(self, directory: Path) -> None:
-        """Log if another process has recorded this rank of this attempt: two jobs, or one job launched twice."""
+        """Log if another process has recorded this rank in this attempt. Two jobs run, or one was launched twice."""
         mark = f"{directory.name.partition('-')[0]}-"
         with contextlib.suppress(OSError):
             others = [name for name in os.listdir(directory.parent) if name.startswith(mark) and name != directory.name]
@@ -253,7 +253,7 @@ class WriterDirectory:
             try:
                 self._disk.make_directory(directory)
             except FileExistsError:
-                # NFS also raises FileExistsError if it repeats a request that succeeded; a new name costs nothing.
+                # NFS also raises FileExistsError if it repeats a request that succeeded. A new name costs nothing.
                 if self._num_names_left == 0:
                     raise
                 self._num_names_left -= 1
@@ -270,7 +270,7 @@ class WriterDirectory:
             self._sync_directory(path.parent)
 
     def _sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable, or log that this failed; the files are usable in both cases."""
+        """Make the names in a directory durable, or log that this failed. The files are usable in both cases."""
         try:
             self._disk.persist_directory(path)
         except OSError as error:
@@ -322,7 +322,7 @@ class WriterDirectory:
                 clock=self._clock,
             )
 
-        # Arrow does not compress tensors: large payloads are encoded already, or do not get smaller.
+        # Arrow does not compress tensors. Large payloads are encoded already, or do not get smaller.
         tensors = open_shards("tensors", None, has_index=True)
         return {"tensors": tensors} | {kind: open_shards(kind, "zstd", has_index=False) for kind in ("stats", PROBE)}
 
@@ -379,7 +379,7 @@ class WriterDirectory:
         return True
 
     def _count_earlier(self, quota: Quota, shards: Sequence[EarlierShard]) -> None:
-        """Count the shards of processes that have ended: the quota covers all writers of the rank."""
+        """Count the shards of processes that have ended, because the quota covers all writers of the rank."""
         for shard in shards:
             is_kept = False
             if self._settings.keep_steps:
@@ -398,7 +398,7 @@ class WriterDirectory:
                 self._retire(kind, outdated, is_urgent=False)
 
     def _retire_for_room(self, kind: str, held: HeldShard) -> None:
-        """Delete a shard to make room; an earlier writer's shard only if the manifest could record the deletion."""
+        """Delete a shard to make room. An earlier writer's shard is deleted only if the manifest can record it."""
         if held.earlier is None:
             self._retire(kind, [held], is_urgent=True)
         elif self._note_earlier(held.earlier):
@@ -410,8 +410,8 @@ class WriterDirectory:
     def _retire(self, kind: str, shards: Sequence[HeldShard], *, is_urgent: bool) -> None:
         """Delete shards of this writer, once the manifest on the disk counts them as retired.
 
-        If the disk refuses the manifest, shards are kept that are merely outdated. Urgent deletions still happen,
-        because the disk may be full; the ledger in the next batch counts them.
+        If the disk refuses the manifest, shards that are merely outdated are kept. Urgent deletions still happen,
+        because the disk may be full; the counts of rows in the next batch include them.
         """
         num_rows = sum(held.shard.num_rows for held in shards)
         num_bytes = sum(held.shard.num_bytes for held in shards)
@@ -425,7 +425,7 @@ class WriterDirectory:
             self._delete(kind, held, [path.with_name(name) for name in names])
 
     def _note_earlier(self, shard: EarlierShard) -> bool:
-        """Record the deletion of an earlier writer's shard in the manifest; return True if the manifest was written."""
+        """Record the deletion of an earlier writer's shard in the manifest. Return True if the manifest was written."""
         content = shard.look(self._keep_steps)
         if content is None:
             return False
