@@ -1,9 +1,9 @@
-"""Unwraps a tensor to its plain local values, or to the tensors inside a composite tensor, each with its own name.
+"""Unwraps a tensor to plain local values. A composite tensor is unwrapped to the tensors inside it, by name.
 
-For a DTensor it also finds where the local values lie in the global tensor, and writes the position as JSON for the
-columns. It reads metadata and attributes only: no copy, no collective, no device sync, and no call of a user's
-``__torch_function__``. It waits only for the pending result of a collective. It keeps no mesh alive, because a mesh
-holds process groups. A tensor that cannot be recorded raises `UnsupportedKind` with a reason for the ledger.
+For a DTensor, the position of the local values in the global tensor is found, too, and written as JSON for the columns.
+Only metadata and attributes are read: no copy, no collective, no device sync, and no call of a user's
+``__torch_function__``. The only wait is for the pending result of a collective. No mesh is kept alive, because a mesh
+holds process groups. A tensor that cannot be recorded raises `UnsupportedKind` with the drop reason.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..records import Chunk
 from ..system.processes import loaded
 
 _MAX_LISTED = 16
-"""The most ranks of a mesh that a row lists one by one: a thousand ranks would be larger than the rest of the row."""
+"""The most ranks of a mesh that a row lists one by one. A thousand ranks would be larger than the rest of the row."""
 _MAX_KNOWN = 4096
 _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
-"""A cache of chunks (40 us each), by mesh id, shape and placements; an entry is void once its mesh is deleted."""
+"""Cached chunks (40 us each), by mesh id, shape and placements. An entry is void once its mesh is deleted."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -50,12 +50,12 @@ def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | No
 
 
 def localized_spec(parameter: torch.Tensor) -> Any:
-    """Return the spec of a parameter that was a DTensor until DDP wrapped the model; None for any other parameter."""
+    """Return the spec that a DTensor parameter had until DDP wrapped the model. Return None for other parameters."""
     return getattr(parameter, "_st_info", None)
 
 
 def spec_of(parameter: torch.Tensor) -> Any:
-    """Return mesh, placements and global shape of a parameter; None where the parameter never was a DTensor."""
+    """Return mesh, placements and global shape of a parameter. Return None if the parameter never was a DTensor."""
     dtensor = loaded("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(parameter, dtensor):
         return parameter._spec
@@ -63,7 +63,7 @@ def spec_of(parameter: torch.Tensor) -> Any:
 
 
 def mesh_of(parameter: torch.Tensor) -> Any:
-    """Return the mesh of a parameter; None where the parameter never was a DTensor."""
+    """Return the mesh of a parameter. Return None if the parameter never was a DTensor."""
     return getattr(spec_of(parameter), "mesh", None)
 
 
@@ -108,7 +108,7 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
 
 
 def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[str, Any]:
-    """Return a mesh's ranks for the column ``mesh``: a list, or first rank and strides for a large regular grid."""
+    """Return a mesh's ranks for the column ``mesh``: a list, or the first rank and strides of a large regular grid."""
     if len(ranks) <= _MAX_LISTED:
         return ranks
     grid = np.array(ranks).reshape(shape)
@@ -122,20 +122,20 @@ def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[
 def _placement(placement: Any, num_ranks: int) -> dict[str, Any]:
     kind = type(placement).__name__.lstrip("_")
     if kind == "MaskPartial" and (placement.mask_buffer.data is not None or num_ranks == 1):
-        # `without_masked` applies the mask; a mesh of one rank has all rows and needs no mask.
+        # `without_masked` applies the mask. A mesh of one rank has all rows of the embedding and needs no mask.
         kind = "Partial"
     details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
     return {"kind": kind, **details}
 
 
 def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
-    """Return a sharded embedding's local output with zeros for rows of other ranks; None if no mask can be applied.
+    """Return a sharded embedding's local output, masked to this rank's tokens. Return None if no mask can be applied.
 
     Training applies the mask later and in place, so the mask is applied to a copy here.
     """
     masks = [p.mask_buffer for p in getattr(tensor, "placements", ()) if type(p).__name__ == "_MaskPartial"]
     masks = [mask for mask in masks if mask.data is not None]
-    # A kernel that is launched while a CUDA graph is captured joins the graph.
+    # A kernel that is launched while a CUDA graph is captured would become part of the graph.
     if not masks or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     with torch.no_grad():
@@ -165,7 +165,7 @@ DTYPES: dict[torch.dtype, str] = {
     for name in ITEM_BYTES
     if isinstance(dtype := getattr(torch, name, None), torch.dtype) and dtype.itemsize == ITEM_BYTES[name]
 }
-"""The format's name of each dtype that the format knows."""
+"""Maps each dtype that the format knows to the dtype's name in the format."""
 
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -176,16 +176,16 @@ let the writer thread take the interpreter's lock, which costs both threads more
 
 
 class UnsupportedKind(Exception):
-    """Raised for a tensor of a kind that cannot be recorded; the text of the error is the drop reason."""
+    """Raised for a tensor that cannot be recorded. The text of the error is the drop reason."""
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether `plain` has examined a host tensor of this kind, and found it strided and without lazy bits."""
+    """Whether `plain` has examined a host tensor of this kind and found it strided and without lazy bits."""
     return _dispatch_keys(tensor).raw_repr() in _ordinary
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a parameter's local values; 0 if only unwrapping the parameter would tell."""
+    """Return the number of bytes of a parameter's local values. 0 if only unwrapping the parameter would tell."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
@@ -227,7 +227,7 @@ def _refuse_kinds(tensor: torch.Tensor) -> None:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor with its lazy negative and conjugate bits resolved; remember kinds without lazy bits."""
+    """Return a host tensor with lazy negative and conjugate bits resolved. Kinds without such bits are remembered."""
     if tensor.is_neg() or tensor.is_conj():
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return tensor.detach().resolve_conj().resolve_neg()
@@ -255,7 +255,7 @@ def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Ch
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for a collective's result, as the result's next use would, and return it; return other tensors unchanged."""
+    """Wait for a collective's result, as the next use would, and return the result. Return other tensors unchanged."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor
     with torch.no_grad():
@@ -263,7 +263,7 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def requires_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a gradient can arrive at a tensor, without a call of a subclass's ``__torch_function__``.
+    """Whether a gradient can arrive at a tensor. A subclass's ``__torch_function__`` is not called.
 
     No gradient can arrive at a lazy parameter before it is initialised.
     """
@@ -280,18 +280,19 @@ class Inner(NamedTuple):
     """One tensor inside a composite tensor."""
 
     name: str
-    """The composite tensor's name and the path inside it; no path if the inner tensor is the complete value."""
+    """The composite tensor's name and the path inside it. There is no path if the inner tensor is the complete value.
+    """
     tensor: torch.Tensor
-    """The inner tensor, of any kind; it is recorded only if it is plain."""
+    """The inner tensor, of any kind. It is recorded only if it is plain."""
     chunk: Chunk | None
     note: str
-    """JSON text for the row, which describes the composite tensor."""
+    """JSON text that describes the composite tensor, for the note of the row."""
 
 
 def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[Inner]:
-    """Return every tensor inside a composite tensor, at any depth; none where the tensor is not composite.
+    """Return every tensor inside a composite tensor, at any depth. Return an empty list for other tensors.
 
-    If a DTensor wraps a composite tensor, only inner tensors of the local tensor's shape get the DTensor's chunk; other
+    If a DTensor wraps a composite tensor, only inner tensors of the local tensor's shape get the DTensor's chunk. Other
     inner tensors get a note that says so. `name` is the name of the given tensor, which is neither plain nor a DTensor
     around a plain tensor. An error that a subclass's own ``__tensor_flatten__`` raises is passed on.
     """
@@ -306,7 +307,7 @@ def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[
         whole = {
             "kind": _kind(tensor),
             "dtype": str(tensor.dtype).removeprefix("torch."),
-            # The sizes of a jagged tensor may be symbolic, which are no numbers.
+            # Sizes of a jagged tensor may be symbolic instead of integers.
             "shape": [size if isinstance(size, int) else None for size in tensor.shape],
         }
         return list(_flat(tensor.shape, inside, name, chunk, {"inner_of": whole}))
@@ -334,7 +335,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _inside(tensor: torch.Tensor) -> _Inner:
-    """Return the tensors directly inside a tensor by name; empty if the tensor is not composite, or of unknown kind."""
+    """Return the tensors directly inside a tensor, by name. Empty if the tensor is not composite or of unknown kind."""
     if type(tensor) in PLAIN:
         if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return {}
@@ -352,7 +353,7 @@ def _inside(tensor: torch.Tensor) -> _Inner:
 
 
 def _quantized(tensor: torch.Tensor) -> _Inner:
-    """Return the integers of a quantized tensor, and the numbers that turn them into values.
+    """Return the integers of a quantized tensor, and the scales and zero points that turn them into values.
 
     The result is empty for a dtype that packs several integers into one byte.
     """
@@ -377,8 +378,8 @@ def _quantized(tensor: torch.Tensor) -> _Inner:
 
 _CSR, _CSC = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {
-    # These are the private methods, because an uncoalesced tensor, such as an embedding's gradient, refuses the public
-    # methods.
+    # The private methods also work for an uncoalesced tensor, such as an embedding's gradient. The public methods
+    # refuse it.
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _CSR,
     torch.sparse_bsr: _CSR,
@@ -396,8 +397,7 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "": "_tensor",
         "_precomputed_scale": "_precomputed_scale",
     },
-    # The other inner tensors of a NestedTensor have no elements: only their shapes say something, namely cached
-    # lengths.
+    # The other inner tensors of a NestedTensor have no elements. Only their shapes say something: cached lengths.
     ("torch.nested._internal.nested_tensor", "NestedTensor"): {
         "_values": "_values",
         "_offsets": "_offsets",
@@ -408,4 +408,4 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "_masked_mask": "_masked_mask",
     },
 }
-"""For each class whose own `__tensor_flatten__` is unsuitable, the attribute that holds each inner tensor, by name."""
+"""For each class whose own `__tensor_flatten__` is unsuitable, the name and the attribute of each inner tensor."""

@@ -1,6 +1,6 @@
-"""Reads how frameworks mark plain tensors that they cut over ranks: Megatron-Core, AutoTP, nanotron, Colossal-AI.
+"""Reads the marks on plain tensors that frameworks cut over ranks: Megatron-Core, AutoTP, nanotron, Colossal-AI.
 
-Such tensors carry no placements. This module reads attributes: of parameters (`tensor_model_parallel`, `partition_dim`,
+Such tensors have no placements. The marks are attributes of parameters (`tensor_model_parallel`, `partition_dim`,
 `partition_stride`, `allreduce`, and the tables in `_READERS`), of layers (`output_size_per_partition` and similar
 ones), and of the Python modules that hold the frameworks' process groups, if the program has loaded them. Nothing here
 may import or call a framework, read a value, issue a collective, or keep a module, a tensor or a process group.
@@ -29,13 +29,13 @@ _MAX_KNOWN = 256
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """Return the ranks of a framework's process group such as ``DATA_PARALLEL``; empty if no framework has made it."""
+    """Return the ranks of a framework's process group, such as ``DATA_PARALLEL``. Empty if no framework has made it."""
     found = (ranks_of(getattr(sys.modules.get(state), f"_{name}_GROUP", None)) for state in _STATES)
     return next(filter(None, found), ())
 
 
 def process_groups() -> list[dict[str, Any]]:
-    """Return the process groups of this process, in the order of creation, for the manifest. Any thread."""
+    """Return the process groups of this process for the manifest, in order of creation. Called on any thread."""
     if not is_distributed():
         return []
     import torch.distributed as dist
@@ -49,7 +49,7 @@ def process_groups() -> list[dict[str, Any]]:
 
 
 def ranks_of(group: object) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in the group's order; empty if `group` is no process group."""
+    """Return the global ranks of a process group, in the group's order. Empty if `group` is no process group."""
     if not is_distributed():
         return ()
     import torch.distributed as dist
@@ -58,7 +58,7 @@ def ranks_of(group: object) -> tuple[int, ...]:
 
 
 def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
-    """Return Megatron's data-parallel group in the form of `groups.find_data_parallel`; None if nothing names it.
+    """Return Megatron's data-parallel group as `groups.find_data_parallel` does. Return None if nothing names it.
 
     A model may have process groups of its own (`pg_collection`), in another grid than the groups of `parallel_state`.
     """
@@ -70,7 +70,7 @@ def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
 
 
 def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the stage that Megatron's `forward_step` runs, by its local variables; None without a pipeline."""
+    """Return the stage that Megatron's `forward_step` runs, from its local variables. None without a pipeline."""
     model, config = innermost(given["model"]), given["config"]
     ranks = ranks_of(getattr(getattr(model, "pg_collection", None), "pp", None))
     ranks = ranks or group_ranks("PIPELINE_MODEL_PARALLEL")
@@ -85,13 +85,13 @@ def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def marked_ranks(root: nn.Module) -> tuple[int, ...]:
-    """Return the ranks over which modules below a root are cut, according to marks; empty if no module is cut."""
+    """Return the ranks over which the modules of a model are cut, by marks. Empty if no module is cut."""
     ranks = max((tensor_ranks(module) for module in root.modules()), key=len)
     return ranks if len(ranks) > 1 else ()
 
 
 def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does; None if alone.
+    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does. None without others.
 
     Ranks of context parallel count, too: they have the same samples, and each has another section of every sequence.
 
@@ -105,7 +105,7 @@ def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
 
 
 def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
-    """Return the ranks over which a module cuts its tensors; empty for a module that cuts nothing."""
+    """Return the ranks over which a module cuts its tensors. Empty if the module cuts nothing."""
     if not is_distributed():
         return ()
     splits = [split_of(parameter) for parameter in module._parameters.values()]
@@ -125,7 +125,7 @@ _SIZES = (
     "num_embeddings_per_partition",
     "num_attention_heads_per_partition",
 )
-"""The attributes in which Megatron's layers say the size of one rank's chunk."""
+"""The attributes of Megatron's layers that have the size of one rank's chunk."""
 
 
 def is_marked(parameter: object) -> bool:
@@ -134,7 +134,7 @@ def is_marked(parameter: object) -> bool:
 
 
 def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a marked parameter, its gradient or its state; None if the marks do not tell it.
+    """Return the chunk of a marked parameter, its gradient or its state. Return None if the marks do not tell it.
 
     Args:
         parameter: the parameter whose marks are read.
@@ -152,9 +152,9 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
 
 
 def main_parameter(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the wider copy of a module's parameter that Megatron's optimizer updates in its place; None without one.
+    """Return the wider copy of a parameter that Megatron's optimizer updates instead. Return None if there is no copy.
 
-    None is also returned if a distributed optimizer has only a part of the copy; `parameter_rows` finds the part.
+    None is also returned if a distributed optimizer has only a part of the copy. `parameter_rows` finds the part.
     """
     main = getattr(parameter, "main_param", None)
     return main if isinstance(main, torch.Tensor) and main.shape == parameter.shape else None
@@ -166,20 +166,20 @@ def _stride(parameter: object) -> int:
 
 
 class Split(NamedTuple):
-    """How ranks have cut a parameter, according to a framework's table that is attached to the parameter."""
+    """How a parameter is cut over ranks, as read from a framework's table on the parameter."""
 
     dim: int = -1
     parts: tuple[int, ...] = ()
-    """Each rank's size along `dim`; empty if the parameter is cut in another way, for which no chunk is derived."""
+    """Each rank's size along `dim`. Empty if the parameter is cut in a way for which no chunk is derived."""
     shape: tuple[int, ...] = ()
-    """The shape of the whole parameter; empty where it is not known."""
+    """The shape of the whole parameter. Empty if it is not known."""
     stride: int = 1
     ranks: tuple[int, ...] = ()
-    """The ranks over which the parameter is cut; empty if the table does not name them."""
+    """The ranks over which the parameter is cut. Empty if the table does not name them."""
 
 
 def split_of(parameter: object) -> Split | None:
-    """Return how ranks have cut a parameter, by a framework's table; None if the parameter has no table."""
+    """Return how a parameter is cut over ranks, from a framework's table. Return None if there is no table."""
     for name, table in getattr(parameter, "__dict__", {}).items():
         if name in _READERS:
             try:
@@ -190,7 +190,7 @@ def split_of(parameter: object) -> Split | None:
 
 
 def _by_autotp(parameter: Any, table: Any) -> Split | None:
-    """Read DeepSpeed's AutoTP table (0.19.8, `module_inject/layers.py`); pieces of a weight may be cut one by one."""
+    """Read DeepSpeed's AutoTP table (0.19.8, `module_inject/layers.py`). Pieces of a weight may be cut one by one."""
     if getattr(parameter, "tensor_model_parallel", False) is not True:
         return None
     names = ("partition_dim", "partition_sizes", "logical_shape", "sub_param_sizes")
@@ -199,14 +199,14 @@ def _by_autotp(parameter: Any, table: Any) -> Split | None:
 
 
 def _as_chunks(parts: Sequence[int]) -> tuple[int, ...]:
-    """Return `parts` if torch would cut a dim into chunks of these sizes; else (): no placement describes them."""
+    """Return `parts` if torch would cut a dim into chunks of these sizes. Otherwise no placement fits: return ()."""
     size = -(-sum(parts) // len(parts))
     ends = [sum(parts[: number + 1]) for number in range(len(parts))]
     return tuple(parts) if all(end == min(size * (at + 1), ends[-1]) for at, end in enumerate(ends)) else ()
 
 
 def _by_nanotron(parameter: Any, table: Any) -> Split | None:
-    """Read nanotron's table (0.4, `parallel/sharded_parameters.py`): a rank has one part of each piece of a weight."""
+    """Read nanotron's table (0.4, `parallel/sharded_parameters.py`). A rank has one part of each piece of a weight."""
     if (info := table.get("sharded")) is None:
         return None
     ranks, split = tuple(info.global_ranks), _by_shape(parameter, info.unsharded_shape)
@@ -221,7 +221,7 @@ def _by_nanotron(parameter: Any, table: Any) -> Split | None:
 
 
 def _by_shape(parameter: Any, shape: Sequence[int]) -> Split | None:
-    """Return how a parameter is cut, given the shape of the whole parameter; None if it is not cut."""
+    """Return how a parameter is cut, given the shape of the whole parameter. Return None if it is not cut."""
     dims = [dim for dim, size in enumerate(parameter.shape) if size != shape[dim]]
     if len(dims) != 1:
         return Split() if dims else None
@@ -246,8 +246,8 @@ def _cut(
 ) -> Chunk | None:
     """Return this rank's chunk of a tensor that ranks have cut along a dim, evenly or into the sizes `parts`.
 
-    With a `stride`, the dim consists of this many blocks one after another, and each rank has a part of every block,
-    for example of the gate and the up projection of a gated MLP. DTensor calls this a strided shard.
+    If `stride` is above 1, the dim consists of this many blocks, and each rank has a part of every block. An example is
+    the weight with gate and up projection of a gated MLP. DTensor calls this a strided shard.
     """
     at = _index(ranks)
     if at is None:
@@ -283,7 +283,7 @@ def _index(ranks: tuple[int, ...]) -> int | None:
 
 
 class Seen(NamedTuple):
-    """The chunks of a value and of its gradient; a chunk is None if no mark tells it."""
+    """The chunks of a value and of its gradient. A chunk is None if no mark tells it."""
 
     value: Chunk | None = None
     gradient: Chunk | None = None
@@ -293,7 +293,7 @@ _NOTHING = Seen()
 
 
 def chunks_of_given(parameter: torch.Tensor, ranks: tuple[int, ...]) -> Seen:
-    """Return the chunks of a parameter that a module is given as an argument, and of the gradient that arrives there.
+    """Return the chunks of a parameter that a module gets as an argument, and of the gradient that arrives there.
 
     If each rank uses the parameter with its own section of a sequence, a rank's gradient is only a summand.
     """
@@ -312,16 +312,15 @@ class CutCalls:
     ranks: tuple[int, ...]
     """The ranks over which the module cuts its inputs and outputs."""
     sizes: Mapping[tuple[str, int, int], tuple[int, ...]]
-    """By site, number of dims (0: any) and dim: the sizes that a rank's chunk of a tensor may have along this dim."""
+    """Maps site, number of dims (0: any) and dim to the sizes that a rank's chunk may have along this dim."""
     stride: int = 1
-    """The number of equal blocks along each dim in `sizes`, each of which is cut over the ranks by itself."""
+    """The number of equal blocks along each dim in `sizes`. Each block is cut over the ranks by itself."""
     sequence: str = ""
-    """The site at which sequence parallel cuts the module's tensors along the sequence; empty if it cuts none."""
+    """The site where sequence parallel cuts the module's tensors along the sequence. Empty if it cuts none."""
     whole: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
-    """For a site at which all ranks have the same tensor: the size of the tensor's last dim, and whether the ranks also
-    have the same gradient."""
+    """For a site where all ranks have the same tensor: the size of its last dim, and whether gradients are the same."""
     parts: Sequence[int] = ()
-    """Each rank's size along the dims in `sizes`, if the sizes may differ between ranks; else empty."""
+    """Each rank's size along the dims in `sizes`, if the sizes may differ between ranks. Otherwise empty."""
     sequence_dim: int = 0
     _known: dict[tuple[str, torch.Size], Seen] = field(default_factory=dict)
 
@@ -355,10 +354,11 @@ class CutCalls:
 
 
 def cut_calls(module: nn.Module) -> CutCalls | None:
-    """Return how a framework's module cuts its inputs and outputs; None for every other module.
+    """Return how a framework's module cuts its inputs and outputs. Return None for other modules.
 
-    A rank's size counts only if the module or its configuration also names the whole size, and this is the rank's size
-    times the number of ranks. Uncut inputs and outputs of these layers are equal on all ranks, and count as replicated.
+    A rank's size is used only if the module or its configuration also names the whole size. The whole size must be the
+    rank's size times the number of ranks. Uncut inputs and outputs of these layers are equal on all ranks, and count as
+    replicated.
     """
     layer = getattr(module, "output_layer", None)
     if isinstance(layer, nn.Module) and getattr(module, "parallel_output", False) is True:  # a model that gives logits
@@ -399,7 +399,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
 
 
 def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the ranks that have rows of a linear's weight, and each rank's number of rows; None for other weights."""
+    """Return the ranks that have rows of a linear's weight, and each rank's number of rows. None for other weights."""
     weight = getattr(linear, "weight", None)
     if (split := split_of(weight)) is not None:
         return tensor_ranks(linear), split.parts if split.dim == 0 else ()
@@ -412,9 +412,9 @@ def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls | None:
-    """Return how a linear cuts its calls if only its weight [outputs, inputs] is marked, as in a user's own layer.
+    """Return how a linear cuts inputs and outputs if only its weight [outputs, inputs] is marked, as in a user's layer.
 
-    Where the program reduces and gathers is not known. So only a comparison of values shows which tensors are whole.
+    It is not known where the program reduces and gathers. So only a comparison of values shows which tensors are whole.
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     dim = getattr(weight, "partition_dim", -1)
@@ -430,7 +430,7 @@ def _cut_by_marked_weight(module: nn.Module, ranks: tuple[int, ...]) -> CutCalls
 
 
 def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> CutCalls | None:
-    """Return how a layer cuts: outputs where its weight is cut along dim 0, and else inputs.
+    """Return what a layer cuts: its outputs if its weight is cut along dim 0, otherwise its inputs.
 
     Colossal-AI's linears with the attribute `parallel_input` cut inputs, even if the weight is transposed.
     """
@@ -455,18 +455,18 @@ def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> C
 
 
 def _sequence_dim(module: nn.Module) -> int | None:
-    """Return the dim along which a nanotron or Colossal-AI layer cuts the sequence over ranks; None if it does not."""
+    """Return the dim along which a nanotron or Colossal-AI layer cuts the sequence. None if the sequence is not cut."""
     if getattr(getattr(module, "mode", None), "name", "") == "REDUCE_SCATTER":
         return 0
     return getattr(module, "seq_parallel_dim", 1) if getattr(module, "seq_parallel_mode", "") in _SHARED else None
 
 
 _SHARED = ("split_gather", "ring")
-"""Colossal-AI's modes in which the ranks that share a sequence also share the weights."""
+"""Colossal-AI's modes in which the ranks that cut the weights also cut the sequence."""
 
 
 def _size(module: nn.Module, num_ranks: int, name: str) -> int:
-    """Return a rank's size as the module names it; 0 unless this size times the number of ranks is the whole size."""
+    """Return a rank's size as the module names it. Return 0 unless all ranks' sizes add up to the whole size."""
     own, of_all = getattr(module, f"{name}_per_partition", None), getattr(module, name, None)
     return own if isinstance(own, int) and isinstance(of_all, int) and own * num_ranks == of_all else 0
 
@@ -474,7 +474,7 @@ def _size(module: nn.Module, num_ranks: int, name: str) -> int:
 def cut_inside(module: nn.Module) -> CutCalls | None:
     """Return how modules inside an attention cut inputs and outputs that their own attributes do not describe.
 
-    Inside the core of the attention these are the scores [batch, heads, sequence, sequence]; elsewhere they are single
+    In the core of the attention these are the scores [batch, heads, sequence, sequence]. Elsewhere they are single
     heads [sequence, batch, heads, size of a head].
     """
     ranks = tensor_ranks(module)
@@ -484,7 +484,7 @@ def cut_inside(module: nn.Module) -> CutCalls | None:
 
 
 def _heads(module: nn.Module, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a rank's numbers of query and key heads; empty if ranks share a key head or the module has no heads."""
+    """Return a rank's numbers of query and key heads. Empty if ranks share a key head, or if there are no heads."""
     config = getattr(module, "config", None)
     names = {
         "num_attention_heads_per_partition": "num_attention_heads",

@@ -1,7 +1,7 @@
-"""Hooks on optimizers: record parameters and final gradients before a step, state and learning rates after it.
+"""Records parameters, final gradients and learning rates before an optimizer step, and the optimizer's state after it.
 
-Hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at the
-start, change an argument except to wrap a closure, raise into training, or keep a parameter alive.
+The hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at
+the start, change an argument except to wrap a closure, raise into training, or keep a parameter alive.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .step_gradients import LastGradient, wrap_closure
 _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
-"""The number of steps between two checks of what an update leaves out, after the steps in `_EARLY_LOOKS`."""
+"""The number of steps between two checks of what an update leaves out. The steps in `_EARLY_LOOKS` are checked, too."""
 HERE_ALONE = '{"of_one_rank":true}'
-"""The note of a state that only this rank has, because ZeroRedundancyOptimizer divides the parameters among ranks."""
+"""The note of optimizer state that only this rank has: ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
 
 
 class _GroupKey(NamedTuple):
-    """The key under which a group of parameters and gradients is kept, to be recorded with one call again."""
+    """The key of a group of parameters and gradients that can be recorded with one call."""
 
     whose: Hashable
-    """The ids of the parameters, and for each whether it has no gradient."""
+    """The ids of the parameters, and for each parameter whether the gradient is None."""
     note: str | None
     masks: tuple[int, ...]
-    """The bits of KEEP_* of each rule set at the step."""
+    """For each rule set, what to keep at the step, as bits of KEEP_*."""
 
 
 class _Probed(NamedTuple):
@@ -53,29 +53,29 @@ class _Probed(NamedTuple):
 
     optimizer: weakref.ref[Optimizer]
     groups: dict[_GroupKey, ProbedGroup | None]
-    """The groups of values that the probe measures with one call; None if the values must be measured one by one."""
+    """The groups of values that the probe measures with one call. None if the values must be measured one by one."""
     updates: Updates
 
 
 def find_live() -> list[Optimizer]:
-    """Return every live optimizer of this process. Only the types of objects are read, to load no lazy object."""
+    """Return every live optimizer of this process. Only types of objects are read, so no lazy object is loaded."""
     return live_instances(Optimizer)
 
 
 def updating(optimizer: Any) -> Any:
-    """Return the optimizer inside torch's ZeroRedundancyOptimizer, for this rank's parameters; else the argument.
+    """Return this rank's optimizer inside torch's ZeroRedundancyOptimizer. Return any other optimizer itself.
 
-    None is returned for a ZeroRedundancyOptimizer that has not made its own optimizer yet.
+    Return None for a ZeroRedundancyOptimizer that has not made its own optimizer yet.
     """
     kind = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
     return getattr(optimizer, "optim", None) if kind is not None and isinstance(optimizer, kind) else optimizer
 
 
 def last_step(optimizers: list[Optimizer]) -> int | None:
-    """Return the largest ``state["step"]`` of optimizers, or None where no state has a step.
+    """Return the largest ``state["step"]`` of the optimizers. Return None if no state has a step.
 
-    No other function of this file reads values from a device. A device is skipped while a graph is captured there, or
-    if the user forbids waiting; then the steps on this device are ignored.
+    No other function of this file reads values from a device. Steps on a device are ignored while a graph is captured
+    there, or if the user forbids waiting for the device.
     """
     recorded = [
         state["step"]
@@ -101,9 +101,9 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _num_steps_under_way(optimizer: Optimizer) -> int:
-    """Return how many calls of this optimizer's step are on the stack: 2 where a subclass calls ``super().step()``.
+    """Return how many calls of this optimizer's step are on the stack: 2 if a subclass calls ``super().step()``.
 
-    A count of hooks would be wrong after a step that raised, because no hook is called then; the stack is right.
+    The stack is read because a count of hooks would be wrong after a step that raised: no hook is called then.
     """
     count = 0
     frame = sys._getframe(1)
@@ -115,21 +115,22 @@ def _num_steps_under_way(optimizer: Optimizer) -> int:
 
 
 class OptimizerHooks:
-    """The hooks on all optimizers and on GradScaler, from the first call of a root to the end of the recording."""
+    """The hooks on all optimizers and on GradScaler, from a model's first call to the end of the recording."""
 
     def __init__(
         self, capture: Capture, *, on_step: Callable[[Optimizer], None], on_new: Callable[[Optimizer], None]
     ) -> None:
-        """Put the hooks on. `on_step` is called after each optimizer step, and `on_new` when an optimizer is made."""
+        """Install the hooks. `on_step` is called after each optimizer step, and `on_new` when an optimizer is made."""
         self._capture = capture
         self._on_step = on_step
         self._on_new = on_new
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._probed: dict[int, _Probed] = {}
-        """What the probe knows of each optimizer, by the optimizer's id: an optimizer may have no hash."""
+        """By optimizer id, what the probe knows of the optimizer. Ids are used because an optimizer may have no hash.
+        """
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Parameters, by id, that turned up after this step's scan of the modules; the next scan looks for them."""
+        """By id, parameters that turned up after this step's scan of the modules. The next scan looks for them."""
         self._learned_at = -1
         self._last_gradient: LastGradient | None = None
         self._has_rescanned = False
@@ -137,15 +138,17 @@ class OptimizerHooks:
         """Whether the manifest has the learning rates of all groups in `_groups`."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
-        """By optimizer id: the optimizer, and the ids of its parameter groups when it had the most groups."""
+        """By optimizer id, the optimizer and the ids of its parameter groups at the time when it had the most groups.
+        """
         self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
-        """The last `repeat` in this step, by site and parameter id; all buffers count under the id 0."""
+        """By site and parameter id, the last `repeat` (number of a row of the same key) in this step. Buffers have the
+        id 0."""
         self._firsts: dict[int, int] = {}
-        """By the id of an optimizer, the id of the first parameter that it updated in this step."""
+        """By optimizer id, the id of the first parameter that the optimizer updated in this step."""
         self._repeats_step = -1
         self.num_steps = 0
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
@@ -165,7 +168,7 @@ class OptimizerHooks:
         ]
 
     def name_of(self, optimizer: Optimizer) -> str:
-        """Return the class name of an optimizer, with a number where several live optimizers share the class name.
+        """Return an optimizer's name: the class name, with a number if several live optimizers share the class name.
 
         An optimizer that the program makes anew at each step keeps the name of the optimizer before it. A
         ZeroRedundancyOptimizer takes over the name of the optimizer inside it.
@@ -194,7 +197,7 @@ class OptimizerHooks:
         return name
 
     def know_groups(self, optimizer: Optimizer) -> list[int]:
-        """Return the ids of all parameter groups of an optimizer; DeepSpeed's ZeRO 1 and 2 step with one at a time."""
+        """Return the ids of all parameter groups of an optimizer. ZeRO 1 and 2 step with one group at a time."""
         known = self._groups.get(id(optimizer))
         if known is not None and known[0]() is optimizer and len(known[1]) >= len(optimizer.param_groups):
             return known[1]
@@ -218,11 +221,11 @@ class OptimizerHooks:
         return any(id(parameter) in parameters for live in self._live() for parameter in _parameters(live))
 
     def all_have_roots(self) -> bool:
-        """Whether every parameter of every live optimizer is under a root."""
+        """Whether every parameter of every live optimizer is in a root (a model under hooks)."""
         return all(self.has_root(optimizer) for optimizer in self._live())
 
     def has_root(self, optimizer: Optimizer) -> bool:
-        """Whether every parameter of an optimizer is under a root."""
+        """Whether every parameter of an optimizer is in a root (a model under hooks)."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 rows = self._rows.get(id(parameter))  # `_rows_of` does the same, but its call costs time at every step
@@ -253,13 +256,14 @@ class OptimizerHooks:
         self._late.clear()
         roots = self._capture.roots
         names = {root.name for root in roots}
-        # DDP removes the DTensor parameters of tensor parallel modules when these first run, so known rows stay.
+        # DDP removes the DTensor parameters of tensor parallel modules when these first run. So rows that are known are
+        # kept.
         kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
         updated = [one for live in self._live() for one in _parameters(live)]
         self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root, updated)}
 
     def rescan(self) -> None:
-        """Find the module of every parameter again, because there is a new root."""
+        """Find the module of every parameter again, because there is a new root (a model under hooks)."""
         self._probed.clear()
         self._unknown.clear()
         self._learn()
@@ -267,7 +271,7 @@ class OptimizerHooks:
         self._has_noted_rates = False
 
     def _rescan_after_first_step(self) -> None:
-        """Look for wrappers at the first step after a new root, because the model may have been wrapped meanwhile."""
+        """Look for wrappers at the first step after a new root. The model may have been wrapped after `attach`."""
         self._has_rescanned = True
         for root in self._capture.roots:
             root.find_wrappers()
@@ -275,7 +279,7 @@ class OptimizerHooks:
         self._learn()
 
     def _repeats_at(self, site: str) -> dict[int, int]:
-        """Return the last `repeat` of each parameter that this step has recorded at a site, by the parameter's id.
+        """Return, by parameter id, the last `repeat` (number of a row of the same key) at a site in this step.
 
         The repeats belong to parameters and not to optimizers, because optimizers may share parameters, get more
         parameters later, and be made and deleted within a step.
@@ -288,7 +292,7 @@ class OptimizerHooks:
         return self._repeats[site]
 
     def _begins_update(self, optimizer: Optimizer) -> bool:
-        """Whether an update begins with this call; False if the call continues one, as ZeRO steps group by group."""
+        """Whether this call begins an update. False if the call continues an update, as ZeRO steps group by group."""
         self._repeats_at("grad")
         first = next(map(id, _parameters(optimizer)), 0)
         return self._firsts.setdefault(id(optimizer), first) == first
@@ -346,7 +350,7 @@ class OptimizerHooks:
         return wrapped
 
     def _look_at_update(self, optimizer: Optimizer) -> None:
-        """At some steps, note what the program leaves out of the update, and whether it cleared the gradients."""
+        """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients."""
         capture, last = self._capture, self._last_gradient
         self._last_gradient = None
         if last is not None and last.stands_uncleared():
@@ -400,7 +404,7 @@ class OptimizerHooks:
         self._on_step(optimizer)
 
     def record_before(self, optimizer: Optimizer) -> None:
-        """Record the parameters and final gradients of one optimizer and, once a step, the buffers."""
+        """Record the parameters and final gradients of one optimizer. Once a step, also record the buffers."""
         capture = self._capture
         moment = StepPosition(capture.clock.step, None, "train")
         repeats = self._repeats_at("grad")
@@ -426,7 +430,7 @@ class OptimizerHooks:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
 
     def _copied(self) -> list[torch.Tensor]:
-        """Return all roots' parameters if the optimizers hold only copies of parameters; else an empty list."""
+        """Return all roots' parameters if the optimizers hold only copies of parameters, otherwise an empty list."""
         is_own_thread = all(root.thread in (None, threading.get_ident()) for root in self._capture.roots)
         if not is_own_thread or self.holds(set(self._rows)):
             return []
@@ -490,9 +494,9 @@ class OptimizerHooks:
             updates.begin(group, tensors, at)
 
     def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
-        """Return the group of this key's values that was learned under other masks, with this step's keep bits.
+        """Return a group of the same values that was learned under other masks, with this step's keep bits.
 
-        None is returned if there is no such group, or if the probe does not measure each of its values at this step.
+        Return None if there is no such group, or if the probe does not measure each of its values at this step.
         """
         rule_set_of = self._capture.selection.rule_set_of
         for (whose, note, masks), group in groups.items():
@@ -528,9 +532,9 @@ class OptimizerHooks:
             self._record_empty_state(optimizer, moment, repeats)
 
     def _record_empty_state(self, optimizer: Optimizer, moment: StepPosition, repeats: dict[int, int]) -> None:
-        """Record empty state for FSDP1 parameters that lie on other ranks, for which the optimizer has no state here.
+        """Record empty optimizer state for FSDP1 parameters whose elements all lie on other ranks.
 
-        The names of the state are taken from the optimizer's other parameters.
+        The optimizer has no state for them here, so the names of the state are taken from the other parameters.
         """
         slices = {
             key: value
@@ -547,7 +551,7 @@ class OptimizerHooks:
                     rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
 
     def _note_rates(self) -> None:
-        """Note the name of each parameter's learning rate in the manifest; called for new optimizers and new groups."""
+        """Note the name of each parameter's learning rate in the manifest. Called for new optimizers and new groups."""
         rates = {
             id(parameter): f"lr.{self.name_of(one)}.{number}"
             for one in self._live()
@@ -572,7 +576,7 @@ class OptimizerHooks:
                 )
 
     def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `GradScaler.step`, because a step that the scaler skips calls no hook of the optimizer."""
+        """Wrap `GradScaler.step`, because a skipped step calls no hook of the optimizer."""
         hooks = self
 
         @functools.wraps(step)
@@ -619,7 +623,7 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def _skipped(self, optimizer: Optimizer) -> None:
-        """Record that the scaler has skipped a step because of an infinity; the step counts as an attempted step."""
+        """Record that the scaler has skipped a step because of an infinity. The step counts as an attempted step."""
         try:
             self._capture.nonfinite.skipped(self._capture.clock.step)
             self._record_rates(optimizer)
@@ -645,7 +649,7 @@ def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
 
 
 def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
-    """Yield each tensor that an optimizer may update for a root, with its rows; the last rows of a tensor count."""
+    """Yield each tensor that an optimizer may update, with its rows. If a tensor comes twice, the last rows count."""
     for hooked, name, parameter in root.parameters():
         yield parameter, ModuleParameter(parameter, hooked, name)
         main = main_parameter(parameter)

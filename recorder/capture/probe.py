@@ -1,14 +1,14 @@
-"""The probe: one number of each selected value at every step, in memory, written as one row for a block of steps.
+"""The probe: the L2 norm of each selected value at every step, kept in memory and written as one row for many steps.
 
-The probe also has the size of each update: how far an optimizer's step has moved a parameter (site ``update``).
+The probe also measures each update: how far an optimizer's step has moved a parameter (site ``update``).
 
-A value is measured in the hook where it lies, and nothing is put on the channel. At the end of a step the numbers of
+A value is measured in the hook, where it lies, and nothing is put on the channel. At the end of a step the numbers of
 all values are appended to a block in memory. A full block becomes rows of site ``probe``, one for each value (section 3
-of FORMAT.md). A value that turns non-finite also gets the row of statistics that a rule with ``keep=stats`` would keep,
-so that every question sees the step, the call and the order in which values went wrong.
+of FORMAT.md). A value that turns NaN or infinite also gets the row of statistics that a rule with ``keep=stats`` would
+keep. So a reader sees the step, the call and the order in which values went wrong.
 
 For a value on a device, a kernel computes the norm. The norms of a step are copied to the host together and arrive one
-or two steps later, so the row of a value that turned non-finite says only that it did.
+or two steps later. So the row of a value that turned NaN or infinite on a device says only that it did.
 
 Nothing here may wait for a device, or hold a tensor.
 """
@@ -56,18 +56,18 @@ if TYPE_CHECKING:
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
-"""The rows of the payload of a value that, within a block, was not finite or changed its number of elements."""
+"""The rows of a payload with four numbers a step: for a value that was not finite or changed its size in the block."""
 _BAD = slice(_NUM_NAN, _NUM_INF + 1)
 
 
 class StepNumbers(NamedTuple):
-    """The probe's numbers of one step, by column: a column is the index of one value."""
+    """The probe's numbers of one step. A column is the index of one value."""
 
     step: int
     sums: npt.NDArray[np.float64]
     """For each value, the sum of the squares of its finite elements; NaN where a value on a device was not finite."""
     numels: npt.NDArray[np.float64]
-    """For each value, the number of elements that were seen; 0 if the value was not seen at this step."""
+    """For each value, the number of elements that were seen at this step. 0 if the value was not seen."""
     bad: dict[int, tuple[int, int]]
     """For each column with non-finite elements, the number of NaN and the number of infinite elements."""
 
@@ -75,7 +75,7 @@ class StepNumbers(NamedTuple):
 def block_rows(
     columns: Sequence[ProbedSeries], steps: Sequence[StepNumbers]
 ) -> Iterator[tuple[int, torch.Tensor, str]]:
-    """Yield, for each column that was seen at one of the steps, its index and the payload and note of its row."""
+    """Yield index, payload and note of a row for each column (one value) that was seen at a step of the block."""
     every = steps[1].step - steps[0].step if len(steps) > 1 else 1
     block = np.zeros((4, len(columns), len(steps)))
     for at, one in enumerate(steps):
@@ -110,12 +110,12 @@ def block_rows(
 
 BLOCK_STEPS = 64
 _BLOCK_S = 30.0
-"""The time after which a block ends, in seconds; a process that is killed loses the numbers of at most this time."""
+"""The longest time of a block, in seconds. A process that is killed loses the numbers of at most this time."""
 _MAX_COLUMNS = 1 << 16
-"""The most values that are measured; names, and so the number of values, may grow with the data."""
+"""The most values that are measured. Names may change with the data, so the number of values may grow without bound."""
 _MAX_PLANS = 4096
 _WAIT_S = 5.0
-"""The longest wait, in seconds, for norms that are on their way from a device when the probe is flushed."""
+"""The longest wait at a flush, in seconds, for norms that are on their way from a device."""
 _HELD_BYTES = 1 << 22
 """A value of at most this many bytes is measured with the interpreter's lock held, as in `staging.copies`."""
 
@@ -125,24 +125,24 @@ class ProbedGroup(NamedTuple):
 
     values: list[ProbedValue]
     keeps: list[int]
-    """For each value the bits of KEEP_* other than KEEP_PROBE."""
+    """For each value, what else to keep: bits of KEEP_* without KEEP_PROBE."""
     tensors: ManyTensors | None
-    """What the compiled loops need to measure the values; None if the values are on a device."""
+    """The input of the compiled loops that measure the values. None if the values are on a device."""
 
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-        """Return the data addresses of tensors of the group's values; None if the tensors do not fit the values."""
+        """Return the data addresses of tensors of the group. None if the tensors do not fit the group's values."""
         return addresses(self.values, tensors, are_on_host=self.tensors is not None)
 
 
 class _ArrivingStep(NamedTuple):
-    """The numbers of a step that is over, and the norms of its values that are still on their way to the host."""
+    """The numbers of a step that is over, with the norms that are still on their way to the host."""
 
     numbers: StepNumbers
     on_way: list[NormsOnWay]
 
 
 class KnownValue:
-    """Measures later tensors of a value in host memory that the probe knows, with few checks of each tensor."""
+    """Measures new tensors of one value that the probe knows, in host memory, with few checks of each tensor."""
 
     __slots__ = ("_column", "_dtype", "_numel", "_plan", "_probe")
 
@@ -151,7 +151,7 @@ class KnownValue:
         self._dtype, self._numel, self._plan = tensor.dtype, tensor.numel(), plan
 
     def saw(self, tensor: torch.Tensor, step: int) -> bool:
-        """Measure a tensor of the value; if the tensor does not fit or is not finite, only return False."""
+        """Measure a tensor of the value. If the tensor does not fit or is not finite, only return False."""
         is_known = (
             tensor.dtype is self._dtype
             and tensor.numel() == self._numel
@@ -165,7 +165,7 @@ class KnownValue:
 
 
 class Probe:
-    """Measures one rank's values at every step and keeps their numbers. Training threads call the methods."""
+    """Measures one rank's values at every step and keeps the numbers. Called on training threads."""
 
     def __init__(
         self, observe: Callable[..., None], on_device: DeviceProbe, on_step: Callable[[ProbedStep], None] | None,
@@ -185,10 +185,10 @@ class Probe:
         self._on_step, self._on_trouble = on_step, on_trouble
         self._kernels = native.load(use_native)
         self._changing = threading.RLock()
-        """A lock, held while a column is added, a step appended or a block recorded: threads may train at once."""
+        """A lock for adding a column, appending a step and recording a block, because several threads may train."""
         self._columns: list[ProbedSeries] = []
         self._origins: list[ValuePlace] = []
-        """For each column that was recorded before, the origin of its rows of site ``probe``."""
+        """For each column that was recorded before, the origin (module and name) of its rows of site ``probe``."""
         self._by_key: dict[tuple[ValuePlace, str, str], int] = {}
         """The index of each column, by the column's origin, phase and mode."""
         self._sums: list[float] = []
@@ -201,14 +201,14 @@ class Probe:
         """For each column that was not finite when it was last seen: whether it had a NaN, and the largest fraction of
         its elements that was infinite."""
         self._steps: list[StepNumbers] = []
-        """The numbers of each step of the block; the last step has the most columns."""
+        """The steps of the current block, in order. The last step has the most columns."""
         self._step = 0
         self._has_values = False
         self._arriving: deque[_ArrivingStep] = deque()
         self._has_measured = False
         self._has_refused = False
         self._seen: dict[int, list[tuple[ProbedValue, int]]] = {}
-        """For each thread inside `learning`, the values that were measured there, each with its bits of KEEP_*."""
+        """By thread inside `learning`, the values that were measured there, each with its bits of KEEP_*."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from ..format.fingerprint import compiled_weights
@@ -217,11 +217,11 @@ class Probe:
         self._host_measure, self._measure, self._weights = host_measure, measure, compiled_weights
 
     def saw(self, value: SeenValue, local: torch.Tensor, keep: int) -> int:
-        """Measure a value, and return the other bits of KEEP_* with which the value is to be recorded.
+        """Measure a value, and return what else to record of the value, as bits of KEEP_*.
 
-        These are the bits of `keep` except KEEP_PROBE, and KEEP_STATS if the value has its first NaN, or a larger
-        fraction of infinite elements than before. A recompute is not measured, nor a value that is local to a rank
-        before a reduction (`scope`). `local` has the value's plain elements, in host memory or on a device.
+        The result has the bits of `keep` except KEEP_PROBE. KEEP_STATS is added if the value has its first NaN, or a
+        larger fraction of infinite elements than before. A recompute is not measured, nor a value that is local to a
+        rank before a reduction (`scope`). `local` has the value's plain elements, in host memory or on a device.
         """
         origin, moment, phase, call, _, scope, chunk, note = value
         keep &= ~KEEP_PROBE
@@ -265,13 +265,13 @@ class Probe:
         return keep | KEEP_STATS
 
     def again(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return `KnownValue.saw` for a forward's value that `saw` has measured; None for a value on a device."""
+        """Return a fast form of `saw` for a forward's value that `saw` has measured. None for a value on a device."""
         column = self._by_key.get((origin, "forward", mode))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
         return None if column is None or plan is None else KnownValue(self, column, tensor, plan).saw
 
     def saw_again(self, column: int, at: int, numel: int, plan: HostMeasure, step: int) -> bool:
-        """Measure the contiguous elements at an address; return False, and count nothing, if any is not finite."""
+        """Measure the contiguous elements at an address. If any is not finite, count nothing and return False."""
         if self._seen:
             return False
         total = self._squares_at(at, plan)
@@ -284,13 +284,13 @@ class Probe:
         return True
 
     def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
-        """Remember that a value is not finite; return True for its first NaN, or for more infinities than before."""
+        """Remember that a value is not finite. Return True for its first NaN, or for more infinities than before."""
         had_nan, share_before = self._were_bad.get(column, (False, 0.0))
         now = self._were_bad[column] = had_nan or has_nan, max(share_before, share)
         return now != (had_nan, share_before)
 
     def _tell_trouble(self, origin: ValuePlace, moment: StepPosition, *, is_nan: bool) -> None:
-        """Report a value that has turned non-finite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
+        """Report a value that turned NaN or infinite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
         if not may_overflow(origin.site) and (is_nan or not may_mask(origin.site, origin.name)):
             where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
             self._on_trouble(f"{where} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
@@ -305,7 +305,7 @@ class Probe:
 
     @contextmanager
     def learning(self) -> Iterator[list[tuple[ProbedValue, int]]]:
-        """Yield a list that gets each value that `saw` measures on this thread in the context, with its keep bits."""
+        """Yield a list of the values that `saw` measures on this thread in the `with` block, with their keep bits."""
         seen: list[tuple[ProbedValue, int]] = []
         self._seen[threading.get_ident()] = seen
         try:
@@ -315,15 +315,15 @@ class Probe:
 
     @property
     def is_blind(self) -> bool:
-        """Whether every value so far was on a device on which nothing can be measured."""
+        """Whether every value so far was on a device where nothing can be measured."""
         return self._has_refused and not self._has_measured
 
     def group(
         self, seen: list[tuple[ProbedValue, int]], tensors: list[torch.Tensor], others: Iterable[ProbedGroup | None]
     ) -> ProbedGroup | None:
-        """Return the group of the values that were `seen`, to be measured with one call.
+        """Return a group of the values that were `seen`, to be measured with one call.
 
-        The group shares memory with the one of `others` that has the same values. None is returned if the values do not
+        The group shares memory with the group among `others` that has the same values. Return None if the values do not
         match the tensors one to one, or if the compiled loops cannot measure them.
         """
         values, keeps = [value for value, _ in seen], [keep for _, keep in seen]
@@ -342,10 +342,10 @@ class Probe:
     def saw_group(
         self, group: ProbedGroup, tensors: list[torch.Tensor], at: Sequence[int], moment: StepPosition
     ) -> bool:
-        """Measure the tensors of a group with one call, and return whether they were counted; `at` are their addresses.
+        """Measure the tensors of a group with one call. Return whether they were counted.
 
-        The tensors are not counted if a tensor on the host is not finite, or if no kernel can measure a tensor on a
-        device. Then call `saw` for each tensor. `ProbedGroup.addresses` must have accepted the tensors.
+        `at` are the tensors' addresses, from `ProbedGroup.addresses`. The tensors are not counted if a tensor on the
+        host is not finite, or if no kernel can measure a tensor on a device. Then call `saw` for each tensor.
         """
         if group.tensors is None:
             seen = [
@@ -370,9 +370,9 @@ class Probe:
         self, tensors: Sequence[torch.Tensor], numels: Sequence[int], dtypes: Sequence[str],
         shapes: Sequence[tuple[int, ...]], keeps: Sequence[int],
     ) -> Callable[[], list[Measured]]:  # fmt: skip
-        """Measure statistics of small host tensors that `saw_group` has measured, and fingerprints as `keeps` asks.
+        """Measure statistics of small host tensors that `saw_group` has measured, and fingerprints where `keeps` asks.
 
-        Call the result, on any thread, to get the statistics.
+        The statistics are returned by the function that is returned. It may be called on any thread.
         """
         assert self._kernels is not None, "groups on the host are measured by the compiled loops"
         weights = [
@@ -382,7 +382,7 @@ class Probe:
         return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
     def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: StepPosition) -> None:
-        """Count an update: `sums` has, for each parameter, the sum of the squares of its sampled elements' changes."""
+        """Count an update. `sums` has the sum of squares of the changes of each parameter's sampled elements."""
         for value, total in zip(updates, sums, strict=True):
             if math.isfinite(total):  # else the parameter says that it is not
                 self._sums[value.column] += total * max(value.numel / SAMPLED, 1.0)
@@ -393,13 +393,13 @@ class Probe:
     def saw_updates_on_device(
         self, updates: Sequence[ProbedValue], moved: Sequence[torch.Tensor], moment: StepPosition
     ) -> None:
-        """Launch the kernels that measure an update on a device; `moved` has the sampled elements' changes."""
+        """Launch the kernels that measure an update on a device. `moved` has the changes of the sampled elements."""
         torch._foreach_mul_(list(moved), [math.sqrt(max(one.numel / SAMPLED, 1.0)) for one in updates])
         seen = [SeenOnDevice(value, moment, 0, has_row=True) for value in updates]
         self._launched(self._on_device.measure_many(seen, list(moved)), moment)
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether operations on a parameter on a device may be launched now: no graph captures operations there."""
+        """Whether operations on a parameter on a device may be launched now. False while a graph is captured there."""
         return self._on_device.is_free(tensor)
 
     @property
@@ -407,7 +407,7 @@ class Probe:
         return self._kernels
 
     def updates_of(self, group: ProbedGroup) -> list[ProbedValue] | None:
-        """Return a group's parameters as values of the site ``update``; None if the probe has no columns left."""
+        """Return a group's parameters as values of the site ``update``. None if the probe has no columns left."""
         made = []
         for one in group.values:
             if one.origin.site != "param":
@@ -423,7 +423,7 @@ class Probe:
         return made
 
     def _sum_of_squares(self, local: torch.Tensor) -> float:
-        """Return the sum of the squares of a tensor's elements; NaN where the compiled loops cannot compute it."""
+        """Return the sum of the squares of a tensor's elements. NaN if the compiled loops cannot compute it."""
         key = (local.dtype, local.numel())
         plan = self._plans.get(key)
         if plan is None:
@@ -444,7 +444,7 @@ class Probe:
         return plan.kernels.sum_of_squares(at, plan.loops, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES)
 
     def _statistics(self, local: torch.Tensor) -> Measured:
-        """Return a value's statistics; needed if elements are not finite, or if there are no compiled loops."""
+        """Return a value's statistics. Used if elements are not finite, or if there are no compiled loops."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             data = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self._kernels)
@@ -466,7 +466,7 @@ class Probe:
         return column
 
     def step_changes(self, step: int) -> None:
-        """If `step` is a new step, end the previous one, and append the steps whose numbers have all arrived."""
+        """End the previous step if `step` is a new one. Then append the steps whose numbers have all arrived."""
         if not self._has_values or step == self._step:
             return
         with self._changing:
@@ -481,7 +481,7 @@ class Probe:
         self._has_values = False
 
     def _append_arrived(self, until_s: float = 0.0) -> None:
-        """Append, in order, steps whose numbers have all arrived; wait for numbers until `until_s` (monotonic)."""
+        """Append, in order, the steps whose numbers have all arrived. Wait for numbers until `until_s` (monotonic)."""
         while self._arriving:
             numbers, on_way = self._arriving[0]
             while on_way:
@@ -523,7 +523,7 @@ class Probe:
         self._forget_recovered(there, numbers.bad)
 
     def _forget_recovered(self, numels: npt.NDArray[np.float64], bad: Mapping[int, object]) -> None:
-        """Forget that a value was not finite, if it was seen at a step (`numels` is not 0) and was finite then."""
+        """Forget that values were not finite if they were seen at a step (`numels` is not 0) and were finite then."""
         if self._were_bad:
             self._were_bad = {c: how for c, how in self._were_bad.items() if c in bad or not numels[c : c + 1].any()}
 
@@ -566,7 +566,7 @@ class Probe:
 
 
 def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> list[int] | None:
-    """Return the tensors' data addresses; None if a tensor does not fit its value, or if one call cannot measure all.
+    """Return the tensors' data addresses. None if a tensor does not fit its value, or if one call cannot measure all.
 
     On a device all addresses are 0, because kernels take the tensors themselves.
     """
@@ -590,8 +590,8 @@ def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *,
 class Updates:
     """Measures how far one optimizer's updates move its parameters, by comparing samples of the elements.
 
-    The sample is the same at every update: all elements of a parameter with at most 1,024; of a larger parameter, 256
-    evenly spaced pieces of 4. Whatever else writes into a parameter between two updates counts as a move, too.
+    The same elements are sampled at every update: all of a parameter with at most 1,024, and 256 evenly spaced pieces
+    of 4 of a larger parameter. Any other write into a parameter between two updates counts as a move, too.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -601,16 +601,16 @@ class Updates:
         self._is_param: list[bool] = []
         """For each value of the group, whether it is a parameter."""
         self._many: ManyTensors | None = None
-        """What the compiled loops need to sample parameters in host memory; None for parameters on a device."""
+        """The input of the compiled loops that sample parameters in host memory. None for parameters on a device."""
         self._before: npt.NDArray[np.float64] | list[torch.Tensor] | None = None
-        """The sampled elements as the last update left them; None before the first sample."""
+        """The sampled elements as the last update left them. None before the first sample."""
         self._tensors: list[torch.Tensor] = []
         """The parameters, while the optimizer's step is under way."""
         self._at: list[int] = []
-        """The parameters' data addresses when last examined; a tensor at another address is examined again."""
+        """The parameters' data addresses when last examined. A tensor at another address is examined again."""
 
     def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor], at: Sequence[int]) -> None:
-        """Take the tensors of a group before an update; `at` has the tensors' data addresses."""
+        """Take the tensors of a group before an update. `at` are the tensors' data addresses."""
         if self._group is None or group.values is not self._group.values:
             self._know(group)
         self._tensors, self._at = list(compress(tensors, self._is_param)), list(compress(at, self._is_param))
@@ -629,7 +629,7 @@ class Updates:
                 self._values = []
 
     def end(self, moment: StepPosition) -> None:
-        """Measure how far the update since `begin` has moved the parameters; does nothing without `begin`."""
+        """Measure how far the update since `begin` has moved the parameters. Do nothing without `begin`."""
         if self._many is not None and self._at != (at := [one.data_ptr() for one in self._tensors]):
             self._at = at
             if self._tensors and addresses(self._values, self._tensors, are_on_host=True) is None:
@@ -639,7 +639,7 @@ class Updates:
         self._tensors = []
 
     def _sample(self, moment: StepPosition | None = None) -> None:
-        """Take a sample of the parameters; with a `moment`, give the probe the differences from the last sample."""
+        """Sample the parameters. If a `moment` is given, give the probe the differences from the last sample."""
         tensors, before, kernels = self._tensors, self._before, self._probe.kernels
         if self._many is not None and kernels is not None:
             if not isinstance(before, np.ndarray):
@@ -658,7 +658,7 @@ class Updates:
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a device parameter's sampled elements, in float64 if the parameter is, else in float32."""
+    """Return a copy of a device parameter's sampled elements. It is float64 for a float64 parameter, else float32."""
     numel = tensor.numel()
     if numel > SAMPLED and tensor.is_contiguous():
         tensor = tensor.as_strided((SAMPLED // _LINE, _LINE), ((numel - _LINE) // (SAMPLED // _LINE - 1), 1))
@@ -676,7 +676,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return each element of an expanded tensor once, and the number of repeats; complex elements as pairs of reals."""
+    """Return each element of an expanded tensor once, and the number of repeats. Complex elements become two reals."""
     times = 1
     # `dtype.is_complex` keeps the interpreter's lock, and `tensor.is_complex()` may hand the lock to the writer thread.
     is_complex = tensor.dtype.is_complex

@@ -1,8 +1,8 @@
-"""Values that the program names: the scalars of a step, among them the loss, and tensors given to `recorder.tap`.
+"""Records values that the program names: the scalars of a step, such as the loss, and tensors given to `recorder.tap`.
 
-A scalar comes from the program or an optimizer, or it is the loss at which a backward begins. A scalar is never synced:
-a tensor of one element is copied as any other value is. This module records `recorder.tap` in eager code;
-`recorder/capture/hooks/graph_rows.py` records the values that taps in a graph pass on.
+A scalar comes from the program or an optimizer, or it is the loss at which a backward begins. No device is synced for a
+scalar: a tensor of one element is copied as any other value is. This module records `recorder.tap` in eager code;
+`recorder/capture/hooks/graph_rows.py` records the taps in a compiled graph.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ENGINE = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling
 
 LOSS = "loss"
-"""The name of the scalar for the loss; the recorder finds the loss if the program gives no scalar of this name."""
+"""The name of the loss as a scalar. The recorder finds the loss if the program gives no scalar of this name."""
 _MAX_LOSSES = 64
 """The most losses of one step that are kept until the step ends."""
 _MAX_NAME_LENGTH = 1_024
-"""The most letters of a scalar's name. A reader takes a batch with a longer name for damaged."""
+"""The most letters of a scalar's name. A reader rejects a batch with a longer name as damaged."""
 _FOUND = '{"found":"backward"}'
 
 
 class Scalars:
-    """The scalars of a recording. Training threads call the methods."""
+    """Records the scalars, such as the loss and learning rates. Called on training threads."""
 
     def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
         self.capture = capture
@@ -49,14 +49,14 @@ class Scalars:
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """The step, keep bits and value of each found loss, which waits, because the program may give a loss itself."""
+        """The found losses, as step, keep bits and value. They wait, because the program may give a loss itself."""
         self._is_loss_given = False
         self._waits_for_loss = True
         """True until a step ends in which a loss was found and the program gave no loss. After that step each loss is
         recorded as it is found, so that a process that ends suddenly leaves the loss of its last step."""
 
     def step_changes(self, step: int) -> None:
-        """Record waiting losses before the step changes, while the masks of the old step are still in force."""
+        """Record the waiting losses before the step changes, while the rules of the old step are still in force."""
         if self._losses and self._losses[0][0] != step:
             self._waits_for_loss = False
             self.record_losses(until=step)
@@ -80,11 +80,11 @@ class Scalars:
             self._record(name, value, keep, self.capture.clock.step, root_name)
 
     def wants(self, name: str) -> bool:
-        """Whether a rule asks for a scalar on this rank, at some step."""
+        """Whether a rule asks for a scalar on this rank at some step."""
         return self.capture.selection.rule_set_of_name("scalar", name) != NOTHING
 
     def add_loss(self, value: torch.Tensor) -> None:
-        """Take a tensor of one element at which a backward begins; it is the loss unless the program gives a loss."""
+        """Take a one-element tensor at which a backward begins. It is the loss unless the program gives a loss."""
         if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
         if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel launched now would join the graph
@@ -102,7 +102,7 @@ class Scalars:
             self.record_losses()
 
     def record_losses(self, until: int | None = None) -> None:
-        """Record the losses that were found, except the losses of the step `until`."""
+        """Record the losses that were found. The losses of the step `until` are left."""
         while self._losses and self._losses[0][0] != until:
             step, keep, value = self._losses.popleft()
             try:
@@ -131,7 +131,7 @@ class Scalars:
 
 
 class TapsByHand:
-    """The values that the program passes to `recorder.tap`. Training threads call the methods."""
+    """Records the values that the program passes to `recorder.tap`. Called on training threads."""
 
     def __init__(self, capture: CaptureForHooks, roots: Sequence[Root], objectives: SharedTensors) -> None:
         self._capture = capture
@@ -139,7 +139,7 @@ class TapsByHand:
         self._objectives = objectives
 
     def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Record a tensor under a name, and the tensor's gradient, when it arrives, in a row of phase ``backward``."""
+        """Record a tensor under a name. Its gradient is recorded in a row of phase ``backward`` when it arrives."""
         capture = self._capture
         root, path = self._locate(module)
         rule_set = capture.selection.rule_set_of_name("tap", name)
@@ -187,7 +187,7 @@ class LossFinder:
         self._scalars = scalars
         self._capture = scalars.capture
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        """The losses that `GradScaler` scaled last: each scaled result, and the unscaled loss without its graph."""
+        """For each loss that `GradScaler` scaled last: the scaled result, and the unscaled loss without its graph."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """The wrapped attributes: owner, name, the original function, and our wrapper."""
         self.look_at_rules()
@@ -281,7 +281,7 @@ class LossFinder:
 
 
 def _leave_own_frame_out(error: BaseException) -> None:
-    """Remove the frame of a wrapper from the traceback of an error; a bare `raise` does not put it back."""
+    """Remove a wrapper's frame from the traceback of an error. A bare `raise` does not add the frame again."""
     trace = error.__traceback__
     error.__traceback__ = None if trace is None else trace.tb_next
 
