@@ -1,1 +1,1 @@
-"""The only entry to recorded data: finds, opens and watches a run. It has what all commands share that read a run."""
+"""The only entry to recorded data: finds, opens and watches runs. Commands that read a run share this code."""

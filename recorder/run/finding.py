@@ -1,9 +1,9 @@
-"""Finds the run that a user means: by a path, a folder, a name or the beginning of a name, `latest` or ``@-2``.
+"""Finds the run that a user means by a path, a folder, a name or its beginning, `latest` or ``@-2``.
 
-In an object store, a folder of runs may have a fleet index: one small document for each node, beside the runs, so that
-a thousand runs are listed at once. The index only repeats facts: a run that no document mentions can be opened all the
-same, and an open run uses nothing from the index. The documents are untrusted. This module must never write, and never
-use a name in a manifest as a path.
+A folder of runs in an object store may have a fleet index, so that a thousand runs are listed at once: one small
+document for each node, beside the runs. The index only repeats facts. A run that no document mentions can still be
+opened, and an open run uses nothing from the index. The documents are untrusted. This module must never write, and
+never use a name in a manifest as a path.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
 _MAX_LISTED = 8
 _MAX_PRUNED = 20
 _MAX_LOOKED = 100
-"""The most subdirectories that are searched for runs if a folder has no run of its own."""
+"""The most subdirectories that are searched for runs, if a folder itself has none."""
 _MAX_DEPTH = 5
-"""The most parent folders of a missing run that are searched for a note that the run was pruned."""
+"""The most parent folders that are searched for a note that a missing run was pruned."""
 _logger = logging.getLogger("recorder")
 
 
 class ListedRun(NamedTuple):
-    """A run as its folder and its manifest describe it; its rows are not read."""
+    """A run as its folder and its manifest describe it. No rows are read."""
 
     location: Location
     name: str
     run_id: str
-    """The id of the run; empty for a merged run, whose manifest has the id of the run before the merge."""
+    """The id of the run. Empty for a merged run, whose manifest has the id of the run that was merged."""
     created_ns: int
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names by which a user may ask for the run."""
+        """All texts by which a user may name the run."""
         return self.name, self.location.name, self.run_id
 
 
 def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Location, RunManifest]:
-    """Return the directory and the manifest of the run that `open_run` would open, and raise the same errors."""
+    """Return the directory and the manifest of the run that `open_run` would open. Raises the same errors."""
     location = _meant(default_folder() if path is None else path)
     raw = store_of(location).read_json(location / RUN_MANIFEST)
     check_version(raw, str(location / RUN_MANIFEST))
@@ -65,7 +65,7 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
 
 
 def shortest_text_of(location: Location, name: str) -> str:
-    """Return the shortest text that a user may type here for a run, unquoted: its name, FOLDER/NAME, or its path."""
+    """Return the shortest text that names a run here: its name, FOLDER/NAME, or its path. It is not quoted."""
 
     def refuse(*words: object) -> None:
         raise LookupFailedError("several runs have the name, of which the newest would be taken")
@@ -78,11 +78,11 @@ def shortest_text_of(location: Location, name: str) -> str:
 
 
 def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | None:
-    """Return the folder of runs that `path` names; None if `path` names something else, such as a run.
+    """Return the folder of runs that `path` names. Return None if `path` names something else, such as a run.
 
-    `path` is the user's text; None means `default_folder()`. With `may_be_empty`, a folder without runs is returned,
-    too, and so is a missing folder that is `default_folder()`, or that is in an object store below a folder without
-    runs (a store has no empty folders). The result for any other missing path is None: it may be the name of a run.
+    `path` is the user's text; None means `default_folder()`. With `may_be_empty`, a folder without runs is returned
+    too. A missing folder may also be returned then: `default_folder()`, or a folder in an object store whose parent has
+    no runs (a store has no empty folders). The result for any other missing path is None: it may be the name of a run.
     """
     location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
     store = store_of(location)
@@ -105,15 +105,15 @@ def _may_come(location: Location) -> bool:
 
 
 def default_folder() -> str:
-    """Return the folder where this environment records: ``RECORDER_DIR``, the settings file, or ``recordings``.
+    """Return the folder where this environment records.
 
-    Raises ConfigError if a setting is wrong.
+    It comes from ``RECORDER_DIR`` or the settings file, or is ``recordings``. Raises ConfigError if a setting is wrong.
     """
     return load_settings().settings.dir
 
 
 def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRun]:
-    """Return the runs in a folder, the newest last, leaving out directories whose name is in `without`.
+    """Return the runs in a folder, the newest last. Directories whose name is in `without` are left out.
 
     Raises NotARunError if the folder cannot be listed.
     """
@@ -124,12 +124,12 @@ def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRu
 
 
 def has_manifest(path: Location) -> bool:
-    """Return whether a directory has the manifest of a run, sound or damaged."""
+    """Return whether a directory has the manifest of a run. The manifest may be damaged."""
     return store_of(path).is_file(path / RUN_MANIFEST)
 
 
 def first_modules(run: Path) -> list[str]:
-    """Return the module paths of the first manifest that has any: nearly all modules, found without opening the run."""
+    """Return the module paths in the first manifest that has any. The run is not opened; a few may be missing."""
     for path in sorted(run.glob(f"*/*/{WRITER_MANIFEST}")):
         roots = WriterManifest.read(read_json(path)).roots
         if paths := [module.path for root in roots for module in root.modules]:
@@ -138,12 +138,12 @@ def first_modules(run: Path) -> list[str]:
 
 
 def is_shipped(run: Location) -> bool:
-    """Return whether a run lies where daemons upload runs to, not where it was recorded."""
+    """Return whether a run lies in a place to which daemons upload runs, and not where it was recorded."""
     return not isinstance(run, Path) or any(store_of(one).is_directory(one / FLEET) for one in run.parents[:2])
 
 
 def find_run_around(folder: Path) -> Path | None:
-    """Return the innermost run that `folder` is or lies in, after following links; None if there is no such run."""
+    """Return the innermost run that `folder` is or lies in. Links are followed. Return None if there is no such run."""
     real = Path(os.path.realpath(folder))
     return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
@@ -225,7 +225,7 @@ def _default_folders() -> list[Location]:
 
 
 def is_same_folder(folder: Location, other: Location) -> bool:
-    """Return whether two locations are one directory, which may be spelled, linked or mounted in two ways."""
+    """Return whether two locations are one directory, even if it is written, linked or mounted in two ways."""
     if os.path.realpath(str(folder)) == os.path.realpath(str(other)):
         return True
     with suppress(OSError):
@@ -275,7 +275,7 @@ def _raise_no_run(folder: Location) -> NoReturn:
 
 
 def command_of_merge(folder: Location) -> str | None:
-    """Return the command that continues the unfinished merge in a directory; None if there is no such merge."""
+    """Return the command that continues an unfinished merge in a directory. Return None if there is no such merge."""
     store = store_of(folder)
     if not store.is_file(folder / MERGE_MANIFEST):
         return None
@@ -292,7 +292,7 @@ def command_of_merge(folder: Location) -> str | None:
 
 
 def _look_at(location: Location) -> ListedRun | None:
-    """Return the run in a directory, or None. If the run's manifest is damaged, the run has the directory's name."""
+    """Return the run in a directory, or None. A run with a damaged manifest gets the name of the directory."""
     if not has_manifest(location):
         return None
     manifest = RunManifest()
@@ -314,18 +314,18 @@ _MAX_BYTES = 16 << 20
 _MAX_TEXT = 300
 _STATES = ("unclosed", "silent", "recording", "closed", "empty")
 _QUIET_S = 300.0
-"""The age in seconds of a node's document from which on the node is assumed to have stopped recording."""
+"""The age in seconds from which on a node's document means that the node has stopped recording."""
 
 
 def is_fleet(folder: Location) -> bool:
-    """Return whether a folder is in an object store and has a fleet index. This needs one listing, which is cached."""
+    """Return whether a folder is in an object store and has a fleet index. The listing that this needs is cached."""
     if not isinstance(folder, ObjectPath):
         return False
     return FLEET in store_of(folder).list_directory(folder, directories=True)
 
 
 def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
-    """Return the summaries of the runs in a folder of an object store, by path; empty if the folder has no index.
+    """Return the fleet index's summaries of the runs in a folder, by path. Return none if the folder has no index.
 
     If several nodes have parts of one run, their summaries of this run are added up.
     """
@@ -353,7 +353,7 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
 
 
 def pruned_runs(folder: Location) -> list[str]:
-    """Return the paths of the runs that were pruned from a folder that daemons ship to."""
+    """Return the paths of the runs that `recorder daemon prune` has removed from a folder that daemons ship to."""
     store = store_of(folder)
     found: list[str] = []
     below = [""] if store.is_directory(folder / PRUNED) else []
@@ -366,7 +366,7 @@ def pruned_runs(folder: Location) -> list[str]:
 
 
 def pruned_note(folder: Location, pruned: Sequence[str]) -> str:
-    """Return a sentence which says that no run is left in a folder, and which runs were pruned from it."""
+    """Return a sentence that a folder has no run left, with the runs that were pruned from it."""
     were = "run was" if len(pruned) == 1 else "runs were"
     return f"{folder}: no run is left here; {len(pruned):,} {were} pruned: {listed(pruned, _MAX_PRUNED)}"
 

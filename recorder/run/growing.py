@@ -1,4 +1,4 @@
-"""Follows a run while it is written, and returns each of its batches once, in the order of steps.
+"""Follows a run while it is written. Each batch of rows is returned once, in the order of steps.
 
 The cost of a look at the run grows with the new data and the number of ranks, but not with the size of the run. Batches
 that are no longer needed are forgotten. This module must never write, and never trust an earlier listing.
@@ -24,9 +24,9 @@ from ..storage.untrusted_files import FileFacts
 from .status import ENDED, RankNow, RunWatch
 
 _MAX_BATCHES = 64
-"""The most new batches that are read from a shard at a time."""
+"""The most new batches that are found in an open shard at a time."""
 _DERIVED = ("balance", "retired_shards", "state", "_last_words", "last_step")
-"""The cached properties of a writer that its copies with only some of the rows must compute anew."""
+"""The cached properties that must be computed anew for a copy of a writer that has only some of the rows."""
 NEVER = 1 << 62
 """A step number that is larger than all others."""
 
@@ -40,19 +40,19 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _ShardsOfKind:
-    """The shards of one kind of one writer, and how far they were read. Their rows are in the order of steps."""
+    """One writer's shards of one kind, and how far they were read. Their rows are in the order of steps."""
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)
-    """For each shard number: True if the shard was open at the last listing."""
+    """By shard number: True if the shard was open (not sealed) at the last listing."""
     next_shard: int = 0
     shard: ShardRows | None = None
     waiting: list[int] = field(default_factory=list)
-    """The numbers of the batches of `shard` that were found but are not among the writer's pending batches yet."""
+    """The numbers of the batches of `shard` that were found, but not yet added to the writer's `pending` batches."""
     size_bytes: int = -1
     """The size in bytes of the open shard when it was last read."""
     reached: int = -1
-    """The largest step in the batches that were added to the writer's pending batches; -1 before the first."""
+    """The largest step in the batches that were added to the writer's `pending` batches; -1 before the first."""
     is_read: bool = False
     """True if there is nothing more to read, as far as is known."""
 
@@ -62,12 +62,12 @@ class _Followed:
         self.directory, self.rank = directory, rank
         self.writer = writer
         self.manifest_seen = seen
-        """The size and the time stamp of the manifest's file when it was read; None if there was no manifest yet."""
+        """The size and the time stamp of the manifest's file when it was last read; None if there was no manifest."""
         self.lanes: dict[str, _ShardsOfKind] = {}
         self.pending: list[_Batch] = []
         self.is_at_work = True
         self.probe: tuple[int, int] | None = None
-        """The number and the size in bytes of the writer's newest shard of the probe; None if it has none."""
+        """The number and size in bytes of the newest shard of the probe (one number of each value at every step)."""
 
     @property
     def reached(self) -> int:
@@ -75,7 +75,7 @@ class _Followed:
 
 
 class GrowingRun:
-    """A run that may still grow. `look` lists its files, `advance` finds more batches, `writers` returns their rows."""
+    """A run that may grow. `look` lists its files, `advance` finds more batches, and `writers` returns the batches."""
 
     def __init__(self, location: Location, manifest: RunManifest) -> None:
         self.location, self.manifest = location, manifest
@@ -86,12 +86,12 @@ class GrowingRun:
         self._shared = Shared()
         self.num_rows = 0
         self.has_again = False
-        """True if a restarted rank recorded steps before `done_before` again: their drawing must begin anew."""
+        """True if a restarted rank recorded steps before `done_before` again. The drawing must then begin anew."""
         self.done_before = 0
-        """The first step whose rows are still needed. Rows of earlier steps were forgotten."""
+        """The first step whose rows are still needed. Rows of earlier steps are forgotten."""
 
     def look(self) -> bool:
-        """List the run; return whether there is more to read or the state of a rank has changed.
+        """List the run. Return whether there is more to read, or whether the state of a rank has changed.
 
         Raises NotARunError if the run is gone, or the directory holds another run.
         """
@@ -159,7 +159,7 @@ class GrowingRun:
             return True
 
     def advance(self, max_rows: int) -> bool:
-        """Find about `max_rows` more rows, of the ranks that are furthest behind first; return False if all is read."""
+        """Find about `max_rows` more rows, first of ranks that are furthest behind. Return False if all is read."""
         stop = self.num_rows + max_rows
         lanes = list(self._unread())
         behind = [(lane.reached, index) for index, (_, lane) in enumerate(lanes)]
@@ -223,34 +223,34 @@ class GrowingRun:
 
     @property
     def probe(self) -> list[tuple[int, int] | None]:
-        """The number and size of each writer's newest shard of the probe; a change means that there is more to read."""
+        """The number and size of each writer's newest shard of the probe. A change means that there is more to read."""
         return [one.probe for one in self._followed.values()]
 
     @property
     def horizon(self) -> int:
-        """The first step that may still get rows. As far as the files show, all earlier steps are complete."""
+        """The first step that may still get rows. All earlier steps are complete, as far as the files show."""
         steps = [lane.reached for _, lane in self._unread()]
         steps += [one.reached for one in self._followed.values() if one.is_at_work and one.lanes]
         return min(steps, default=NEVER)
 
     @property
     def is_over(self) -> bool:
-        """True if no rank is recording any more."""
+        """True if a rank has begun, and no rank is recording any more."""
         return bool(self._followed) and not any(rank.num_alive for rank in self.ranks)
 
     @property
     def first_pending(self) -> int:
-        """The first step of the rows that were found and are still needed; `NEVER` if there are none."""
+        """The first step of the rows that were found and are still needed. `NEVER` if there are none."""
         return min((max(one.steps[0], self.done_before) for one in self._pending), default=NEVER)
 
     @property
     def end_pending(self) -> int:
-        """The step after the last step of the rows that were found and are still needed; 0 if there are none."""
+        """The step after the last step of the rows that were found and are still needed. 0 if there are none."""
         return max((one.steps[1] for one in self._pending), default=0)
 
     @property
     def num_pending(self) -> int:
-        """The number of rows in the batches that are not forgotten yet, with rows of steps before `done_before`."""
+        """The number of rows in the batches that are still needed. Some rows may be of steps before `done_before`."""
         return sum(one.num_rows for one in self._pending)
 
     @property
@@ -262,7 +262,7 @@ class GrowingRun:
         return sum(one.num_rows for one in self._pending if one.steps[0] < steps[1] and steps[0] < one.steps[1])
 
     def writers(self, steps: Steps) -> tuple[RecordedWriter, ...]:
-        """Return copies of the writers that have only the batches which may hold rows of some steps."""
+        """Return copies of the writers, with only those batches that may hold rows of the given steps."""
         writers = []
         for followed in self._followed.values():
             numbers: dict[int, tuple[ShardRows, list[int]]] = {}

@@ -1,4 +1,4 @@
-"""Answers `recorder ls` and `recorder top`: the runs of a folder, the writers of a run, and its ranks while it records.
+"""Makes the replies of `recorder ls` (the runs of a folder, the writers of a run) and `recorder top` (the ranks).
 
 `top` opens no shard, so that thousands of ranks cost little.
 """
@@ -173,7 +173,7 @@ def _lost_rows(summary: dict[str, Any]) -> str:
 
 
 def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one entry for each rank of a merged run, because a merge makes a writer for each unit of work."""
+    """Return one entry for each rank of a merged run. A merge makes many writers, one for each unit of work."""
     entries: dict[int | None, dict[str, Any]] = {}
     for writer in writers:
         empty = {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0}
@@ -201,7 +201,7 @@ def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
 
 _REFRESH_S = 1.0
 _OVER_AFTER_S = 15.0
-"""A run is over this many seconds after the end of all ranks: before that, a launcher may be about to restart them."""
+"""A run counts as over this many seconds after all ranks have ended. Earlier, a launcher may still restart them."""
 _BAR = 10
 _BADNESS = {"killed": 0, "failed": 1, "silent": 2, "starting": 4, "recording": 4, "closed": 5}
 _DROPPING = 3
@@ -210,7 +210,7 @@ _TITLES = ("rank", "state", "step", "steps/s", "MB/s", "pool", "waited", "droppe
 
 
 def top_reply(path: str | None, *, once: bool) -> Reply:
-    """Return the reply of `recorder top`, which a terminal shows until the run is over, except with `once`."""
+    """Return the reply of `recorder top`. A terminal shows it until the run is over, except with `once`."""
     location, manifest = find_run(path)
     top = RanksTop(location, manifest.name or location.name, manifest.world_size or 0)
     return Reply(
@@ -237,7 +237,7 @@ class RanksTop:
     def tables(
         self, max_rows: Callable[[], int] = lambda: sys.maxsize, sleep: Callable[[float], None] = time.sleep
     ) -> Iterator[Table]:
-        """Yield a table of the ranks now, and a new one each second until the run is over."""
+        """Yield a table of the ranks now, and then one each second until the run is over."""
         self.ranks = self._watch.look()
         until_s = time.monotonic() if _is_over(self.ranks) else None  # a run that is already over is shown once
         while True:
@@ -257,7 +257,7 @@ def _is_over(ranks: Sequence[RankNow]) -> bool:
 
 
 def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
-    """Return a table of all ranks in order, or of the worst and the slowest ranks and a line for the other ranks."""
+    """Return a table of all ranks in order, or if they are too many, of the worst and slowest ranks and a summary."""
     shown, rest = ranks, []
     if len(ranks) > max_rows:
         by_trouble = sorted(ranks, key=_trouble)

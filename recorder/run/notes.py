@@ -1,4 +1,4 @@
-"""Sentences that subcommands print about a run: on missing ranks, jitter, dumps, and commands sent to the run."""
+"""Sentences about a run that subcommands print: on missing ranks, jitter, dumps, and commands sent to the run."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from .status import CHANGED, UNCHANGED, Proof, RankNow
 
 
 def jitter_note(run: Run) -> str:
-    """Return the note that `jitter` changed a training's inputs on purpose, or that it was set and changed nothing."""
+    """Return a note that the setting `jitter` changed a run's inputs on purpose, or that it changed nothing."""
     if run.jitter_moved == ():
         return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
     return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
 
 
 def proof_state(proof: Proof) -> str:
-    """Return the state that begins the line with the verdict of `recorder prove`."""
+    """Return the word that begins the line about a verdict of `recorder prove`, such as ``ok``."""
     return {UNCHANGED: "ok", CHANGED: "missing"}.get(proof.verdict, "note")
 
 
 def sent_note(run: Run) -> str | None:
-    """Return the note that commands were sent to a run while it was recorded; None if only dumps were sent."""
+    """Return a note that commands were sent to a run while it was recorded. Return None if none but dumps were sent."""
     if not (num_sent := run.commands.num_beside_dumps):
         return None
     numbers = counted(num_sent, "command")
@@ -54,7 +54,7 @@ def sent_note(run: Run) -> str | None:
 
 
 def dump_note(dump: RunDump) -> str:
-    """Return a sentence about one dump of the ring: its steps, its ranks, its size and its reason."""
+    """Return a sentence about one dump of the ring (rows kept in memory until asked for)."""
     steps = f"steps {dump.first_step} to {dump.last_step}"
     ranks = f", rank{'s' * (len(dump.ranks) > 1)} {span(list(dump.ranks))}" if dump.ranks else ""
     missed = f"; rank{'s' * (len(dump.missed) > 1)} {span(list(dump.missed))} too late" if dump.missed else ""
@@ -63,23 +63,23 @@ def dump_note(dump: RunDump) -> str:
 
 
 def dump_members(dump: RunDump) -> dict[str, object]:
-    """Return a dump of the ring as the members of a JSON object."""
+    """Return a dump of the ring (rows kept in memory until asked for) as the members of a JSON object."""
     named = {name: getattr(dump, name) for name in ("first_step", "last_step", "reason", "by", "time_ns", "ranks")}
     return {**named, "missed_ranks": dump.missed, "rows": dump.num_rows, "bytes": dump.num_bytes}
 
 
 def state_word(kind: str, state: str) -> str:
-    """Return the state of a command at a rank as it is shown: "done" if it ended, except for rules and pauses."""
+    """Return the word for a command's state at a rank. An ended command is "done", except for rules and pauses."""
     return "done" if state == ENDED and kind not in (SET, PAUSE) else state
 
 
 def steps_phrase(since: int, until: int | None) -> str:
-    """Return a phrase with the first and, if there is one, the last step at which a rank obeys a command."""
+    """Return a phrase with the first step at which a rank obeys a command, and the last step if there is one."""
     return f"from step {since} on" if until is None else f"from step {since} to {until}"
 
 
 def describe(command: Command) -> str:
-    """Return a command as words: its kind, its steps, its rules and its reason."""
+    """Describe a command in words: its kind, steps, rules and reason."""
     steps = f"from step {command.from_step} on"
     if command.to_step is not None:
         steps = f"at steps {command.from_step} to {command.to_step}"
@@ -101,15 +101,15 @@ class SentCommand(NamedTuple):
 
     command: Command
     lines: Sequence[str]
-    """The answers of the ranks as texts; all ranks with the same answer share one text."""
+    """The answers of the ranks in words. All ranks with the same answer share one text."""
     is_done: bool
-    """True if every rank of the run carried out the command, from the command's first step on."""
+    """True if every rank of the run carried out the command, beginning at the command's first step."""
 
 
 def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[SentCommand]:
-    """Yield the commands that a run was sent, by number; `with_dumps` adds dumps, which are known by their rows.
+    """Yield the commands that were sent to a run, by number. Dumps are left out, except with `with_dumps`.
 
-    `shown` are the present states of the ranks, whose answers are newer than the manifests while a run is recorded.
+    `shown` are the present states of the ranks. Their answers are newer than the manifests while a run is recorded.
     """
     newest = {writer.rank: writer.manifest for writer in run.writers if writer.manifest.members}
     for command in run.commands.sound:
@@ -140,7 +140,7 @@ def _is_done(command: Command, answer: Answer) -> bool:
 
 
 def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) -> list[dict[str, Any]]:
-    """Return the answer of each rank to a command as members of JSON objects; `shown` is as for `sent_commands`."""
+    """Return each rank's answer to a command as the members of a JSON object. `shown` is as for `sent_commands`."""
     ahead = {now.rank: answer for now in shown for answer in now.status.commands if answer.id == command.id}
     said = [
         (writer.rank, answer)
@@ -173,7 +173,7 @@ def _outcomes(command: Command, answers: dict[int, Answer], *, is_over: bool) ->
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """Return for each row of a global tensor the ranks that it lacks, as JSON; an empty text for every other row."""
+    """Return the missing ranks of each global tensor's row, as JSON. Other rows get an empty text."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
     missing[table.column("rank").is_valid().to_numpy()] = ""
@@ -181,7 +181,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Return the table without statistics in rows that lack ranks: they would be statistics of the other ranks only."""
+    """Return the table without the statistics of rows that lack ranks. They would cover the other ranks only."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -199,18 +199,18 @@ def _missing(note: str) -> str:
 
 @lru_cache(maxsize=4096)
 def differing_ranks(note: str | None) -> tuple[int, ...]:
-    """Return the ranks whose replica differs from the first replica, by a row's note; empty if the replicas agree."""
+    """Return the ranks whose replica differs from the first one, as a row's note says. Empty if all agree."""
     ranks = note_members(note).get("replicas_differ")
     return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
 
 
 class MissingRanks:
-    """Counts values that lack ranks, over several tables of rows."""
+    """Counts the values that lack the rows of some ranks, over several tables."""
 
     def __init__(self) -> None:
         self._num_values = 0
         self._found: dict[str, tuple[int, int, int]] = {}
-        """For each set of missing ranks, as JSON: the number of values, their first step and their last step."""
+        """For each set of missing ranks (as JSON): the number of values without them, their first and last step."""
 
     def add(self, table: Any) -> None:
         """Count the values of a table, which must have the columns `rank`, `step` and `note`."""
@@ -231,7 +231,7 @@ class MissingRanks:
         return bool(self._found)
 
     def notes(self, *, is_taken: bool) -> list[str]:
-        """Return a note for each set of missing ranks. `is_taken` says whether values that lack ranks are used."""
+        """Return a note for each set of missing ranks. `is_taken` says whether the values that lack ranks are used."""
         end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
         return [
             f"partial: {num_values} of {self._num_values} values lack {named('rank', json.loads(ranks))}, "
@@ -241,19 +241,19 @@ class MissingRanks:
 
 
 KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
-"""For two columns: the values that this version of the format knows. A later version may have further values."""
+"""The values of two columns that this version of the format knows. A later version may have more."""
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
-"""The most rows that `layout_problems` loads, because a million rows take seconds."""
+"""The most rows that `layout_problems` loads. A million rows take seconds."""
 
 
 _MAX_WORLD_SIZE = 1 << 20
-"""The largest world size for which absent ranks are listed, because a damaged manifest may say any number."""
+"""The largest world size for which absent ranks are listed. A damaged manifest may state any world size."""
 
 
 def absent_ranks(run: Run) -> list[int]:
-    """Return the ranks of a run that have no writer here; empty for a merged run, which need not name its ranks."""
+    """Return the ranks of a run that have no writer here. Empty for a merged run, which need not name its ranks."""
     if run.is_merged or not run.ranks or not 0 < (run.world_size or 0) <= _MAX_WORLD_SIZE:
         return []
     present = {*run.ranks}
@@ -261,7 +261,7 @@ def absent_ranks(run: Run) -> list[int]:
 
 
 def absence(run: Run) -> str:
-    """Return a clause that lists the ranks of a run without a writer here; empty if there are none."""
+    """Return a clause that lists the ranks of a run that have no writer here. Empty if there are none."""
     if not (absent := absent_ranks(run)):
         return ""
     ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
@@ -269,18 +269,18 @@ def absence(run: Run) -> str:
 
 
 def damages(run: Run) -> list[str]:
-    """Return a sentence for each damage, and for each writer that has rows and no manifest."""
+    """Return a sentence for each damage of a run, and for each writer that has rows but no manifest."""
     return [*run.problems, *filter(None, (writer.manifest_lost for writer in run.writers))]
 
 
 def damage(run: Run) -> str:
-    """Return the first damage of a run, and the number of further damages, as one line; empty if there is no damage."""
+    """Return one line on a run's damage: the first damage and the number of others. Empty if there is no damage."""
     first, *others = damages(run) or [""]
     return f"{first}; and {len(others)} more, which recorder verify names" if others else first
 
 
 def left_out(run: Run) -> str:
-    """Return a sentence on rows and ranks that are missing from the run, so that no command uses them; may be empty."""
+    """Return a sentence on the rows and ranks that are missing from the run. Empty if nothing is missing."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
     around = [step for writer in run.writers for step in writer.steps_around_retired]
@@ -296,14 +296,14 @@ def left_out(run: Run) -> str:
 
 
 class Problems:
-    """The contradictions between ranks in the selected values, collected over ranges of steps."""
+    """Collects contradictions between ranks, in the selected values, over ranges of steps."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = Selection(module=selection.module, site=selection.site, name=selection.name)
         self._found: dict[str, None] = {}
 
     def add(self, findings: Sequence[RowFinding]) -> None:
-        """Add the contradictions among the global view's findings at some steps."""
+        """Add those findings of the global view that are contradictions between ranks."""
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
         texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
@@ -318,16 +318,16 @@ class Problems:
         return bool(self._found)
 
     def texts(self) -> list[str]:
-        """Return the texts of the first contradictions, then a text with the number of further contradictions."""
+        """Return the first contradictions as texts. If there are more, the last text says how many."""
         more = len(self._found) - _MAX_NAMED
         return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
 
 
 def layout_problems(run: Run) -> list[str] | None:
-    """Return the contradictions at the steps from which layouts are inferred; None if these steps have too many rows.
+    """Return the contradictions between ranks at the steps from which layouts are inferred.
 
-    A contradiction at some steps usually exists at all steps. The list is empty for a merged run, because the merge has
-    reported its contradictions.
+    A contradiction at some steps usually exists at all steps. Return None if these steps have too many rows to load.
+    The list is empty for a merged run, because the merge has reported its contradictions.
     """
     if run.is_merged:
         return []
@@ -347,25 +347,25 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Replace a function that reads payloads, so that none is read; the result None means that nothing is known."""
+    """Replaces a function that reads payloads, so that none is read. None means that the result is unknown."""
 
 
 class Unsealed(NamedTuple):
-    """The number of rows in open shards of writers that have stopped, and the number of open shards with rows."""
+    """The rows in open shards of writers that have stopped, and the open shards that have rows, as counts."""
 
     num_rows: int
     num_files: int
 
 
 def unsealed(run: RecordedRun) -> Unsealed:
-    """Count the rows in open shards. The counts are 0 for a merged run, which has no writer to repair."""
+    """Count the rows in open shards of writers that have stopped. A merged run has 0, as nothing can be repaired."""
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.all_shards if not shard.is_sealed]
     return Unsealed(sum(rows), sum(number > 0 for number in rows))
 
 
 def unsealed_note(run: RecordedRun) -> str:
-    """Return a sentence about rows in open shards and what to do about them; empty if there are no such rows."""
+    """Return a sentence on rows in open shards and how to seal them. Empty if there are no such rows."""
     num_rows, num_files = unsealed(run)
     if not num_rows:
         return ""
@@ -384,16 +384,16 @@ _MAX_STRAYS = 20
 
 
 def strays(run: Run) -> Iterator[str]:
-    """Yield a sentence for each file whose name ends with ``.arrow`` although it is none of the run's shards.
+    """Yield a sentence for each file whose name ends with ``.arrow``, but which is none of the run's shards.
 
-    A reader that finds files by ``*.arrow`` takes such a file for rows of the run. A later version of the format may
+    A reader that finds files by ``*.arrow`` would take the file for rows of the run. A later version of the format may
     have further files, whose names begin with ``_``.
     """
     store = store_of(run.path)
     is_later = run.version > FORMAT_VERSION
     folders = {writer.directory for writer in run.writers}
     irregular: dict[str, None] = {}
-    """The links, pipes and devices in a folder. A store calls `is_part` for these files only."""
+    """The links, pipes and devices in a folder. A store calls `is_part` only for these."""
     known = {run.path, *(one.parent for one in folders), *folders}
     for folder in sorted(known, key=str):
 

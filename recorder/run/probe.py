@@ -1,4 +1,4 @@
-"""Reads rows that hold several steps or calls: the probe (one number of a value at each step), and ``keep=tokens``."""
+"""Reads rows of several steps (``keep=probe``: one number of each value at every step) or calls (``keep=tokens``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..read.writers import RecordedWriter
 from ..sites import PROBE, TOKENS
 
 MOST_PROBED = 50_000_000
-"""The largest number of probed numbers that a command reads."""
+"""The most numbers of the probe that a command reads."""
 _OF_ROW = ("attempt", "rank", "root", "module_path", "phase", "mode", "scope")
 _OF_NOTE = ("dtype", "global_numel")
 _COUNTS = ("nan_count", "inf_count", "numel")
@@ -33,22 +33,22 @@ PROBE_SCHEMA = pa.schema(
         *((name, pa.int64()) for name in (*_COUNTS, "global_numel")),
     ]
 )
-"""The columns of the probe's table. `l2`, `nan_count`, `inf_count` and `numel` cover all calls of a step, and `l2` only
-the finite elements. `global_numel` is the number of elements of the tensor of which the value is a chunk, or null."""
+"""The columns of the probe's table. `l2` and the counts cover all calls of a step; `l2` covers only finite elements.
+`global_numel` is the number of elements of the global tensor if the value is a chunk of it, or null."""
 
 
 def read_probe(writers: Iterable[RecordedWriter]) -> Any:
-    """Return the probe of some writers as a `pa.Table`, ordered by writer, block of steps, value and step.
+    """Return what ``keep=probe`` recorded as a `pa.Table`, ordered by writer, block of steps, value and step.
 
-    CorruptError is raised if a payload is damaged, or is no block of the probe.
+    Raises CorruptError if a payload is damaged, or is no block of the probe.
     """
     return pa.concat_tables([PROBE_SCHEMA.empty_table(), *probe_tables(writers)]).unify_dictionaries()
 
 
 def probe_tables(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
-    """Yield the probe of some writers as `read_probe` returns it, one table for each batch.
+    """Yield what ``keep=probe`` recorded as tables, one for each batch. The rows are those of `read_probe`.
 
-    CorruptError is raised as by `read_probe`; from then on the damage is listed among the problems of the run.
+    Raises CorruptError as `read_probe` does. From then on the damage is among the problems of the run.
     """
     for writer in writers:
         try:
@@ -60,7 +60,7 @@ def probe_tables(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
 
 
 class ProbeSize(NamedTuple):
-    """The number of numbers in the probe of some writers, and their first and last step."""
+    """How many numbers ``keep=probe`` recorded, and their first and last step."""
 
     num_numbers: int
     first_step: int
@@ -68,7 +68,7 @@ class ProbeSize(NamedTuple):
 
 
 def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
-    """Return how many numbers a probe has, and their steps; None if there is no probe. Payloads are not read."""
+    """Return how many numbers ``keep=probe`` recorded, and their steps; None without any. Payloads are not read."""
     num_numbers, firsts, lasts = 0, [], []
     for batch in (batch for one in writers for shard in one.probe_shards for batch in shard.columns(_SIZE)):
         for site, step, shape, note in zip(*(batch.column(name).to_pylist() for name in _SIZE), strict=True):
@@ -119,7 +119,7 @@ def _blocks(shard: ShardRows, site: str) -> Iterator[tuple[list[dict[str, Any]],
 
 
 class TokenBlock(NamedTuple):
-    """A row of ``keep=tokens``: the numbers of one value from several calls, one call after the other."""
+    """A row of ``keep=tokens``: the tokens that one value had in several calls, one call after the other."""
 
     attempt: int
     rank: int
@@ -130,12 +130,12 @@ class TokenBlock(NamedTuple):
     order: int
     """The index of the value among all values of its rank, in the order of execution."""
     calls: list[dict[str, Any]]
-    """The facts of each call, such as its number, and how many of the `numbers` are of this call."""
+    """The facts about each call, such as its number, and how many of the `numbers` it has."""
     numbers: npt.NDArray[Any]
 
 
 def token_blocks(writers: Iterable[RecordedWriter]) -> Iterator[TokenBlock]:
-    """Yield the rows of ``keep=tokens`` of some writers; raise CorruptError for a damaged payload or note."""
+    """Yield the rows of ``keep=tokens`` of some writers. Raise CorruptError for a damaged payload or note."""
     for writer in writers:
         for shard in writer.probe_shards:
             for rows, arrays in _blocks(shard, TOKENS):
@@ -151,7 +151,7 @@ def token_blocks(writers: Iterable[RecordedWriter]) -> Iterator[TokenBlock]:
 def _numbers(
     row: Mapping[str, Any], values: npt.NDArray[Any], note: Mapping[str, Any], where: str
 ) -> npt.NDArray[np.float64]:
-    """Return [4, N]: l2 and the counts of NaN, infinite and all elements (0: not seen) at each of a block's N steps."""
+    """Return [4, N] for N steps of a block: `l2`, and the counts of NaN, infinite and all elements (0: no value)."""
     values = values.astype(np.float64)
     if values.ndim == 2 and len(values) == 1 + len(_COUNTS):
         return values

@@ -1,4 +1,4 @@
-"""The reply of a command, as one JSON document or as sentences and tables for people; and what a notebook shows.
+"""The reply of a command, as a JSON document or as sentences and tables; and the tables that a notebook shows.
 
 A reply is plain data and uses no package of a user interface: `recorder.cli.output` prints it. In the HTML tables of a
 notebook, every text that comes from a file is escaped.
@@ -25,20 +25,20 @@ class TableColumn:
 
     title: str
     is_number: bool = False
-    """True for numbers, which are aligned on the right and never folded."""
+    """True for a column of numbers, which is aligned on the right and never folded."""
     is_whole: bool = False
-    """True for texts that have no meaning when cut, so that they are never folded."""
+    """True for a column of texts that have no meaning when cut. It is never folded."""
     is_prose: bool = False
-    """True for texts that are folded between words before any column is left out."""
+    """True for a column of texts that are folded between words, before any column is left out."""
     drop: int = 0
-    """The order in which a narrow terminal leaves out columns, the largest number first; columns with 0 stay."""
+    """A narrow terminal leaves out the column with the largest number first. Columns with 0 stay."""
     dull: str | None = None
-    """A terminal leaves the column out if every cell is this text."""
+    """A terminal leaves out the column if all cells are this text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of texts, which are fitted to a terminal or to ``COLUMNS``, and are complete in a pipe."""
+    """Rows of texts. They are fitted to a terminal or to ``COLUMNS``, and are complete in a pipe."""
 
     columns: Sequence[TableColumn]
     rows: Sequence[Sequence[str]]
@@ -60,10 +60,16 @@ def table_of(
 ) -> Table:
     """Return a table whose columns are described by their titles.
 
-    `numbers`, `whole`, `prose` and `drops` are titles of columns: columns of numbers, columns that are never folded,
-    columns that are folded between words, and columns that a narrow terminal leaves out, the first one first. `dull`
-    maps a title to a text: the column is not worth showing if all its cells are this text. `title` is the line above
-    the table, and `subtitle` the line below the title.
+    Args:
+        titles: the titles of all columns.
+        rows: the cells of each row.
+        numbers: the columns of numbers.
+        whole: the columns that are never folded.
+        prose: the columns that are folded between words.
+        drops: the columns that a narrow terminal leaves out, the first one first.
+        dull: by column, a text. A terminal leaves out the column if every cell is this text.
+        title: the line above the table.
+        subtitle: the line below the title.
     """
     columns = [
         TableColumn(
@@ -76,7 +82,7 @@ def table_of(
 
 
 class StateLine(NamedTuple):
-    """A line that begins with a state, which has a colour on a terminal."""
+    """A line that begins with a state. A terminal shows the state in colour."""
 
     state: str
     """The state: ``ok``, ``note``, ``missing``, ``fault`` or another word."""
@@ -84,41 +90,40 @@ class StateLine(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """A line for people on standard error, because standard output has the command's result."""
+    """A line for people on standard error. Standard output is for the command's result."""
 
     text: str
 
 
 class LiveTable(NamedTuple):
-    """A table that a terminal replaces until it is complete or is interrupted; elsewhere it is printed once."""
+    """A table that a terminal redraws until it is complete or interrupted. Elsewhere it is printed once."""
 
     tables: Callable[[Callable[[], int]], Iterator[Table]]
-    """A function that yields tables as time goes by. Its argument says how many rows fit on the terminal at present."""
+    """Yields tables as time goes by. Its argument is a function that returns how many rows fit on the terminal."""
 
 
 Part = str | StateLine | Aside | Table | LiveTable
 Report = Callable[[int], None]
-"""A function that takes the number of bytes handled since its last call; several threads may call it."""
+"""Takes the number of bytes that were handled since the last call. Several threads may call it."""
 Progress = Callable[[str, int], AbstractContextManager[Report]]
-"""A function that makes a `Report` from a title and the total number of bytes."""
+"""Makes a `Report` function from a title and the total number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reply of a command. Only one of `members` and `parts` is called, and the other function costs nothing."""
+    """The reply of a command. Only `members` or `parts` is called; the function that is not called costs nothing."""
 
     members: Callable[[], object]
-    """A function that returns the JSON document."""
+    """Returns the JSON document."""
     parts: Callable[[], Iterable[Part]]
-    """A function that returns sentences and tables for people, in order; each is printed as soon as it is known."""
+    """Returns sentences and tables for people, in order. Each is printed as soon as it is known."""
     exit_code: int | Callable[[], int] = 0
-    """0 if nothing is wrong, 1 if the command found something, 2 if it could not do everything. It is a function if the
-    code is known only after `members` or `parts` has been used up.
-    """
+    """0 if nothing is wrong, 1 if the command found something, 2 if it could not do everything. A function if the code
+    is known only after `members` or `parts` has been used up."""
 
 
 def plain(value: Any) -> Any:
-    """Return a value with its named tuples, even nested ones, converted to dicts and lists for JSON."""
+    """Convert named tuples in a value, even nested ones, to dicts and lists for JSON."""
     if hasattr(value, "_asdict"):
         return {name: plain(item) for name, item in value._asdict().items()}
     if isinstance(value, (list, tuple)):
@@ -132,11 +137,11 @@ MAX_LISTED = 50
 
 @dataclass(frozen=True, slots=True)
 class InlinePage:
-    """A page that a notebook displays in a frame without an origin, from which nothing can reach the notebook."""
+    """A page that a notebook displays in a sandboxed frame, from which nothing can reach the notebook."""
 
     title: str
     html: str = field(repr=False)
-    """The complete page, as `recorder report` writes it."""
+    """The complete page, as `recorder report` writes it to a file."""
     height_pixels: int = HEIGHT_PIXELS
 
     def _repr_html_(self) -> str:
@@ -166,7 +171,7 @@ def run_html(run: RecordedRun) -> str:
 
 
 def as_html(table_rows: dict[str, str], rows: Any) -> str:
-    """Return facts as an HTML table, followed by an HTML table of the sites that `rows` have."""
+    """Return two HTML tables: the facts in `table_rows`, and the sites that `rows` have."""
     lines = "".join(
         f"<tr><th>{_shown(key)}</th><td>{_shown(value)}</td></tr>" for key, value in table_rows.items() if value
     )
@@ -186,7 +191,7 @@ def _html_sites(rows: Any) -> str:
 
 
 def in_order_of_sites(sites: Iterable[str]) -> list[str]:
-    """Return sites in the order of the format, followed by sites unknown to the format, by name."""
+    """Return sites in the order of the format. Sites that the format does not know come last, by name."""
     order = {site: number for number, site in enumerate(SITES)}
     return sorted(sites, key=lambda site: (order.get(site, len(order)), site))
 
@@ -196,7 +201,7 @@ def _shown(text: object) -> str:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Return ascending numbers for people: the first, the last and how many."""
+    """Describe ascending numbers: the first, the last and how many."""
     if not numbers:
         return ""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"

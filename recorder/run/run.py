@@ -1,4 +1,4 @@
-"""`Run`, the only entry to a recorded run: all code above reading takes a `Run`, never a path or a file name.
+"""`Run`, the only entry to a recorded run: code above this package takes a `Run`, never a path or a file name.
 
 A `ModuleView` is a run narrowed to one module. This module must never write, and imports torch only inside the method
 that returns a torch tensor.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Qualifiers(TypedDict, total=False):
-    """Rarely needed facts that identify a tensor."""
+    """Facts that identify a tensor, but are rarely needed."""
 
     micro_step: int | None
     call: int | None
@@ -63,34 +63,33 @@ class Qualifiers(TypedDict, total=False):
     scope: str | None
     attempt: int | None
     stage: int | None
-    """The stage of a pipeline, from 0; needed for modules of several stages with the same path, such as the roots."""
+    """The pipeline stage, from 0. Needed if modules of several stages have one path, as the stages' roots do."""
     partial: bool
-    """With ``rank=None``: True to accept a tensor for which the rows of some ranks are missing."""
+    """Without a rank: True to accept a global tensor although the rows of some ranks are missing."""
 
 
 class Which(Qualifiers, total=False):
-    """The facts that identify a tensor of a module, site and step."""
+    """Facts that identify a tensor among those of one module, site and step."""
 
     name: str | None
-    """The name of a parameter, a buffer or a scalar, or of a leaf of an input or an output."""
+    """The name of a parameter, buffer or scalar, or of one tensor among the inputs or outputs."""
     rank: int | None
-    """The rank whose own tensor is wanted; None for the global tensor."""
+    """The rank whose tensor is wanted. None for the global tensor."""
 
 
 _QUESTION_WORDS = frozenset(("site", "step", *Which.__annotations__))
 
 
 class Run(RecordedRun):
-    """One recorded run, with its writers, rows and tensors, as it was when `open_run` opened it."""
+    """One recorded run: its writers, rows and tensors as they were when `open_run` opened it."""
 
     draw_page: Callable[..., InlinePage] | None = None
-    """The function that draws the page of a run for `report` and `ModuleView.plot`. It belongs to a package above this
-    one, so the caller who opens a run sets it.
-    """
+    """The function that draws a page for `report` and `ModuleView.plot`. It belongs to a package above this one, so the
+    caller who opens a run sets it."""
 
     @cached_property
     def proof(self) -> Proof | None:
-        """The verdict of `recorder prove` about the program of the run; None if `recorder prove` was not used."""
+        """The verdict of `recorder prove` about the program of the run. None if `recorder prove` was not used."""
         store, path = store_of(self.path), self.path / PROOF
         try:
             return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
@@ -99,15 +98,15 @@ class Run(RecordedRun):
 
     @cached_property
     def topology(self) -> Topology:
-        """The writers that ran together, and the ranks that share a model, a part of the batch or a stage."""
+        """Which writers ran together, and which ranks share a model, a part of the batch or a stage."""
         return Topology(self.writers, self.run_id, self.world_size)
 
     def probe(self, rank: int | None = None) -> Any:
-        """Return what ``keep=probe`` recorded as a `pa.Table`: one row for each value, rank and step.
+        """Return what ``keep=probe`` recorded as a `pa.Table`, with one row for each value, rank and step.
 
-        ``run.probe().to_pandas()`` is a frame with the columns of `run.probe.PROBE_SCHEMA`. `l2` is the root of the sum
-        of the squares of a value's finite elements; other columns count its NaN, infinite and all elements. Within a
-        step, values come in the order in which a rank first saw them.
+        ``run.probe().to_pandas()`` is a frame with the columns of `run.probe.PROBE_SCHEMA`. `l2` is the l2 norm of a
+        value's finite elements. Other columns count the NaN, infinite and all elements. Within a step, values come in
+        the order in which a rank first saw them.
 
         Args:
             rank: the rank whose rows are returned; by default all ranks.
@@ -118,7 +117,7 @@ class Run(RecordedRun):
         return read_probe(writer for writer in self.writers if rank in (None, writer.rank))
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
-        """Return the view that puts the rows of all ranks together as the tensors of the complete model.
+        """Return a view that joins the rows of all ranks to the tensors of the complete model.
 
         Args:
             loss: how each rank's loss follows from its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.
@@ -142,15 +141,15 @@ class Run(RecordedRun):
         rank: int | None = None,
         **more: Unpack[Qualifiers],
     ) -> npt.NDArray[Any]:
-        """Return one tensor; bfloat16 and the 8-bit floats have the types of ml_dtypes.
+        """Return one tensor as a numpy array; bfloat16 and the 8-bit floats have the types of ml_dtypes.
 
-        With `rank` it is the tensor that this rank had. Without `rank` it is the global tensor, put together from the
-        ranks that recorded it as in `view()` (activation gradients are divided by the number of ranks; see
-        `GlobalView`). The arguments must identify one tensor; of several attempts at a step the newest is taken.
+        With `rank` it is the tensor that this rank had. Without `rank` it is the global tensor, joined from the ranks
+        that recorded it as in `view()`. Activation gradients are then divided by the number of ranks; see `GlobalView`.
+        The arguments must identify one tensor. If several attempts recorded the step, the newest one counts.
 
         Raises:
-            LookupFailedError: no such tensor with values, or several, or the ranks' tensors do not form one tensor;
-                the message lists the choices.
+            LookupFailedError: no tensor with values matches, or several match, or the ranks' tensors do not form one
+                tensor; the message lists the choices.
             CorruptError: the bytes are not those that were written.
         """
         return as_array(*self._tensor_bytes(module_path, _question(site, step, name=name, rank=rank, **more)))
@@ -158,7 +157,7 @@ class Run(RecordedRun):
     def tensor(
         self, module_path: str, site: str = "output", step: int | None = None, **which: Unpack[Which]
     ) -> torch.Tensor:
-        """Return a value as a torch tensor on the CPU, with the dtype of training; arguments as for `array`."""
+        """Return a tensor as `array` does, but as a torch tensor on the CPU, with the dtype that it had in training."""
         import torch
 
         data, dtype, shape = self._tensor_bytes(module_path, _question(site, step, **which))
@@ -173,28 +172,28 @@ class Run(RecordedRun):
     def histogram(
         self, module_path: str, site: str = "output", step: int | None = None, **which: Unpack[Which]
     ) -> Histogram:
-        """Return a tensor's histogram by sign and power of two, if a rule has kept histograms.
+        """Return the histogram of a tensor by sign and power of two. A rule must have kept histograms.
 
-        The arguments are those of `array`; values need not be recorded. Without `rank` the histogram is that of the
-        global tensor: counts of several ranks are added. Print it, ask it for a `quantile`, or add histograms of
-        several steps.
+        The arguments are those of `array`; the tensor's values need not be recorded. Without `rank` the histogram is
+        that of the global tensor: counts of several ranks are added. Print it, ask it for a `quantile`, or add
+        histograms of several steps.
 
         Raises:
-            LookupFailedError: no such tensor with a histogram, or several, or the tensor is a partial sum, whose
-                elements cannot be counted.
+            LookupFailedError: no tensor with a histogram matches, or several match, or the tensor is a partial sum
+                (its elements cannot be counted).
             CorruptError: the bytes are not those that were written.
         """
         return histogram_of(*self._find(module_path, _question(site, step, **which)))
 
     def units(self, module_path: str, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Units:
-        """Return sums over each unit (neuron, channel, feature) of a tensor, if a rule has kept such sums.
+        """Return sums over each unit (neuron, channel, feature) of a tensor. A rule must have kept the sums.
 
-        The arguments are those of `array`; values need not be recorded. Without `rank` the sums are those of the global
-        tensor: units of different ranks are concatenated, and sums of the same unit are added. Print the result, ask it
-        for `mean`, `rms`, `absmax` and `zero_share`, or add the results of several steps.
+        The arguments are those of `array`; the tensor's values need not be recorded. Without `rank` the sums are those
+        of the global tensor: units of different ranks are concatenated, and sums of the same unit are added. Print the
+        result, ask it for `mean`, `rms`, `absmax` and `zero_share`, or add the results of several steps.
 
         Raises:
-            LookupFailedError: no such tensor with sums of its units, or several, or the tensor is a partial sum.
+            LookupFailedError: no tensor with such sums matches, or several match, or the tensor is a partial sum.
             CorruptError: the bytes are not those that were written.
         """
         return units_of(*self._find(module_path, _question(site, step, **which)))
@@ -211,12 +210,12 @@ class Run(RecordedRun):
     ) -> TensorLayout:
         """Return where each chunk of a global tensor lies: its ranks, its position, and how these are known.
 
-        Print the result. The arguments are those of `array`, and `layouts` as for `view`; values need not be recorded.
-        If the chunks form no tensor, the result says why.
+        Print the result. The arguments are those of `array`, and `layouts` is as for `view`; the tensor's values need
+        not be recorded. If the chunks form no tensor, the result says why.
 
         Raises:
-            LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one,
-                or a layout is invalid.
+            LookupFailedError: no tensor matches, or several match; the message lists the choices. Or the run is a
+                merged one, or a layout is invalid.
         """
         if (source := self.manifest.merged_from) is not None:
             raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.path} that it is of")
@@ -240,11 +239,11 @@ class Run(RecordedRun):
         check_overrides(layouts, self)
 
     def ended_before(self, step: int) -> str:
-        """Return a text that lists the ranks that were killed before `step`, each with its last step; may be empty."""
+        """Return a text that lists the ranks killed before `step`, each with its last step. Empty if there are none."""
         return ended_before(self.writers, step)
 
     def __getitem__(self, module_path: str) -> ModuleView:
-        """Return the run narrowed to a module and all below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
+        """Return the run narrowed to a module and its submodules: ``run["layers.0.mlp"]``, or ``run[""]`` for the root.
 
         Raises:
             LookupFailedError: there is no such module; the message names the most similar one.
@@ -254,7 +253,7 @@ class Run(RecordedRun):
     def report(
         self, *, against: Run | None = None, statistics: Sequence[str] = (), height_pixels: int | None = None
     ) -> InlinePage:
-        """Return the page of `recorder report`, which a notebook displays below the cell. No file is written.
+        """Return the page of `recorder report`. A notebook displays it below the cell; no file is written.
 
         Args:
             against: another run, to be drawn beside this one.
@@ -267,7 +266,7 @@ class Run(RecordedRun):
         return self.drawn(against=against, statistics=statistics, height_pixels=height_pixels)
 
     def drawn(self, **wanted: Any) -> InlinePage:
-        """Return a page from the function `draw_page`; `wanted` are the arguments of the function.
+        """Return the page that the function `draw_page` draws. `wanted` are the arguments of the function.
 
         Raises:
             UnsupportedError: the run was opened without `draw_page`.
@@ -306,8 +305,8 @@ class Run(RecordedRun):
     ) -> tuple[LoadedRows | None, MetadataRows, TensorRows, bool]:
         """Find the rows of the one tensor that a query selects.
 
-        Returns the loaded rows of the run (None for a tensor of one rank or of a merged run), the metadata rows, the
-        rows of the tensor, and whether rows of some ranks may be missing.
+        Return the loaded rows of the run (None for a tensor of one rank or of a merged run), the rows without payloads,
+        the rows of the tensor, and whether rows of some ranks may be missing.
         """
         partial = bool(question.pop("partial", False))
         is_global = question["rank"] is None and self._may_be_in_chunks
@@ -331,15 +330,15 @@ class Run(RecordedRun):
 
     @cached_property
     def _may_be_in_chunks(self) -> bool:
-        """True if several rows may form one tensor: rows of several ranks, or of a pipeline's micro-batches."""
+        """True if one tensor may be in several rows: one for each rank, or for each micro-batch of a pipeline."""
         return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
 
 
 class ModuleView:
-    """One module of a run, with its rows and tensors and its submodules' rows; made by ``run["layers.0.mlp"]``.
+    """One module of a run: its rows and tensors, and the rows of its submodules. Made by ``run["layers.0.mlp"]``.
 
-    Rows are those of the module and of everything below it, unless ``recurse=False`` asks only for the module's own
-    rows. `array` and `tensor` return tensors of the module itself.
+    Rows include those of the submodules, unless ``recurse=False`` asks only for the module's own rows. `array` and
+    `tensor` return tensors of the module itself.
     """
 
     def __init__(self, run: Run, path: str) -> None:
@@ -355,19 +354,19 @@ class ModuleView:
         return narrow(self.run, path, below=self.path)
 
     def table(self, columns: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True) -> Any:
-        """Return the module's rows, as `Run.table` does."""
+        """Return the module's rows as a `pa.Table`. The arguments are those of `Run.table`."""
         return self.run.table(columns, self._and(filter, recurse))
 
     def to_pandas(
         self, columns: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True
     ) -> pandas.DataFrame:
-        """Return metadata rows as a pandas frame; the arguments are those of `table`."""
+        """Return the module's rows, without payloads, as a pandas frame. The arguments are those of `table`."""
         return self.run.to_pandas(columns, self._and(filter, recurse))
 
     def to_long(
         self, statistics: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True
     ) -> pandas.DataFrame:
-        """Return the module's statistics, as `Run.to_long` does."""
+        """Return the module's statistics as a pandas frame in long form, as `Run.to_long` does."""
         return self.run.to_long(statistics, self._and(filter, recurse))
 
     def array(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> npt.NDArray[Any]:
@@ -375,7 +374,7 @@ class ModuleView:
         return self.run.array(self.path, site, step, **which)
 
     def tensor(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> torch.Tensor:
-        """Return a value as `Run.tensor` does; the arguments are those of `array`."""
+        """Return one tensor of the module itself as a torch tensor, as `Run.tensor` does."""
         return self.run.tensor(self.path, site, step, **which)
 
     def histogram(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Histogram:
@@ -389,7 +388,7 @@ class ModuleView:
     def plot(
         self, site: str | None = None, statistic: str | None = None, *, height_pixels: int | None = None
     ) -> InlinePage:
-        """Return a page that draws the module's lines, histograms and units over steps; a notebook shows the page.
+        """Return a page with the module's lines, histograms and units over steps. A notebook displays the page.
 
         The page also contains the submodules, and the reader can choose what is drawn.
 
@@ -411,17 +410,17 @@ class ModuleView:
 
     @cached_property
     def steps(self) -> list[int]:
-        """The steps that have a row."""
+        """The steps at which the module or a submodule has a row."""
         return sorted(self.table(["step"]).column("step").unique().to_pylist())
 
     @cached_property
     def sites(self) -> list[str]:
-        """The sites that have a row."""
+        """The sites (such as ``output`` and ``grad``) at which the module or a submodule has a row."""
         return in_order_of_sites(self.table(["site"]).column("site").unique().to_pylist())
 
     @property
     def children(self) -> list[str]:
-        """The relative paths of the direct children of the module."""
+        """The names of the module's direct children."""
         return list(dict.fromkeys(path.partition(".")[0] for path in self._below))
 
     @cached_property
@@ -467,7 +466,7 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     """Return the view of the module at `path`, which is relative to the module `below`.
 
     Raises:
-        TypeError: the path is no text.
+        TypeError: `path` is not a string.
         LookupFailedError: there is no such module; the message names the most similar one.
     """
     if not isinstance(path, str):
@@ -484,7 +483,7 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
 
 
 def _question(site: str, step: int | None, **which: Unpack[Which]) -> dict[str, Any]:
-    """Return the arguments as a query for `find_tensor`; a ``partial`` among them stays in the query.
+    """Return the arguments as a query for `find_tensor`. An argument `partial` stays in the query.
 
     Raises TypeError for an unknown argument; the message names the most similar argument.
     """
@@ -495,10 +494,10 @@ def _question(site: str, step: int | None, **which: Unpack[Which]) -> dict[str, 
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:
-    """Open a run as `recorder.open_run` does, but without the function that draws pages."""
+    """Open a run. The run cannot draw pages; `recorder.open_run` returns one that can."""
     return open_location(path.anew() if isinstance(path, ObjectPath) else path)
 
 
 def open_location(path: str | PathLike[str] | Location | None) -> Run:
-    """Open a run at a path, or at a location whose store is known already."""
+    """Open a run at a path, or at a location that already has a store."""
     return Run(*find_run(path))

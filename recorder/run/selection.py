@@ -1,4 +1,4 @@
-"""Selects rows by module, site, name, step and rank. Also has the options for joining ranks' rows.
+"""Selects rows by module, site, name, step and rank, and has the options for joining ranks' rows.
 
 This module must never loop over rows.
 """
@@ -22,35 +22,35 @@ from ..system.text import listed, steps_in_words
 from .run import Run
 
 PER_RANK = ("*=per_rank",)
-"""The layout override that leaves every row of a global view as its rank recorded it."""
+"""The layout override that joins no rows: every row stays as its rank recorded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rows that a user selects. A field that is None selects all values of its column."""
+    """The rows that a user selects. A field that is None selects all rows."""
 
     module: str | None = None
-    """Patterns of module paths, separated by commas, as in rules; ``''`` is the root."""
+    """Patterns of module paths, separated by commas, as in rules. ``''`` is the root."""
     site: str | None = None
-    """One site, or several sites separated by commas."""
+    """One site (where in a step a value is seen, such as ``output``), or several sites separated by commas."""
     name: str | None = None
-    """Patterns of names at the site, separated by commas."""
+    """Patterns of the names at a site, separated by commas."""
     step: int | str | None = None
     """One step, or several steps as in rules: ``0:100``, ``::10``, ``0,5,7``, ``pow2``."""
     rank: int | str | None = None
-    """One rank, or several ranks in the notation of `step`."""
+    """One rank, or several ranks, written as for `step`."""
 
     @property
     def columns(self) -> dict[str, int | str]:
-        """The columns by which `narrow` filters, each with the text or number that the user has given for it."""
+        """The columns by which `narrow` filters, each with the text or number that the user gave for it."""
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
         return {column: value for column, value in asked.items() if value is not None}
 
     def check(self, *runs: Run) -> None:
-        """Raise an error for a selection that can match nothing in these runs, before their rows are read.
+        """Raise an error for a selection that can match nothing in these runs. No rows are read.
 
-        Raises LookupFailedError if a pattern, or the schedule of steps or ranks, cannot be parsed, or if a site is
-        unknown. If a run has a later version of the format, any site may exist.
+        Raises LookupFailedError if a pattern, or the steps or ranks, cannot be parsed, or if a site is unknown. If a
+        run has a later version of the format, any site may exist.
         """
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
@@ -94,7 +94,7 @@ class Selection:
         return list(ranks) if self.rank is None else _within(_schedule("rank", self.rank), list(ranks))
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
-        """Return the error for a selection that matches no row of `table`, which must have the columns in `columns`."""
+        """Return the error for a selection that matches no row of `table`, which must have the selected columns."""
         for column, asked in self.columns.items():
             if self.only(column).narrow(table).num_rows:
                 continue
@@ -111,7 +111,7 @@ class Selection:
         return LookupFailedError(f"{what} has no row with {together}; each of these occurs, but never together")
 
     def only(self, column: str) -> Selection:
-        """Return the part of the selection that concerns one column."""
+        """Return a selection with the filter of one column alone."""
         return Selection(**{column.removesuffix("_path"): self.columns.get(column)})  # type: ignore[arg-type]
 
     @property
@@ -121,19 +121,19 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalOptions:
-    """The options for joining ranks' rows into global tensors; see `Run.view`."""
+    """Options for joining the rows of ranks to global tensors; see `Run.view`."""
 
     across_ranks: bool = False
     loss: str = "mean"
     layouts: Sequence[str] = ()
     partial: bool = False
-    """True to compute values that lack ranks from the ranks present; else such values are left out, with a note."""
+    """True to compute a value that lacks ranks from the ranks present. False leaves out the value, with a note."""
 
     def check(self, *runs: Run) -> None:
-        """Raise an error for options without an effect.
+        """Raise an error for options that would have no effect.
 
         Raises LookupFailedError if a loss or a layout is given although no global tensors are wanted, or although all
-        runs are merged, or if no value matches a layout.
+        runs are merged. It is also raised if no value matches a layout's pattern.
         """
         if self.loss == "mean" and not self.layouts:
             return
@@ -146,7 +146,7 @@ class GlobalOptions:
 
 
 RANKS_OWN = GlobalOptions()
-"""The options that leave each rank's rows separate."""
+"""The options that do not join the rows of ranks."""
 
 
 def _within(wanted: Schedule | Sequence[str], values: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""The state of a run while it is recorded: the newest `_status.json` of each rank.
+"""The state of a run while it is recorded, from the newest `_status.json` of each rank.
 
-This module opens no shard. A status is untrusted: a member that is no number in range becomes 0, and a member that is
-no text becomes empty.
+This module opens no shard. A status is untrusted: a member that should be a number but is none in range becomes 0, and
+a member that should be a text but is none becomes empty.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..storage.locations import Location, store_of
 
 PROOF = "_prove.json"
 PROOF_BYTES = 1 << 20
-"""The size of the largest proof file that is read; the recorder writes no larger file."""
+"""The size of the largest proof file that is read. The recorder writes no larger file."""
 UNCHANGED, CHANGED, UNKNOWN = "unchanged", "changed", "cannot tell"
 VERDICTS = (UNCHANGED, CHANGED, UNKNOWN)
 _MAX_REASONS = 64
@@ -39,34 +39,34 @@ _MAX_ANSWERS = 64
 _MAX_FINDINGS = 16
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
-"""The size of the largest manifest that is read in place of a status: thousands of larger ones take minutes."""
+"""The size of the largest manifest that is read if there is no status. Thousands of larger ones would take minutes."""
 _GRACE_S = 3.0
-"""The seconds that a status may be late before its writer counts as silent."""
+"""How late a status may be, in seconds, before its writer counts as silent."""
 _BEGIN_S = 60.0
-"""The seconds after the creation of a writer's directory from which on a writer without a status counts as silent."""
+"""A writer without a status counts as silent when its directory is this many seconds old."""
 
 _SETTLED_NS = 2_000_000_000
-"""If the last change of a file was this long ago when the file was read, any later change has another time stamp."""
+"""A file that was unchanged for this long when it was read gets another time stamp by any later change."""
 
 ENDED = ("closed", "killed", "failed")
-"""The states that a writer never leaves."""
+"""The states of writers that have ended. A writer never leaves them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveFinding:
-    """The findings of one rule, which runs during training, in one module on one rank."""
+    """What one rule found during training, in one module on one rank."""
 
     rule: str
     severity: str
     module: str
-    """The path of the module; empty for the whole model, and for modules for which the status has no room."""
+    """The path of the module. Empty for the whole model, and for modules for which the status has no room."""
     step: int
     """The step of the first finding."""
     number: int
     text: str
-    """The text of the first finding, which is shown as a part of a line."""
+    """The text of the first finding. It is shown as a part of a line."""
     site: str = ""
-    """The site of the first finding; empty in statuses of earlier versions."""
+    """The site of the first finding. Empty in statuses of earlier versions."""
 
     @classmethod
     def read_all(cls, raw: dict[str, Any]) -> tuple[LiveFinding, ...]:
@@ -77,18 +77,18 @@ class LiveFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Lifetime):
-    """The latest status that a writer wrote about itself."""
+    """The latest status that a writer wrote about itself, such as its step and its counts of rows."""
 
     interval_s: float = 0.0
     step: int = 0
     has_step: bool = True
-    """False if `step` and the counts have no meaning, because the writer left no status, or only its first one."""
+    """False if `step` and the counts have no meaning: the writer left no status, or only its first one."""
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
     used_bytes: int = 0
-    """The bytes that the writer has on the disk now: fewer than it wrote if retention has removed shards."""
+    """The bytes that the writer has on the disk now. It wrote more if retention has removed shards."""
     max_bytes: int = 0
     free_bytes: int | None = None
     pool_bytes: int = 0
@@ -104,7 +104,7 @@ class Status(Lifetime):
     commands: tuple[Answer, ...] = ()
     findings: tuple[LiveFinding, ...] = ()
     num_commands_refused: int = 0
-    """The number of command files that the writer refused as invalid."""
+    """The number of command files that the writer refused because they hold no valid command."""
 
     @property
     def num_dropped(self) -> int:
@@ -128,16 +128,16 @@ class RankNow:
 
     rank: int
     state: str
-    """The state in `status`, or ``killed`` (process is gone), ``silent`` (no status for too long) or ``starting``."""
+    """The state in `status`, or ``killed`` (the process is gone), ``silent`` (no status for too long), ``starting``."""
     silent_s: float
     status: Status
     num_writers: int
     """The number of processes that have written for this rank in the run."""
     num_alive: int
-    """The number of the rank's writers that are recording. More than one means that two jobs use the same directory."""
+    """The number of the rank's writers that are recording. If it is above 1, two jobs use the same directory."""
 
     def members(self) -> dict[str, Any]:
-        """Return the rank's state, its status and its rates per second as members of a JSON object."""
+        """Return the rank's state, status and rates per second as the members of a JSON object."""
         status: dict[str, Any] = {name: getattr(self.status, name) for name in _STATUS_MEMBERS}
         status |= {name: [asdict(one) for one in status[name]] for name in ("commands", "findings")}
         step = self.status.step if status.pop("has_step") else None
@@ -151,17 +151,17 @@ class _StatusFile:
     directory: Location
     status: Status
     is_shown: bool = False
-    """False if there is no status, so that only the manifest was read."""
+    """False if there is no status and only the manifest was read."""
     changed_ns: int = 0
     inode: int = 0
     read_ns: int = 0
-    """The time when the status was last read. A change just before it may hide a later one with the same time stamp."""
+    """When the status was last read. After a change just before that, a later change may have the same time stamp."""
     members: dict[str, Any] | None = None
-    """The status from the document of the writer's node; None if no node has such a document."""
+    """The status as the document of the writer's node has it. None if no node has such a document."""
 
 
 class RunWatch:
-    """A run that is looked at repeatedly, while ranks may begin, restart and end."""
+    """Looks repeatedly at the ranks of a run. Ranks may begin, restart and end meanwhile."""
 
     def __init__(self, run: Location) -> None:
         self.run = run
@@ -172,7 +172,7 @@ class RunWatch:
     def look(self) -> list[RankNow]:
         """Return the present state of every rank, sorted by rank.
 
-        Raises NotARunError if the run's directory cannot be listed any more. Any thread may call this.
+        Raises NotARunError if the run's directory can no longer be listed. Called on any thread.
         """
         with self._lock:
             self._store.refresh()
@@ -180,7 +180,7 @@ class RunWatch:
             return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
 
     def _shown(self) -> dict[int, list[_StatusFile]]:
-        """Return the writers by rank, from the documents of nodes that ship the run, without a listing of the run."""
+        """Return the writers by rank, from the documents of the nodes that ship the run. The run is not listed."""
         of_rank: dict[int, list[_StatusFile]] = {}
         for key, (changed_ns, members) in self._store.shown_statuses(self.run).items():
             folder, _, name = key.partition("/")
@@ -220,7 +220,7 @@ class RunWatch:
         )  # fmt: skip
 
     def _refresh(self, seen: _StatusFile) -> None:
-        """Read a writer's status, or else its manifest, if the file has changed; ignore a torn or invalid file."""
+        """Read a writer's status, or else its manifest, if the file has changed. Ignore a torn or invalid file."""
         if seen.status.state != "closed" and not self._read_status(seen) and not seen.is_shown:
             self._read_manifest(seen)
 
@@ -253,7 +253,7 @@ class RunWatch:
         seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
 
     def _silent_s(self, seen: _StatusFile) -> float:
-        """Return the seconds since the status file changed, by its time stamp: the writer's own clock may differ."""
+        """Return the seconds since the status file changed, by its time stamp: the writer's clock may differ."""
         changed_ns = seen.changed_ns
         if not changed_ns:
             with suppress(OSError):
@@ -274,7 +274,7 @@ class RunWatch:
 
 
 def find_silent(folder: Location, paths: Sequence[str]) -> list[str]:
-    """Return the runs out of `paths` of which a rank is silent. Runs in an object store are read in parallel."""
+    """Return those of `paths` whose run has a silent rank. Runs in an object store are read in parallel."""
 
     def is_silent(path: str) -> bool:
         try:
@@ -318,7 +318,7 @@ def _drops(balance: RowCounts) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """A certificate of what `recorder prove` found out about a program, and of what it compared."""
+    """What `recorder prove` found out about a program, and what it compared."""
 
     verdict: str
     """One of `VERDICTS`. A verdict of a later version counts as ``cannot tell`` for exit codes."""
@@ -327,26 +327,26 @@ class Proof:
     steps: int = 0
     ranks: int = 0
     first_step: int | None = None
-    """The first step that differs, counted from 0 at the start of the program; None if no step differs."""
+    """The first step that differs, counted from 0 at the start of the program. None if no step differs."""
     notes: tuple[str, ...] = ()
-    """Notes on what could not be compared, and why."""
+    """What could not be compared, and why."""
     time_ns: int = 0
-    """The time of the verdict, in nanoseconds since the epoch."""
+    """When the verdict was reached, in nanoseconds since the epoch."""
     subject: str = "recording"
-    """What was tested: ``recording`` (does recording change the training?), ``resume``, ``checkpoint`` or ``world``."""
+    """What was tested: ``recording`` (does it change the training?), ``resume``, ``checkpoint`` or ``world``."""
     compared: Mapping[str, int] = field(default_factory=dict)
     """The number of values that were compared, by kind, such as ``parameters``."""
     commands: tuple[str, ...] = ()
-    """The command lines that were launched: one, or two if another command resumed the program."""
+    """The command lines that were launched. There are two if another command resumed the program."""
     commit: str = ""
-    """The commit of the program in git, with ``, changed`` if files differ from it; empty if unknown."""
+    """The git commit of the program, with ``, changed`` if files differ from it. Empty if unknown."""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: str = ""
     """The host, the operating system and the processor of rank 0."""
 
     @property
     def circumstances(self) -> str:
-        """What was compared of which program, and where, as a text on one line; empty for a file of an old version."""
+        """What was compared, of which program and where, as one line of text. Empty for a file of an old version."""
         compared = ", ".join(f"{number:,} {kind}" for kind, number in self.compared.items())
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         commit = self.commit and f"commit {self.commit}"
@@ -366,7 +366,7 @@ class Proof:
 
 
 def keep_proof(proof: Proof, run: Path) -> None:
-    """Write the verdict next to the run's manifest, with the permissions of the manifest."""
+    """Write the verdict into the run's directory, with the permissions of the run's manifest."""
     temporary = run / f"{PROOF}.tmp"
     temporary.write_bytes(proof.encode())
     temporary.chmod((run / RUN_MANIFEST).stat().st_mode & 0o777)

@@ -1,7 +1,7 @@
-"""Cuts a run into ranges of steps, on which this process or other processes work.
+"""Cuts a run into ranges of steps, so that several processes can work on them.
 
-The ranges are the same in whichever process they are worked on, and their results are put together in the order of the
-ranges. So no bit of a result depends on the machine. A mapper must never hold the results of more than a few ranges.
+The ranges are the same in all processes, and results are joined in the order of the ranges. So no bit of a result
+depends on the machine. A mapper must never hold the results of more than a few ranges.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..system.executors import check_versions, keep, versions, worker_name
 from .run import RecordedWriter, Run, open_run
 
 MAX_ROWS = 200_000
-"""The most rows in a range, over all ranks, which bounds the memory for columns. A single step may have more rows."""
+"""The most rows in a range, over all ranks; it bounds the memory for columns. A single step may have more rows."""
 MAX_BYTES = 256 << 20
 """The most decoded payload bytes in a range, over all ranks: a second of work. A single step may have more bytes."""
 
@@ -43,40 +43,40 @@ Steps = tuple[int, int]
 
 
 class Mapper(Protocol):
-    """Calls a function with each range, in this process or in other processes."""
+    """Calls a function for each range, in this process or in other processes."""
 
     def __call__(
         self, make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
     ) -> Iterator[T]:
         """Yield the results in the order of the ranges. Only few results are computed ahead of the caller.
 
-        In each process, `make` is called once with `arguments` (runs, tuples of runs, plain data), and the function
-        that `make` returns is called with each of the `ranges`. `make` is a class or function at module level.
+        In each process, `make` is called once with `arguments` (runs, tuples of runs, plain data). The function that
+        `make` returns is then called for each of the `ranges`. `make` is a class or function at module level.
         """
 
 
 def map_serially(
     make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
 ) -> Iterator[T]:
-    """Work on the ranges in this thread, one after the other. Without a cluster, this mapper is used."""
+    """Work on the ranges in this thread, one after the other. This mapper is used without a cluster."""
     work = make(*arguments)
     for arguments_of_one in ranges:
         yield work(*arguments_of_one)
 
 
 def global_step_ranges(view: GlobalView) -> list[Steps]:
-    """Return ascending ranges of steps that cover all steps of a run's global view."""
+    """Return ascending ranges that cover all steps of a run's global view (the tensors of all ranks put together)."""
     return view.windows(MAX_ROWS, MAX_BYTES)
 
 
 def cut_evenly(first: int, end: int, num_rows: int, max_rows: int) -> list[Steps]:
-    """Cut steps into ranges within a bound, as if each step had as many rows, if only the sum of the rows is known."""
+    """Cut steps into ranges of about `max_rows` rows, on the assumption that all steps have equally many."""
     length = max(max_rows * (end - first) // max(num_rows, 1), 1)
     return [(start, min(start + length, end)) for start in range(first, end, length)]
 
 
 class AttemptSteps(NamedTuple):
-    """A range of steps of one attempt, from `first` up to, but not including, `last`."""
+    """The steps of one attempt in [first, last)."""
 
     attempt: int
     first: int
@@ -84,7 +84,7 @@ class AttemptSteps(NamedTuple):
 
 
 def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
-    """Return ranges of steps that cover the rows as the ranks recorded them, sorted by attempt and step."""
+    """Return ranges of steps that cover all rows that the ranks recorded, sorted by attempt and step."""
     sizes_of: dict[int, list[StepSizes]] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -103,10 +103,10 @@ def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
 def first_parts(
     writers: Iterable[RecordedWriter], steps: Steps, columns: Sequence[str], *, is_all: bool
 ) -> Iterator[Any]:
-    """Yield the rows of some writers and steps that are the first part of a tensor, one table for each batch.
+    """Yield those rows of some steps that are the first part of a tensor, one table for each batch.
 
-    A batch may contain rows of many other steps, which are left out. `is_all` is True if `steps` covers the complete
-    run, so that no batch has to be compared with `steps`.
+    Rows of other steps in a batch are left out. `is_all` is True if `steps` covers the complete run, so that no batch
+    has to be compared with `steps`.
     """
     for shard in (shard for writer in writers for shard in writer.shards):
         for batch in shard.columns((*columns, "part"), None if is_all else steps):
@@ -117,7 +117,7 @@ def first_parts(
 
 
 def with_coded_texts(table: Any, schema: Any) -> Any:
-    """Return a table with the columns of a schema, with texts encoded as dictionaries where the schema says so."""
+    """Return a table with the columns of a schema. Texts are dictionary-encoded where the schema says so."""
     columns = [table.column(name) for name in schema.names]
     made = [
         c.dictionary_encode() if pa.types.is_dictionary(t) else c for c, t in zip(columns, schema.types, strict=True)
@@ -128,7 +128,7 @@ def with_coded_texts(table: Any, schema: Any) -> Any:
 _PENDING_ROWS = 250_000
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4")
 _BYTES_A_ROW = 500
-"""A bound on the bytes that a row takes in a file; no row was seen to take more."""
+"""A bound on the size of a row in a file, in bytes. No larger row was seen."""
 
 
 @contextmanager
@@ -138,11 +138,11 @@ def cut_rows(
     tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int = _PENDING_ROWS,
 ) -> Iterator[Callable[[Steps], Iterator[Any]]]:
-    """Make a function that returns the tables of one of the ranges, as `tables` would make them for this range alone.
+    """Make a function that returns the tables of one range, as `tables` would make them for this range alone.
 
-    The half-open `ranges` are ascending and disjoint. `tables` makes tables for writers and a range of steps, all of
-    one schema, with a column ``step``. If the disk has room, rows are read once and cut into a temporary file for each
-    range, `max_pending_rows` at a time; twice as many rows, plus one table, are in memory.
+    The half-open `ranges` are ascending and disjoint. `tables` makes tables from writers and a range of steps. All
+    tables have one schema with a column ``step``. If the disk has room, rows are read only once, and are cut into a
+    temporary file for each range, `max_pending_rows` at a time. Twice as many rows, plus one table, are then in memory.
     """
     with ExitStack() as stack:
         folder = None
@@ -161,10 +161,10 @@ def cut_rows(
 def read_ranges(
     run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]], mapper: Mapper
 ) -> Generator[Iterable[Any]]:
-    """Yield the tables of each range, as `cut_rows` gives them. Workers need `tables` to be picklable.
+    """Yield the tables of each range, as `cut_rows` makes them. Workers need `tables` to be picklable.
 
-    If a worker logged a message at a range, or knew other batches than this process, this process reads that range and
-    all later ranges itself. So the messages on damage, and the rows left out, are the same as without workers.
+    This process reads a range, and all later ranges, itself if a worker logged a message at the range or knew other
+    batches. So the messages on damage, and the rows left out, are the same as without workers.
     """
     left = list(ranges)
     if mapper is not map_serially and len(ranges) > 1:
@@ -179,20 +179,20 @@ def read_ranges(
 
 
 class RangeReader:
-    """Reads the tables of ranges in a worker. `batches` is the digest of the run's batches in the calling process."""
+    """Reads the tables of ranges in a worker. `batches` is a digest of the batches that the calling process knows."""
 
     def __init__(self, run: Run, tables: Callable[[Sequence[Any], Steps], Iterator[Any]], batches: str) -> None:
         self._run, self._tables, self._batches = run, tables, batches
 
     def __call__(self, steps: Steps) -> list[Any] | None:
-        """Return the tables of a range; None if the calling process has to read the range."""
+        """Return the tables of a range. Return None if the calling process has to read the range."""
         with _heard() as messages:
             tables = list(self._tables(self._run.writers, steps))
         return None if messages or _batches(self._run) != self._batches else tables
 
 
 def _batches(run: Run) -> str:
-    """Return a digest of the numbers of all batches, by shard, without the batches that were found to be damaged."""
+    """Return a digest of the numbers of all batches, by shard. Batches that were found to be damaged are left out."""
     return _digest_of([[shard.numbers for shard in writer.shards] for writer in run.writers])
 
 
@@ -217,7 +217,7 @@ def _fill(
 
 
 def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> None:
-    """Append the pending rows to the files of their ranges, as one more Arrow stream in each file."""
+    """Append the pending rows to the files of their ranges. Each file gets one more Arrow stream."""
     if not any(table.num_rows for table in pending):
         return
     table = pa.concat_tables(pending).unify_dictionaries().combine_chunks()
@@ -235,7 +235,7 @@ def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> 
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Yield the tables in the file of a range. Without rows, the range has no file."""
+    """Yield the tables in the file of a range. A range without rows has no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -245,19 +245,19 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 class Attempts:
-    """Decides which attempt counts at each step, from tables that contain the rows of all ranks at the step."""
+    """Decides which attempt counts at each step. Tables must have the rows of all ranks at a step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._newest: dict[int, int] = {}
-        """The attempt whose rows count, by step."""
+        """For each step, the attempt whose rows count."""
         self._is_one = True
         if len({writer.attempt for writer in run.writers}) > 1:  # attempts without rows are possible
             batches = (b for writer in run.writers for shard in writer.shards for b in shard.columns(["attempt"]))
             self._is_one = len({one for batch in batches for one in batch.column("attempt").unique().to_pylist()}) < 2
 
     def counting(self, table: Any) -> npt.NDArray[np.bool_]:
-        """Flag the rows that count: where attempts share a step, rows of the newest attempt that completed it."""
+        """Flag the rows that count. If attempts share a step, the newest attempt that completed it counts."""
         steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         if self._is_one:
             return np.ones(len(steps), np.bool_)
@@ -279,11 +279,11 @@ SEES_AS_HERE = "every worker has to see runs and output as the process does that
 
 
 class ChangedError(RunError):
-    """A run has changed since it was first opened, most likely because it is still being recorded."""
+    """A run has changed since it was first opened. Most likely it is still being recorded."""
 
 
 class RunAsOpened(NamedTuple):
-    """A run to be opened in a worker, which must have the software versions of the process that opened it first."""
+    """A run for a worker to open. The worker must have the software versions of the process that opened it first."""
 
     path: str
     identity: tuple[object, ...]
@@ -309,7 +309,7 @@ class RunAsOpened(NamedTuple):
         return run
 
     def open_unchanged(self) -> Run:
-        """Return the run as it was when it was first opened.
+        """Return the run, which must be as it was when it was first opened.
 
         Raises ClusterError as `open` does, and ChangedError if the run has changed since.
         """
@@ -320,7 +320,7 @@ class RunAsOpened(NamedTuple):
 
 
 def digest(run: Run) -> str:
-    """Return a digest of the facts that opening a run gives: its writers, their manifests, and their files."""
+    """Return a digest of what opening a run reads: the writers, their manifests, and the sizes of their files."""
     writers = [
         [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.all_shards]]
         for one in run.writers
@@ -338,20 +338,21 @@ def _identity(run: Run) -> tuple[object, ...]:
 
 
 _RANGES_PER_WORKER = 2
-"""The number of ranges that a worker has at a time: it works on one range while the other one waits."""
+"""The number of ranges that a worker has at a time. One range waits while the worker is busy with another."""
 _LOGGER = (__package__ or "recorder").partition(".")[0]
 
 logger = logging.getLogger(__name__)
 
 
 def spread_over(executor: Executor, num_workers: int) -> Mapper:
-    """Return a mapper that sends ranges to an executor, whose workers must find the runs at the same paths.
+    """Return a mapper that sends ranges to an executor. The workers must find the runs at the same paths.
 
-    The executor works on `num_workers` calls at once; it is not shut down. If a worker finds a run changed, because the
-    run is being recorded, this process works on the range. Besides the errors of a range, the mapper raises
+    The executor works on `num_workers` calls at once; it is not shut down. If a worker finds that a run has changed (it
+    is still being recorded), this process works on the range. The mapper raises the errors of ranges. It raises
     ClusterError if a worker finds no run or another run, has other versions, or was lost. Warnings of workers are
-    logged here, each text once. Warnings about opening a run are not logged, because this process has opened the run,
-    too, nor are warnings from a range for which a worker returns None, because this process then does the work.
+    logged here, each text once. Warnings about opening a run are not logged, because this process has opened the run
+    too. Warnings from a range for which a worker returns None are not logged either, because this process then does the
+    work.
     """
 
     def spread(
@@ -386,7 +387,7 @@ def spread_over(executor: Executor, num_workers: int) -> Mapper:
 copyreg.pickle(Run, lambda run: (RunAsOpened.open_unchanged, (RunAsOpened.of(run),)))
 
 
-# Workers call the functions below.
+# The functions below run in workers.
 
 
 def _work_on(shipped: bytes, wanted: tuple[Any, ...]) -> tuple[Any, list[tuple[int, str]]]:
@@ -404,7 +405,7 @@ def _made(shipped: bytes) -> tuple[Callable[..., Any], list[tuple[int, str]]]:
 
 @contextmanager
 def _heard() -> Iterator[list[tuple[int, str]]]:
-    """Collect the warnings of this thread, so that the calling process can log them."""
+    """Collect the warnings of this thread. The calling process logs them."""
     messages: list[tuple[int, str]] = []
     thread = threading.get_ident()
 
