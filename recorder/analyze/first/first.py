@@ -1,4 +1,4 @@
-"""Finds what went wrong first in a run, and makes the output of `recorder first`, with a table of the ranks' values."""
+"""Finds the first NaN or infinity of a run and the first replica that differs; makes the output of `recorder first`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class First(NamedTuple):
     num_nonfinite: int
     num_nonfinite_modules: int
     num_known: int
-    """The number of recorded values of which it is known whether they are finite."""
+    """The number of recorded values that are known to be finite or known not to be."""
     has_masks: bool
     """Whether some values are infinite from their first record on, as masks are. Their infinities are not counted."""
     steps: list[int]
     replica: Differing | None
     """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
     replica_probed: ApartByProbe | None
-    """The first value whose replicas differ in the probe, if that is before any recorded replicas differ; else None."""
+    """The first value whose replicas differ in the probe (one number per value and step). None if rows do earlier."""
     differing: list[tuple[str, str, str]]
-    """Module, site and name of every value whose replicas differ, in the order of the first differences."""
+    """The module, site and name of every value whose replicas differ, in the order of their first differences."""
     buffers: list[Differing]
     """The buffers that differ between ranks. Only a buffer with `is_stale` counts as something that went wrong."""
     num_compared: int
@@ -47,11 +47,11 @@ class First(NamedTuple):
     steps_compared: list[int]
     """The steps at which replicas of parameters, gradients or optimizer states were compared."""
     not_recorded: list[str]
-    """The sites of `FINDINGS` of which the run has no row."""
+    """The sites in `FINDINGS` (parameters, gradients, optimizer states) of which the run has no row."""
     why_none_compared: str
-    """Why only buffers were compared; empty if other replicas were compared, too."""
+    """The reason why only buffers were compared; empty if other replicas were compared, too."""
     notes: list[str]
-    """Notes on what the search saw but did not count, and on what the search could not read."""
+    """Notes on values that the search did not count, and on values that it could not read."""
 
     @property
     def is_found(self) -> bool:
@@ -90,8 +90,8 @@ class First(NamedTuple):
 def first(run: Run) -> First:
     """Return the first value that is not finite, and the first replica that differs.
 
-    Values are ordered by step, then by the order of execution on each rank. Infinities that are there from a value's
-    first record on and do not grow in number, as in an attention mask, are only noted; NaN always counts. Replicas are
+    Values are ordered by step, then by the order of execution on each rank. A value that is infinite from its first
+    record on, with no more infinities later, is taken for a mask and only noted. NaN always counts. Replicas are
     parameters, gradients and optimizer states of data-parallel ranks. Buffers are reported apart, because a forward may
     update each rank's buffer until DDP broadcasts the first rank's buffer. Buffers that differ count only if DDP was
     told not to broadcast them, and nothing else makes them equal.
@@ -141,7 +141,7 @@ def first(run: Run) -> First:
 
 
 def first_nonfinite(run: Run, until: int) -> NonFiniteTensor | None:
-    """Return the first value up to step `until` that is not finite. Gradients that GradScaler skipped do not count."""
+    """Return the first value up to step `until` that is not finite. Gradients of skipped updates do not count."""
     finder, attempts = NonFiniteFinder(), Attempts(run)
     firsts: FirstRows | None = None
     ranges = [steps for steps in run.view().windows(RANGE_ROWS) if steps[0] <= until]

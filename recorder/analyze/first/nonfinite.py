@@ -1,6 +1,6 @@
 """Finds the first value that is not finite, and the last finite values before it.
 
-Infinities that are there from a value's first record on, and do not grow in number, count as a mask and are only noted.
+A value that is infinite from its first record on, with no more infinities later, is taken for a mask and only noted.
 This module must never read a payload if the counts in the rows are enough.
 """
 
@@ -37,10 +37,10 @@ class OtherNonFinite(NamedTuple):
 
 
 class ProbedHealth(NamedTuple):
-    """What the probe, which has one number of each value at every step, saw before the first NaN or infinity."""
+    """Finite values before the first NaN or infinity, from the probe, which has one number of each value and step."""
 
     before: tuple[str, str, str] | None
-    """Module, site and name of the last finite value that the rank saw before the NaN or infinity in its step."""
+    """The module, site and name of the last finite value on the rank before the NaN or infinity, in the same step."""
     last_step: int | None
     """The last earlier step at which the value that is now NaN or infinite was finite on the rank."""
 
@@ -51,27 +51,27 @@ class NonFiniteTensor(NamedTuple):
     value: RecordedValue
     nan_count: int
     is_counted_at_least: bool
-    """True if the counts only mean "at least 1": the probe on a device tells whether any element is NaN or infinite."""
+    """True if a count of 1 means "at least 1". The probe on a device only tells whether any element is not finite."""
     inf_count: int
     numel: int
     num_before: int
-    """The number of values that the rank recorded before this value in the step."""
+    """The number of values that the rank recorded in this step before this value."""
     before: RecordedValue | None
     """The last value without NaN or infinity that the rank recorded before this value, in the order of execution."""
     last_healthy: RecordedValue | None
-    """The last record of this value, at an earlier step, that is finite: on the same rank or for all ranks."""
+    """The last finite record of this value at an earlier step, on the same rank or for all ranks."""
     num_steps_healthy: int
     """The number of earlier steps at which this value was recorded without NaN or infinity."""
     is_skipped: bool
     """Whether GradScaler skipped the update of this step, as it does if gradients overflow."""
     probed: ProbedHealth | None
-    """What the probe saw before this value; None if the probe has not seen the value at this step."""
+    """The finite values that the probe saw before this value. None if the probe lacks this value at this step."""
     num_gradients: int
-    """The number of non-finite parameter gradients at this step on all ranks; 0 if this value is none of them."""
+    """The number of non-finite parameter gradients at this step on all ranks. 0 if this value is no such gradient."""
     beside: list[OtherNonFinite]
     """Parameters and inputs of the module, and losses, that hold NaN or infinities at this step on this rank."""
     objectives: list[str]
-    """The objectives with a non-finite gradient at this step on this rank, if another objective's is finite."""
+    """The objectives (losses) with a non-finite gradient at this step on this rank; empty if all have one."""
 
 
 class NonFiniteFinder:
@@ -80,9 +80,9 @@ class NonFiniteFinder:
     def __init__(self) -> None:
         self.first: NonFiniteTensor | None = None
         self.num_values = 0
-        """The number of rows with NaN or infinities that are not excused as masks."""
+        """The number of rows with NaN or infinities, without masks."""
         self.num_known = 0
-        """The number of rows of which it is known whether they are finite."""
+        """The number of rows that are known to be finite or known not to be."""
         self._modules: set[tuple[str, str]] = set()
         self._masks: dict[tuple[str, ...], str] = {}
         self._overflow: NonFiniteTensor | None = None
@@ -95,16 +95,16 @@ class NonFiniteFinder:
 
     @property
     def num_modules(self) -> int:
-        """The number of modules that have a row with NaN or infinities that are not excused as masks."""
+        """The number of modules that have a row with NaN or infinities. Masks do not count."""
         return len(self._modules)
 
     @property
     def has_masks(self) -> bool:
-        """Whether some values are infinite from their first record on, and so are excused as masks."""
+        """Whether some values are infinite from their first record on, and so are taken for masks."""
         return bool(self._masks)
 
     def add(self, timeline: Timeline) -> FirstRows:
-        """Add the next range of steps, and return the first records of values, which the following range needs."""
+        """Add the next range of steps. Return the first records of values, which the next `Timeline` takes."""
         state = _Counts(timeline)
         first = state.search() if self.first is None else None
         bad = np.flatnonzero(state.bad())
@@ -130,13 +130,14 @@ class NonFiniteFinder:
     def found(self) -> NonFiniteTensor | None:
         """Return the first value that is not finite; None if all values are finite.
 
-        A gradient of a step that GradScaler skipped counts only if no other value is NaN or infinite, and the last step
-        was skipped, too: GradScaler finds its scale by overflows, but a training that ends in overflows has a fault.
+        A gradient of a step whose update GradScaler skipped counts only if no other value is NaN or infinite, and if
+        the last update was skipped, too. GradScaler finds its scale by overflows, but a training that ends in overflows
+        has a fault.
         """
         return self.first or (self._overflow if self._is_skipping else None)
 
     def notes(self) -> list[str]:
-        """Return notes on the values that are not counted and the values that could not be read."""
+        """Return notes on the values that do not count, and on the values that could not be read."""
         notes = list(self._masks.values())[:_MAX_NOTED]
         if self._overflow is not None and self.found() is not self._overflow:
             steps = steps_in_words(sorted(self._overflow_steps))
@@ -188,19 +189,19 @@ class _Counts:
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
 
     def bad(self) -> npt.NDArray[np.bool_]:
-        """Return which rows of these steps have NaN or infinities that do not count as a mask or a skipped overflow."""
+        """Return a mask of the rows of these steps with NaN or infinities that are no mask and no skipped overflow."""
         bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused() & ~self._may_overflow
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
 
     def overflows(self) -> npt.NDArray[np.bool_]:
-        """Return which rows of these steps are gradients with NaN or infinities whose update GradScaler skipped."""
+        """Return a mask of the gradients of these steps with NaN or infinities whose update GradScaler skipped."""
         bad = ((self.nan > 0) | (self.inf > 0)) & self._may_overflow
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
 
     def is_skipping(self, was_skipping: bool) -> bool:
-        """Return whether GradScaler skipped the last of these steps; `was_skipping` if no row records that."""
+        """Return whether GradScaler skipped the last update of these steps. Return `was_skipping` if no row tells."""
         return bool(self._is_skipped[-1]) if len(self._skips) else was_skipping
 
     def firsts(self) -> FirstRows:
@@ -210,7 +211,7 @@ class _Counts:
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
-        """Return which rows count as masks.
+        """Return a boolean array of the rows that are taken for masks, such as attention masks.
 
         A mask is infinite from its first record on, and has no more infinities than its first record of the same shape.
         """
@@ -219,7 +220,7 @@ class _Counts:
         return np.asarray(is_mask(self.nan[rows], self.inf[rows], began_as_mask, most))
 
     def search(self) -> int | None:
-        """Return the first row of `bad`, after reading the payloads of all earlier rows without counts; else None."""
+        """Return the first row in `bad`, or None. Reads the payload of each earlier row that has no counts."""
         while True:
             bad_rows = np.flatnonzero(self.bad())
             limit = int(bad_rows[0]) if len(bad_rows) else self._timeline.num_rows
@@ -286,10 +287,11 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
 def _healthy(
     timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
 ) -> tuple[RecordedValue | None, RecordedValue | None, int]:
-    """Find the finite values before a row; if `row` is None, all rows count, because they are of earlier steps.
+    """Find the finite values before a row. If `row` is None, the whole timeline lies before the row.
 
-    Returns the last finite value on the row's rank, the last finite record of the row's own value at an earlier step,
-    and the number of steps at which the row's own value was finite.
+    `values` are the columns that identify the row's value, and its rank. Returns the last finite value on this rank,
+    the last finite record of the row's value at an earlier step, and the number of earlier steps at which the row's
+    value was finite.
     """
     is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
     is_healthy[: timeline.num_firsts] = False
@@ -297,7 +299,7 @@ def _healthy(
     if row is not None:
         is_healthy &= np.arange(timeline.num_rows) < row
         is_before = timeline.codes["step"] < timeline.codes["step"][row]
-    # A merged run has a row of one rank only where this rank differs; elsewhere the row for all ranks counts.
+    # A merged run has a row of a single rank only where this rank differs. Elsewhere the row for all ranks counts.
     of_all = is_before & timeline.is_equal("rank", None)
     on_rank = is_healthy & (timeline.is_equal("rank", values["rank"]) | of_all)
     # A learning rate is finite in any training. Of the numbers that the program gives, only a loss shows health.
@@ -313,7 +315,7 @@ def _healthy(
 
 
 def probed_health(run: Run, bad: RecordedValue) -> ProbedHealth | None:
-    """Return what the probe saw before the value `bad`; None if it did not see `bad`. Reads the rank's whole probe."""
+    """Return the finite values that the probe has before `bad`, or None if it lacks `bad`. Reads the rank's probe."""
     try:
         table = run.probe(bad.rank) if bad.rank is not None else None
     except RunError:  # `verify` names the damage, and the answer stands without the probe

@@ -1,7 +1,7 @@
 """Groups the rows of several ranks that must be equal bit by bit. A group is equal, differs, or is undecided.
 
-The manifests say which ranks are replicas; the row of a DTensor, or of a tensor that a framework marks, has placements
-that say it. If placements call an activation replicated, only the norms of the ranks' activations must be equal, up to
+The manifests say which ranks are replicas. The placements in rows of DTensors, and of tensors that a framework marks,
+say it, too. If placements call an activation replicated, only the norms of the ranks' activations must be equal, up to
 rounding. This module must never read a payload if the rows decide.
 """
 
@@ -27,19 +27,19 @@ from ...sites import ACTIVATIONS, STATES
 from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
-"""How ranks keep their buffers equal. BROADCAST: DDP sends the first rank's buffers to all ranks before each forward.
-NEVER: DDP was told not to send them. OWN: FSDP keeps each rank's own buffers."""
+"""The ways in which ranks treat their buffers. BROADCAST: DDP sends the first rank's buffers to all ranks before each
+forward. NEVER: DDP was told not to send them. OWN: FSDP keeps each rank's own buffers."""
 
 NAME = ("root", "module_path", "site", "name")
 _ROUNDING = 1e-3
 """Rounding may make the ranks' `l2` of a replicated activation differ by this share of the largest `l2`."""
 SAME = 1e-4
-"""Two ratios between two ranks' numbers count as one common factor up to this relative distance."""
+"""The relative distance up to which two ratios between the numbers of two ranks count as equal."""
 _MAX_RANKS = 8
 
 
 class RankValue(NamedTuple):
-    """The data that one rank holds of a value."""
+    """The fingerprint, statistics, shape and dtype of a value on one rank."""
 
     rank: int
     fingerprint: str | None
@@ -54,24 +54,24 @@ class Differing(NamedTuple):
     """A value whose replicas on several ranks differ."""
 
     value: RecordedValue
-    """The value on the lowest rank outside the largest group of ranks with equal values."""
+    """The record of the lowest rank outside the largest group of ranks with equal values."""
     groups: list[list[int]]
     """Groups of ranks that hold equal values, the largest group first."""
     by: str
-    """What shows the difference: ``fingerprint``, ``statistics``, ``values``, ``shape``, or a note of the ``merge``."""
+    """The evidence: ``fingerprint``, ``statistics``, ``values``, ``shape``, or ``merge`` for a note of the merge."""
     ranks: list[RankValue]
     is_assumed: bool
     """True if no DDP, no FSDP and no device mesh says that these ranks share one model."""
     last_equal: RecordedValue | None
     """The last record of the value, at an earlier step, in which all ranks agreed; None if they never agreed."""
     sync: str | None = None
-    """How ranks keep a buffer equal: `BROADCAST`, `NEVER` or `OWN`; None if the manifests do not say."""
+    """How ranks treat a buffer: `BROADCAST`, `NEVER` or `OWN`. None if the manifests do not say."""
     differs_last: bool = True
-    """Whether ranks also differ in the last record of a buffer; False if the program made the buffer equal again."""
+    """Whether a buffer also differs in its last record. False if the program made the ranks' buffers equal again."""
 
     @property
     def was_never_equal(self) -> bool:
-        """Whether the ranks are only assumed to be replicas, and have differed since the first record."""
+        """Whether the ranks are only assumed to be replicas, and differ from the first record on."""
         return self.is_assumed and self.last_equal is None
 
     @property
@@ -81,7 +81,7 @@ class Differing(NamedTuple):
 
 
 class ReplicaGroups:
-    """Groups of rows that must be equal, in the order of time; each group is equal, differs, or is not decided yet."""
+    """Groups of rows that must be equal, in the order of time. A group is equal, differs, or is not decided yet."""
 
     def __init__(self, run: Run, timeline: Timeline, equal: Any, *, reads_payloads: bool = True) -> None:
         self._timeline, self._reads_payloads = timeline, reads_payloads
@@ -96,11 +96,12 @@ class ReplicaGroups:
         is_candidate |= is_activation
         is_candidate[: timeline.num_firsts] = False
         leaders = np.where(is_activation, _first_ranks(table), leaders)
-        # A chunk whose place in the tensor is unknown is no replica.
+        # A row without placements is no replica if its chunk's place in the tensor is unknown.
         is_plain = placements.is_null().to_numpy() & ~holds(notes, lambda note: "no_layout" in note_members(note))
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
-        # Without offsets, equal placements do not mean equal chunks. A piece of a flattened tensor needs no offsets.
+        # Ranks with equal placements but without offsets may hold different chunks. A piece of a flattened tensor needs
+        # no offsets.
         has_placement = has_offsets | ~holds(placements, lambda text: _has_kind(text, "Shard", but="FlatShard"))
         has_placement |= (shards > 0) & holds(placements, lambda text: "Replicate" in kinds_of(text))
         has_placement &= placements.is_valid().to_numpy() & ~holds(placements, lambda text: _has_kind(text, "Partial"))
@@ -110,7 +111,7 @@ class ReplicaGroups:
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in NAME])
         self.own: set[ValueName] = timeline.texts(NAME, counted[of_own.firsts])
-        """The names of the values that every rank has for itself alone, such as the parameters of a rank's experts."""
+        """The names of the values that each rank holds for itself, such as the parameters of its experts."""
         self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | has_placement))
         chunks = [codes(table.column(name)) for name in ("offsets", "placements")]
         keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *chunks]
@@ -157,7 +158,7 @@ class ReplicaGroups:
         return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
 
     def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
-        """Return the first group of the mask `asked` that differs, after deciding every group before it; else None."""
+        """Return the first group in the mask `asked` that differs, or None. Payloads decide the groups before it."""
         differing = np.flatnonzero(self._differs & asked)
         limit = int(differing[0]) if len(differing) else self._groups.num_groups
         for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
@@ -166,7 +167,7 @@ class ReplicaGroups:
         return limit if len(differing) else None
 
     def firsts(self, asked: npt.NDArray[np.bool_]) -> Iterator[tuple[int, RecordedValue]]:
-        """Yield, for each value that differs in groups of the mask `asked`, the first of these groups, and a record."""
+        """Yield the first group that differs of each value, and a record of the value. `asked` is a mask of groups."""
         numbers = np.flatnonzero(self._differs & asked)
         rows = self._rows[self._groups.firsts[numbers]]
         for first in group([self._timeline.codes[name][rows] for name in NAME]).firsts.tolist():
@@ -195,7 +196,7 @@ class ReplicaGroups:
         )
 
     def with_last(self, buffer: Differing) -> Differing:
-        """Return a buffer with `differs_last` set by its last record in these steps, if a record decides that."""
+        """Return a buffer with `differs_last` updated by its last comparable record in these steps, if there is one."""
         differs = self._differs_last(buffer.value.key)
         return buffer if differs is None else buffer._replace(differs_last=differs)
 
@@ -218,10 +219,10 @@ class ReplicaGroups:
         return differs
 
     def uncompared(self, asked: npt.NDArray[np.bool_]) -> Counter[str]:
-        """Count the groups of the mask `asked` that could not be compared, by the reason.
+        """Count, by reason, the groups in the mask `asked` that could not be compared.
 
-        ``nothing``: the rows have nothing to compare. ``statistics``: they only have equal statistics, which prove
-        nothing. ``after``: only payloads could decide, which are not read after the first difference.
+        ``nothing``: the rows have nothing to compare. ``statistics``: the rows only have equal statistics, which prove
+        nothing. ``after``: only payloads could decide, and none is read after the first difference.
         """
         of_nothing, of_statistics = self._is_unknown & self._lacks_numbers, self._is_unknown & ~self._lacks_numbers
         reasons = {"nothing": of_nothing, "statistics": of_statistics, "after": self._is_open}
@@ -265,7 +266,7 @@ class ReplicaGroups:
         return timeline.value_in(self._equal, int(earlier[-1])) if len(earlier) else None
 
     def last_equals(self) -> Any:
-        """Return a table with, for each value, the last record so far in which all ranks agreed."""
+        """Return a table with the last record of each value in which all ranks agreed."""
         rows = np.flatnonzero(self._agrees())
         newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
         table = self._timeline.table.select(VALUE_COLUMNS).take(pa.array(np.sort(newest)))
@@ -292,7 +293,7 @@ class ReplicaGroups:
 
 
 def is_replicated(table: Any) -> npt.NDArray[np.bool_]:
-    """Return which rows have placements that say that several ranks hold the same chunk."""
+    """Return a mask of the rows whose placements say that several ranks hold the same chunk."""
     return holds(table.column("placements"), lambda text: "Replicate" in kinds_of(text))
 
 
@@ -313,14 +314,14 @@ def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
 
 
 def _shards(table: Any) -> Integers:
-    """Number each row's coordinate on the mesh axes that do not replicate; 0 if the coordinate is unknown."""
+    """Return a number for each row, equal for equal coordinates on the mesh axes that do not replicate. 0: unknown."""
     numbers: dict[Any, int] = {None: 0}
     shards, ids = by_distinct(table, ("placements", "mesh"), _shard)
     return np.array([numbers.setdefault(shard, len(numbers)) for shard in shards], np.int64)[ids]
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
-    """Read a rank's coordinate on the mesh axes that do not replicate, from untrusted JSON; None if it has none."""
+    """Return a rank's coordinate on the mesh axes that do not replicate, or None. The JSON texts are untrusted."""
     try:
         kinds, mesh_object = json.loads(placements or "null"), json.loads(mesh or "null")
     except (ValueError, RecursionError):
@@ -340,9 +341,9 @@ def _statistics_ids(table: Any) -> Integers:
 
 
 def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
-    """Return each row's lowest rank with the same model, and the roots whose ranks are only assumed to share a model.
+    """Return, for each row, the lowest rank that holds the same model; and the roots of which this is only assumed.
 
-    Ranks of different pipeline stages have different models. If manifests contradict each other, each rank's own
+    Ranks of different pipeline stages hold different models. If manifests contradict each other, each rank's own
     manifest counts. A row for all ranks has -1.
     """
     number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
@@ -363,7 +364,7 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
 
 
 def factor_of(differing: Differing) -> str:
-    """Return a sentence if one group of ranks holds a multiple of the other group's values; else an empty text."""
+    """Return a sentence if the values of one group of ranks are a multiple of the other group's; else an empty text."""
     held = {value.rank: value for value in differing.ranks}
     sides = [(held[ranks[0]], ranks) for ranks in differing.groups if ranks[0] in held]
     if not len(sides) == len(differing.groups) == 2:
@@ -379,7 +380,7 @@ def factor_of(differing: Differing) -> str:
 
 
 def factor_in_words(factor: float, low: Sequence[int], high: Sequence[int], *, is_gradient: bool) -> str:
-    """Return a sentence that says that ranks `high` hold `factor` times what `low` hold; empty if it is about 1."""
+    """Return a sentence: ranks `high` have `factor` times the values of ranks `low`. Empty if `factor` is about 1."""
     if factor < 1 + 100 * SAME:
         return ""
     num_ranks = len(low) + len(high)
@@ -393,5 +394,5 @@ def _having(ranks: Sequence[int]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return rank numbers as a text; of many ranks, only the first few and their count."""
+    """Return rank numbers as a text. Of many ranks, the text has only the first few and the count."""
     return ",".join(map(str, ranks[:_MAX_RANKS])) + (f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else "")

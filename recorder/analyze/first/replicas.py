@@ -1,9 +1,9 @@
-"""Finds the first value whose replicas differ: ranks of data parallelism, or of one mesh, must hold it bit by bit.
+"""Finds the first value whose replicas differ. Replicas are values that several ranks must hold with the same bits.
 
 Replicas are compared by fingerprint, or else by their bytes. Different statistics prove a difference, but equal
-statistics prove nothing. Manifests say which ranks are replicas, and whether buffers are made equal again; for DTensors
-the placements in rows say it. If neither says which ranks are replicas, they are assumed, and the finding says so.
-Between the steps at which replicas were recorded, the probe has one number of a parameter at each step: different
+statistics prove nothing. Manifests say which ranks are replicas, and whether buffers are made equal again. For DTensors
+the placements in rows say it. If neither says which ranks are replicas, data-parallel ranks are assumed, and the
+finding says so. The probe has one number of each parameter at every step, also between the steps with rows. Different
 numbers on the ranks prove when replicas came apart.
 """
 
@@ -39,15 +39,15 @@ from .replica_groups import (
 from .timeline import RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000
-"""The most rows in a range of steps, in memory together at about 1 kB each. A single step may have more rows."""
+"""The most rows in a range of steps. They are in memory together, at about 1 kB each. One step may have more rows."""
 FINDINGS = tuple(site for site in STATES if site != "buffer")
-"""The sites at which a difference between ranks is a finding."""
+"""The sites at which a difference between ranks is a finding: state such as parameters, but not buffers."""
 
 
 class ReplicaFinder:
     """Finds the first difference of replicas by step and order of execution. It takes one range of steps after another.
 
-    `reads_payloads` says whether payloads are compared if the rows of the replicas do not decide.
+    `reads_payloads` says whether payloads are compared where the rows alone do not decide.
     """
 
     def __init__(self, run: Run, *, reads_payloads: bool = True) -> None:
@@ -55,10 +55,10 @@ class ReplicaFinder:
         self.first: Differing | None = None
         """The first difference of replicas, except in buffers; None while all replicas are equal."""
         self.firsts: dict[str, Differing] = {}
-        """The first difference at each site of `FINDINGS`, and of an ``activation`` that ranks of a mesh share. Assumed
-        replicas that were never equal have keys of their own."""
+        """The first difference at each site in `FINDINGS`, and under ``activation`` of an activation that ranks of a
+        mesh share. Assumed replicas that were never equal are kept under ``<site>, never equal``."""
         self.values: dict[ValueName, RecordedValue] = {}
-        """The first differing record of every value, except buffers, whose replicas differ, in the order of time."""
+        """The first record that differs of each value, except buffers, in the order of time."""
         self.num_compared: Counter[str] = Counter()
         """The number of values that were compared over ranks, by site."""
         self.steps: set[int] = set()
@@ -116,14 +116,14 @@ class ReplicaFinder:
 
     @property
     def equal_values(self) -> set[ValueName]:
-        """The names of the values that, in some record, were equal on all ranks that share them."""
+        """The names of the values that were equal on all their ranks in at least one record."""
         if self._equal is None:
             return set()
         return set(zip(*(self._equal.column(name).to_pylist() for name in NAME), strict=True))
 
     @property
     def not_recorded(self) -> list[str]:
-        """The sites of `FINDINGS` of which no row was added."""
+        """The sites in `FINDINGS` of which no row was added."""
         return [site for site in FINDINGS if site not in self._recorded]
 
     def notes(self) -> list[str]:
@@ -141,7 +141,7 @@ class ReplicaFinder:
         return notes + self._problems
 
     def why_none(self) -> str:
-        """Return why only buffers could be compared; empty if other values were compared, too."""
+        """Return the reason why only buffers could be compared; empty if other values were compared, too."""
         if not self.num_compared.keys().isdisjoint(FINDINGS):
             return ""
         if "statistics" in self._why_uncompared:
@@ -193,7 +193,7 @@ def _syncs(run: Run) -> dict[str, str]:
 
 
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
-    """Yield the buffers that a merged run's notes call different between ranks. The merge kept no ranks' rows."""
+    """Yield the buffers that differ between ranks by the notes in a merged run. The merge kept no rows of the ranks."""
     notes = timeline.table.column("note")
     is_told = holds(notes, lambda note: "replicas_differ" in note_members(note))
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
@@ -212,28 +212,28 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
 
 _NAMES = ("root", "module_path", "site", "name")
 _LEAST_FACTORS = 3
-"""At least this many pairs of norms of two ranks must have the same ratio, because any single pair has a ratio."""
+"""The fewest pairs of norms of two ranks that show a common factor. A single pair always has some ratio."""
 
 
 class ApartByProbe(NamedTuple):
-    """The first value of a site for which ranks have different numbers in the probe."""
+    """The first value of a site that differs between ranks in the probe, which has one number per value and step."""
 
     key: tuple[str, str, str, str]
     step: int
     equal_step: int
     """The last earlier step at which all ranks had the same number in the probe."""
     ranks: tuple[int, ...]
-    """The ranks outside the largest group of equal ranks; all ranks if no group is the largest."""
+    """The ranks outside the largest group of equal ranks. All ranks if several groups are the largest."""
     is_odd: bool
-    """True if one group of equal ranks is the largest, and so is right; of two ranks nobody can say which is right."""
+    """True if one group of equal ranks is the largest and so counts as right. Of two ranks, either may be right."""
     factor: str
-    """Which ranks hold a multiple of other ranks' values, as a text; empty unless the site's numbers agree on it."""
+    """A text on which ranks hold a multiple of other ranks' values. Empty unless all values of the site agree on it."""
 
 
 def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[ApartByProbe]:
-    """Return, by site, the first of the values `names` whose ranks differ in the probe after they were equal.
+    """Return, for each site, the first value in `names` that differs between ranks in the probe after it was equal.
 
-    A probe with more than `MOST_PROBED` numbers is not read.
+    The probe has one number of each value at every step. It is not read if it has more than `MOST_PROBED` numbers.
     """
     size = probe_size(run.writers)
     if size is None or size.num_numbers > MOST_PROBED or not names:
@@ -285,7 +285,7 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
 def _common_factor(
     sizes: Any, ranks: Integers, ids: Integers, asked: Any, sides: list[list[int]], *, is_gradient: bool
 ) -> str:
-    """Return a sentence with the factor between two sides of ranks; empty if groups of the mask `asked` disagree."""
+    """Return a sentence on the factor between two sets of ranks. Empty if the groups in `asked` have different ones."""
     of_sides = []
     for side in sides:
         column = np.full(len(asked), np.nan)

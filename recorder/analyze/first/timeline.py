@@ -1,4 +1,4 @@
-"""Orders the rows of a run by time, and finds a row's value in the run. Payloads are read only on request."""
+"""Orders the recorded rows of a run by time, and reads the tensor of a row. Payloads are read only on request."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ _SCHEMA = pa.schema(
 
 
 ValueName = tuple[str, str, str, str]
-"""The names of a value, which are the same at every step: root, module path, site and name."""
+"""The root, module path, site and name of a value. They are the same at every step."""
 
 
 def is_counted_at_least(note: str | None) -> bool:
-    """Whether a count of 1, in the row with this note, means that at least one element is NaN or infinite."""
+    """Return whether a count of 1, in a row with this note, means that at least one element is NaN or infinite."""
     return note_members(note).get("counts") == AT_LEAST
 
 
@@ -95,38 +95,39 @@ class RecordedValue(NamedTuple):
 
 
 class FirstRows(NamedTuple):
-    """The first records of values, with which records at later steps are compared."""
+    """The first record of each value. Records at later steps are compared with it."""
 
     table: Any
     nan: Integers
     inf: Integers
-    """The number of infinite elements of each record, as far as it is known; `nan` has the number of NaN."""
+    """The number of infinite elements of each record, 0 if unknown. `nan` has the number of NaN."""
 
 
 class Timeline:
-    """The rows of complete tensors by step, then in each rank's order of execution. Of two attempts the newer counts.
+    """The rows of a run, one per tensor, sorted by step, then by each rank's order of execution.
 
-    Stages of a pipeline follow one another, micro-batch by micro-batch. The first `num_firsts` rows are the first
-    records of values at earlier steps, and only serve for comparison.
+    If a restart repeated a step, only the rows of the newer attempt are kept. Stages of a pipeline follow one another,
+    micro-batch by micro-batch. The first `num_firsts` rows are the first records of values at earlier steps. They only
+    serve for comparison.
     """
 
     def __init__(
         self, run: Run, attempts: Attempts, steps: tuple[int, int] | None = None, firsts: FirstRows | None = None,
         tables: Iterable[Any] | None = None,
     ) -> None:  # fmt: skip
-        """Load the rows of the steps from the first up to, but not including, the last; None means all steps.
+        """Load the rows of `steps` = (first, last), without the step `last`. None means all steps.
 
-        `attempts` has seen all writers' rows of these steps, or sees them now. `firsts` are the first records of values
-        at earlier steps. `tables` are the tables of `whole_rows` for these steps and some writers; None: all writers.
+        `attempts` has seen the rows of all writers at these steps, or sees them now. `firsts` are the first records of
+        values at earlier steps. `tables` are the tables of `whole_rows` for these steps; None reads all writers.
         """
         self.run, self.attempts, self.steps = run, attempts, steps
         self.firsts = firsts
         tables = whole_rows(run.writers, steps) if tables is None else tables
         table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
-        # In a merged run, rows for all ranks and rows of single ranks have sequence numbers of their own.
+        # In a merged run, rows for all ranks and rows of single ranks are numbered apart. So the time orders them.
         columns = ("attempt", "step", "time_ns") if run.is_merged else TIME_ORDER
         in_time = [integers(table.column(name)) for name in columns]
-        # A device's probe writes the row of a value that turned non-finite late, after the scalars of its step.
+        # A probe on a device writes the row of a value that turned NaN or infinite late, after the scalars of the step.
         in_time[-1] = in_time[-1] - np.where(holds(table.column("note"), is_counted_at_least), _LATEST, 0)
         table = table.take(pa.array(np.lexsort(in_time[::-1])))
         counts = attempts.counting(table)
@@ -135,7 +136,7 @@ class Timeline:
         if self.num_superseded:
             table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
-        # A row's index among the rows of its rank and step, in the rank's order, serves as a time common to all ranks.
+        # The index of a row among the rows of its rank and step serves as a time that is common to all ranks.
         is_other_rank = (np.diff(ranks) != 0) & (not run.is_merged)
         starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | is_other_rank])
         lengths = np.diff(np.r_[starts, len(ranks)])
@@ -156,23 +157,23 @@ class Timeline:
 
     @cached_property
     def codes(self) -> dict[str, Integers]:
-        """For each column that identifies values, an integer code of every row."""
+        """For each column that identifies values, the rows' texts or numbers as integer codes."""
         return {name: codes(self.table.column(name)) for name in dict.fromkeys((*VALUE_KEY, *SERIES_KEY, "rank"))}
 
     @cached_property
     def series(self) -> Groups:
-        """Groups of rows: one group for each value on each rank, over all steps."""
+        """The rows grouped by value and rank. A group has the rows of all steps."""
         return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
 
     def before(self, rank: int | None) -> Timeline:
-        """Return a rank's timeline over all steps before this range; a merged run's rows for all ranks are included."""
+        """Return the timeline of a rank over all steps before this range. It includes rows for all ranks."""
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
         return Timeline(self.run, self.attempts, steps, tables=whole_rows(writers, steps))
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
-        """Return which rows have this value in a column; None stands for null."""
+        """Return a mask of the rows that have `value` in the column `name`. None stands for null."""
         column = self.table.column(name)
         if isinstance(value, str):
             return holds(column, value.__eq__)
@@ -180,7 +181,7 @@ class Timeline:
         return np.array(flags.to_numpy(), np.bool_)
 
     def texts(self, names: Sequence[str], rows: Integers) -> set[tuple[Any, ...]]:
-        """Return the distinct combinations of texts that the rows `rows` have in the columns `names`."""
+        """Return the distinct combinations of texts in the columns `names` of the given rows."""
         table = self.table.select(names).take(pa.array(rows))
         return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
@@ -188,13 +189,13 @@ class Timeline:
         return self.value_in(self.table, row)
 
     def value_in(self, table: Any, row: int) -> RecordedValue:
-        """Return the value that a row of `table` records. The table is of this run and has `VALUE_COLUMNS`."""
+        """Return the value that a row of `table` records. The table has the columns `VALUE_COLUMNS` of this run."""
         values = {name: table.column(name)[row].as_py() for name in VALUE_COLUMNS}
         info = self.run.modules.get((values["root"], values["module_path"]))
         return RecordedValue(**values, module_class=info.class_name if info else "", source=info.source if info else "")
 
     def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
-        """Yield the index and the tensor of each row, in the order of steps, or the error that reading it raised."""
+        """Yield the index of each row with its tensor, or with the error of reading it, in the order of steps."""
         table = self.table.take(pa.array(rows))
         steps = integers(table.column("step"))
         view = self.run.view(layouts=PER_RANK)
@@ -218,14 +219,14 @@ class Timeline:
 
 
 def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the rows of complete tensors of some writers and steps, one table a batch, texts dictionary-encoded."""
+    """Yield the rows of some writers at `steps`, one row per tensor. Each batch is a table with encoded texts."""
     every = _BEGINNING, -_BEGINNING
     for table in first_parts(writers, steps or every, _COLUMNS, is_all=steps is None):
         yield with_coded_texts(table, _SCHEMA)
 
 
 def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
-    """Return the keys that order rows by time. The index of a row within its rank and step is a time for all ranks."""
+    """Return the keys that order rows by time. `num_before` is the index of each row within its rank and step."""
     mode, phase, micro_step = codes(table.column("mode")), table.column("phase"), codes(table.column("micro_step"))
     is_forward, is_backward = holds(phase, "forward".__eq__), holds(phase, ("backward", "recompute").__contains__)
     return Times(steps, mode, is_forward, is_backward, num_before, _stages(run, table), micro_step, ranks)
