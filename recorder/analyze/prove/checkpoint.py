@@ -1,4 +1,4 @@
-"""Shows whether a checkpoint holds the run's state: `prove_checkpoint` launches a program, and reads what it saved.
+"""Shows whether a checkpoint holds the state of a training. `prove_checkpoint` runs a program and reads its checkpoint.
 
 Files of `torch.save`, `torch.distributed.checkpoint` and safetensors are read, whatever names a program gives its
 state. torch is imported where a checkpoint is read, and only there. A class that a file names is never imported.
@@ -38,19 +38,19 @@ from .launches import (
 from .resume import LEFTOVER, OLD, BothLaunches, Pair, is_leftover, votes_of
 
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(_reconstruct|scalar)|numpy\.(ndarray|dtype)")
-"""The names in a file that rebuild numpy's arrays, as in a random state; no other name of numpy is accepted."""
+"""The only names of numpy that a file may use. They rebuild arrays, for example those of a random state."""
 _GENERATOR_BYTES = {5056: "cpu", 16: "cuda"}
-"""By size in bytes of a random state of torch, the kind of generator that has it."""
+"""The kind of generator, by the size in bytes of a random state of torch."""
 _CLOCKS_APART_NS = 1_000_000_000
 """By how many nanoseconds a file system's clock may be behind that of this process."""
 _MOVED = "moved"
-"""Replaces the digest of a random state in the checkpoint that equals the run's state at no step's beginning."""
+"""Stands for the digest of a random state in the checkpoint that the run had at the beginning of no step."""
 _HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
-"""The kinds of values that a checkpoint should hold; the kind is the first word of a value's key."""
+"""The kinds of values that a checkpoint should hold. The kind is the first word of a value's key."""
 
 
 class _StandIn:
-    """Replaces an object of a program's own class, which is not imported; it has the object's attributes."""
+    """Stands for an object of a program's own class, which is never imported. Has the object's attributes."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -64,7 +64,7 @@ class _SavedValue:
     _described: dict[str, str] = field(default_factory=dict)
 
     def described(self, like: str) -> str:
-        """Return the value's description as the probe makes it, for the same part of the tensor as in `like`."""
+        """Return the value's description as the probe makes it. If `like` describes a chunk, take that chunk alone."""
         part = like.partition("[")[2]
         if part not in self._described:
             value = self.value
@@ -85,7 +85,7 @@ class Contents:
     """The values and the random states in a checkpoint."""
 
     leaves: dict[str, list[_SavedValue]] = field(default_factory=dict)
-    """The values by their paths; a path has several values if several ranks' files have this path."""
+    """The values by their paths. A path has several values if the files of several ranks have this path."""
     random_states: list[tuple[str, str]] = field(default_factory=list)
     """For each random state, the kind of generator (``cpu``, ``cuda``, ``python``, ``numpy``), and its digest."""
     saved_ns: int = 0
@@ -113,7 +113,7 @@ class Contents:
 
 
 def _random_state(value: Any) -> tuple[str, str] | None:
-    """Return the kind of generator and the probe's digest if a value is a random state; else None."""
+    """Return a random state's kind of generator, and its digest as the probe makes it. Return None for other values."""
     probe = import_module("recorder_probe")
     if hasattr(value, "untyped_storage"):
         is_state = str(value.dtype) == "torch.uint8" and value.dim() == 1 and value.numel() in _GENERATOR_BYTES
@@ -130,10 +130,7 @@ def _random_state(value: Any) -> tuple[str, str] | None:
 
 
 def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
-    """Read the newest checkpoint in the folder `place`, or `place` itself, from the files changed since `since_ns`.
-
-    Raises LookupFailedError if there is no checkpoint.
-    """
+    """Read the newest checkpoint: `place` itself, or one in it. Files older than `since_ns` do not count."""
     every = {path: time_ns for path in (place, *place.rglob("*")) if (time_ns := _saved_at(path)) >= 0}
     times = {path: time_ns for path, time_ns in every.items() if time_ns >= since_ns}
     if not times:
@@ -165,7 +162,7 @@ def _saved_at(path: Path) -> int:
 
 
 def _of_one_checkpoint(files: Sequence[Path], num_ranks: int) -> Iterator[Path]:
-    """Yield the files of the newest step. The names of older steps' files differ in a number that is no rank."""
+    """Yield the files of the newest step. The names of older ones differ in a number that is not a rank."""
     newest: dict[str, list[int]] = {}
     for path in files:
         numbers = [int(number) for number in re.findall(r"\d+", path.name)]
@@ -205,7 +202,7 @@ class _Match:
     def __init__(self, seen: RankSeen, contents: Contents) -> None:
         self.now: dict[str, str] = {}
         self.used: set[str] = set()
-        """The paths of the checkpoint's values that were found to be values of the rank."""
+        """The paths of the checkpoint's values that were matched with values of the rank."""
         self._leaves = contents.leaves
         self._looked: dict[str, list[str]] = {}
         """For each key, the digests that the probe saw as steps began, the last step first."""
@@ -214,7 +211,7 @@ class _Match:
                 if key.partition(" ")[0] in _HELD:
                     self._looked.setdefault(key, []).append(digest)
         self._paths: dict[str, list[tuple[str, str]]] = {}
-        """By the last part of a path: the path, and the same path with parameters' names in place of their numbers."""
+        """By the last part of a path: the path, and the path with parameters' names in place of parameters' numbers."""
         for path, name in self._with_names().items():
             self._paths.setdefault(name.rpartition(".")[2], []).append((path, name))
         self._match(
@@ -252,7 +249,7 @@ class _Match:
                 yield path
 
     def _match(self, keys: Sequence[str]) -> None:
-        """Match keys with paths, the longest names first, since ``average.0.weight`` also ends with ``0.weight``."""
+        """Match keys with paths. Longer names come first, since ``average.0.weight`` also ends with ``0.weight``."""
         contents = {leaf.described(""): path for path, leaves in self._leaves.items() for leaf in leaves}
         for key in keys:
             paths = list(self._named(key))
@@ -329,7 +326,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
 
 
 def _start_of(run: Observed, matches: Mapping[int, _Match]) -> int | None:
-    """Return the number of the step whose beginning the checkpoint holds; None if no value is as a step left it."""
+    """Return the index of the update before which the run held what the checkpoint holds; None if there is none."""
     held = {rank: RankSeen(pid=0, looks=(Look(0, match.now),), printed=()) for rank, match in matches.items()}
     votes = votes_of(run, Observed(exit_code=0, ranks=held))
     firsts = {kind: update for update in sorted(votes, reverse=True) for kind in votes[update]}
@@ -341,7 +338,7 @@ def _pair(
 ) -> Pair:
     """Pair what a rank held as a step began with what the checkpoint holds `now`.
 
-    Random states that need not be those of the step are not paired, and are added to `aside`, by the reason in words.
+    Random states that need not be those of the step are not paired. They are added to `aside`, by the reason in words.
     """
     then: dict[str, str] = {}
     for key, digest in digests.items():

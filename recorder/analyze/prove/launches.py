@@ -1,6 +1,7 @@
-"""Launches a program under the probe, and reads what the probe saw of each rank, for all proofs.
+"""Launches a program together with `recorder_probe`, and reads what this probe saw of each rank.
 
-A proof launches the program several times, and compares the launches. torch is never imported here.
+All proofs use this module. A proof launches the program several times, and compares the launches. torch is never
+imported here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NOUNS = {
     "batch": "batch",
     "grad": "gradient",
 }
-"""For each kind of value, its noun in messages; the kind is the first word of a key of `Look.digests`."""
+"""The noun in messages for each kind of value. The kind is the first word of a key of `Look.digests`."""
 GENERATORS = {"cpu": "the CPU", "cuda": "the GPU", "python": "Python", "numpy": "NumPy"}
 MAX_LISTED = 4
 """The most values that a message names."""
@@ -74,7 +75,7 @@ def count_kinds(keys: Iterable[str]) -> Counter[str]:
 
 
 class Look(NamedTuple):
-    """The digests of one rank's values around one update by one optimizer."""
+    """The digests (hashes) of one rank's values, taken around one update by one optimizer."""
 
     step: int
     digests: Mapping[str, str]
@@ -111,7 +112,7 @@ class Observed:
 
     @property
     def steps(self) -> list[int]:
-        """For each update, by any optimizer, that was seen on every rank: the step of the update."""
+        """The step of each update, by any optimizer, that was seen on every rank."""
         return [look.step for look in min((rank.looks for rank in self.ranks.values()), key=len, default=())]
 
 
@@ -144,7 +145,7 @@ def read_observed(folder: Path, exit_code: int) -> Observed:
 _PROBE, _PROBE_STEPS, _PROBE_RESUME = "_RECORDER_PROBE", "_RECORDER_PROBE_STEPS", "_RECORDER_PROBE_RESUME"
 """The environment variables that configure `recorder_probe`, which does not import this package."""
 RESUMED = "resumed"
-"""The subfolder of a killed launch's folder in which the resumed processes write; `recorder_probe` makes it, too."""
+"""The subfolder of a killed launch's folder in which the resumed processes write. `recorder_probe` makes it, too."""
 _END_S = 90.0
 """How many seconds a program may take to end once all its ranks have done their steps."""
 _POLL_S = 0.2
@@ -156,13 +157,14 @@ class Proven(NamedTuple):
 
     proof: Proof
     runs: tuple[Run, ...]
-    """The runs in which the verdict is stored: several if the ranks found no common one, none without a recording."""
+    """The runs in which the verdict is stored. None if nothing was recorded, several if ranks recorded runs of their
+    own."""
     said: str
     """The last lines that the command wrote if it failed; else empty."""
 
 
 def reply_of(proved: Proven) -> Reply:
-    """Return the reply of `recorder prove`: exit code 0 for unchanged, 1 for changed, and 2 for anything else."""
+    """Return the reply of `recorder prove`. The exit code is 0 for unchanged, 1 for changed, 2 for anything else."""
     proof = proved.proof
 
     def members() -> dict[str, Any]:
@@ -183,7 +185,7 @@ class Launches:
     """The launches of one proof. The probes of each launch write into a temporary folder of their own."""
 
     def __init__(self, environ: Mapping[str, str], num_steps: int, report: Callable[[str], None]) -> None:
-        """`environ` turns recording on, with the user's settings. `report` gets a text before each launch."""
+        """Take `environ`, which turns recording on as the user set it. `report` gets a text before each launch."""
         self.environ = environ
         self.num_steps = num_steps
         self._report = report
@@ -236,7 +238,7 @@ class Launches:
     def launch_to_resume(
         self, command: Sequence[str], again: str, resumed_command: Sequence[str], num_resumed_steps: int | None = None
     ) -> tuple[Observed, Observed]:
-        """Run the command until its ranks kill themselves, then the other one, unless the launcher restarts them."""
+        """Run `command` until its ranks kill themselves, then `resumed_command`, unless the launcher restarts them."""
         folder = Path(self._temporary.name) / "killed"
         what = f"to be killed at the end of step {self.num_steps - 1}"
         killed = self.launch(what, command, resume="killed", folder=folder)
@@ -293,7 +295,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 
 def _is_done(folder: Path) -> bool:
-    """Return whether the probe ended the program on all ranks; then the exit code is not the program's own."""
+    """Return whether the probe ended the program on all ranks. If so, the exit code is not the program's own."""
     if (folder / RESUMED).is_dir():  # the launcher started the ranks anew after they were killed
         folder = folder / RESUMED
     num_done = len(list(folder.glob("*.done")))
@@ -310,7 +312,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _commit() -> str:
-    """Return the commit of the folder in which the program is started; empty where git does not know it."""
+    """Return the git commit of the current folder, and whether files have changed since; empty if git knows none."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=30)

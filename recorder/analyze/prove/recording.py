@@ -1,8 +1,8 @@
 """Shows whether a program trains the same with the recorder (`prove`), or on another number of ranks (`prove_world`).
 
-`judge` compares two launches without the recorder with a recorded one; it starts no process and opens no file. On
-another number of ranks, sums are rounded differently. A launch whose inputs are changed in the last place measures how
-far rounding goes; see `recorder.analyze.diff.noise`. torch is never imported here.
+`judge` compares two launches without the recorder with a recorded one. It starts no process and opens no file. On
+another number of ranks, sums are rounded differently. To measure how far rounding goes, one more launch changes the
+inputs in the last place; see `recorder.analyze.diff.noise`. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Difference(NamedTuple):
 
 class _FirstDifference(NamedTuple):
     step: int | None
-    """The first step with a difference on any rank, None if there is none; `differences` has all of this step's."""
+    """The first step with a difference on any rank; None if there is none. `differences` has all of this step's."""
     differences: Sequence[_Difference]
     compared: Mapping[str, int]
     """The number of values that were compared, by kind."""
@@ -46,8 +46,8 @@ class _FirstDifference(NamedTuple):
 def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: int) -> Proof:
     """Judge whether the recorder has changed the training.
 
-    Two launches without the recorder, `plain` and `again`, show in what the program does not repeat itself. Each launch
-    was asked to make `num_steps` steps.
+    `plain` and `again` are two launches without the recorder. Where they differ, the program does not repeat itself.
+    Each launch was asked to make `num_steps` steps.
     """
     notes: list[str] = []
     num_steps_compared = min(plain.num_steps, recorded.num_steps)
@@ -160,7 +160,7 @@ def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes
 
 
 def prove(launches: Launches, command: Sequence[str]) -> Proven:
-    """Run a program three times and judge whether the recorder changes it; if it seems so, run it a fourth time."""
+    """Run a program three times and judge whether the recorder changes it. If it seems so, run it a fourth time."""
     ours = (PREFIX, f"_{PREFIX}")
     bare = {name: value for name, value in launches.environ.items() if name != FLAG and not name.startswith(ours)}
     num_steps = launches.num_steps
@@ -180,7 +180,7 @@ def prove(launches: Launches, command: Sequence[str]) -> Proven:
 _NUM_RANKS = re.compile(r"(--nproc[-_]per[-_]node|--num[-_]processes|-np)(=(.*))?")
 """Matches the option of torchrun, `accelerate launch` or mpirun that says how many ranks are started."""
 _RULES = "site=param,buffer,grad,optim keep=tensor,stats,fingerprint; site=input,output,grad_output keep=stats"
-"""The recording rules unless the user has some: state and gradients in full, which best tell rounding from an error."""
+"""The recording rules if the user has none. They keep state and gradients in full, to tell rounding from an error."""
 
 
 def asked_ranks(command: Sequence[str]) -> str:
@@ -216,7 +216,7 @@ class Batches(NamedTuple):
 
 
 def compare_batches(one: Observed, other: Observed, start: int) -> Batches:
-    """Compare the samples of each step, over all ranks: as a set, and as a sequence. `start` is the first step."""
+    """Compare each step's samples, over all ranks: first as a set, then as a sequence. `start` is the first step."""
     pairs = [(_samples(one, i), _samples(other, i)) for i in range(min(one.num_steps, other.num_steps))]
     num_samples = sum(len(first) for first, _ in pairs)
     for step, (first, second) in enumerate(pairs, start):
@@ -235,7 +235,7 @@ def compare_batches(one: Observed, other: Observed, start: int) -> Batches:
 
 
 def _samples(seen: Observed, i: int) -> list[str]:
-    """Return the digests of the samples of step `i`: all ranks' first micro-batches, then all second ones."""
+    """Return the digests of the samples of step `i`: all ranks' first micro-batches, then all their second ones."""
     batches = [
         [batch for look in rank.looks if look.step == i for batch in of_kind(look.digests, "batch").values()]
         for rank in seen.ranks.values()
@@ -245,7 +245,7 @@ def _samples(seen: Observed, i: int) -> list[str]:
 
 
 def judge_world(one: Observed, other: Observed, runs: Sequence[Run], start: int) -> Proof:
-    """Judge whether two launches on different numbers of ranks train one model; the third of `runs` shows rounding."""
+    """Judge whether launches on different numbers of ranks train one model. The third of `runs` measures rounding."""
     batches = compare_batches(one, other, start)
     notes: list[str] = []
     compared = {"samples": batches.num_samples}
@@ -294,9 +294,10 @@ def _farthest(one: Run, other: Run) -> str:
 def prove_world(
     launches: Launches, command: Sequence[str], other_command: Sequence[str], resumed_command: Sequence[str] = ()
 ) -> Proven:
-    """Run a program on its own number of ranks, there again with moved inputs, and on other ranks; compare the models.
+    """Run a program on its own number of ranks and on another one, and compare the two models.
 
-    With `resumed_command`, the program is first killed, and these three launches continue from its checkpoint.
+    A launch on the program's own ranks with slightly moved inputs measures rounding. With `resumed_command`, the
+    program is first killed, and these three launches continue from its checkpoint.
     """
     if launches.environ.keys().isdisjoint(("RECORDER_RULES", "RECORDER_PRESET")):
         launches.environ = {**launches.environ, "RECORDER_RULES": _RULES}

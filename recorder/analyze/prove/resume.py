@@ -1,4 +1,4 @@
-"""Shows whether a resumed program continues as the interrupted one: `prove_resume` kills, resumes and compares it.
+"""Shows whether a resumed program continues as the interrupted one. `prove_resume` kills a program, and resumes it.
 
 The launch that is killed runs some steps past its last checkpoint. So it also shows how the program goes on without an
 interruption. `judge_resume` compares the two launches, without any process or file. torch is never imported here.
@@ -16,13 +16,13 @@ from ...system.text import counted, listed, named
 from .launches import MAX_LISTED, Launches, Look, Observed, Proven, count_kinds, on_ranks, values_named
 
 _STATE = ("param", "buffer", "optim", "update", "setting", "schedule", "scaler", "flag", "other", "variable", "rng")
-"""The kinds of state; a kind that causes differences in another one comes before it."""
+"""The kinds of state. A difference of one kind causes differences of the later kinds."""
 _BESIDE = ("other", "variable", "rng")
-"""The kinds of state of which a resumed process may have more values, such as the checkpoint that it loaded."""
+"""The kinds of state of which a resumed process may hold more values, such as the checkpoint that it loaded."""
 _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
-"""The kinds of values that show at which step the resumed run goes on."""
+"""The kinds of values that show with which step the resumed run continues."""
 _WORKERS = "other DataLoader.num_workers"
-"""The key with which the probe says that worker processes load the data; the workers' random states are not seen."""
+"""The probe's key that tells that worker processes load the data. The workers' random states are not seen."""
 _Digests = Mapping[str, str]
 
 
@@ -123,13 +123,13 @@ def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
 
 
 def is_leftover(launch: Observed) -> bool:
-    """Return whether a launch began from a checkpoint: its optimizers have a state other than zero before any step."""
+    """Return whether a launch began from a checkpoint: its optimizers have a nonzero state before any step."""
     first = [item for seen in launch.ranks.values() for item in seen.looks[0].digests.items()]
     return any(key.startswith("optim ") and digest[0] != "=" and " zero " not in digest for key, digest in first)
 
 
 def start_of(killed: Observed, resumed: Observed) -> int | None:
-    """Return the index of the killed launch's update that the resumed launch makes first; None if it starts anew."""
+    """Return which update of the killed launch the resumed launch makes first, as an index; None if it starts anew."""
     votes = votes_of(killed, resumed)
     if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
         return None
@@ -137,9 +137,9 @@ def start_of(killed: Observed, resumed: Observed) -> int | None:
 
 
 def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
-    """Return, by update of the killed launch, the kinds whose values there best equal the resumed launch's first ones.
+    """Return, by update of the killed launch, which kinds of values agree best there with the resumed launch's first.
 
-    A kind whose values agree most at update 0 has no vote: it was not restored, or it never changes.
+    A kind whose values agree most at update 0 is left out: it was not restored, or it never changes.
     """
     votes: dict[int, list[str]] = {}
     for kind in _ALIGNING:
@@ -160,15 +160,16 @@ class BothLaunches:
     """Compares the updates that both launches have made."""
 
     def __init__(self, killed: Observed, updates: Sequence[Sequence[Pair]], notes: list[str]) -> None:
-        """Differences that do not matter, such as random states that no step draws from, are added to `notes`."""
+        """Take the `updates` of both. Differences that do not matter, as of unused random states, go to `notes`."""
         self._killed = killed
         self._updates = updates
         self._notes = notes
         self.suspects: list[str] = []
-        """Differences as the last compared update began; they are a loss of state only if gradients differ as well."""
+        """Differences at the beginning of the last compared update that count as a loss of state only if gradients
+        differ, too."""
 
     def state_findings(self, i: int) -> list[str]:
-        """Return in words how each kind of state differs before update `i`; values that differ alike share a text."""
+        """Say how each kind of state differs before update `i`. Values that differ in the same way share a text."""
         texts: list[str] = []
         self.suspects = []
         for kind in _STATE:
@@ -241,7 +242,7 @@ class BothLaunches:
         return f"{values_named(keys)} {how}{on}"
 
     def batch_findings(self) -> Iterator[tuple[int, str]]:
-        """Yield each way in which ranks read other batches, in words, with the first step at which they do so."""
+        """Yield each way in which the resumed run's batches differ, in words, with the first step at which they do."""
         ranks_of: dict[tuple[int, str], list[int]] = {}
         for rank, seen in self._killed.ranks.items():
             pairs = [pair for update in self._updates for pair in update if pair.rank == rank]
@@ -252,7 +253,7 @@ class BothLaunches:
             yield step, f"the resumed run {text} ({named('rank', ranks)}, step {step})"
 
     def gradients(self, i: int) -> str:
-        """Return in words which gradients of update `i` differ, and on which ranks; empty if none does."""
+        """Say which gradients of update `i` differ, and on which ranks. Return an empty string if none does."""
         places = [
             (key, pair.rank)
             for pair in self._updates[i]
@@ -265,7 +266,7 @@ class BothLaunches:
 
 
 def _reading(pairs: Sequence[Pair], looks: Sequence[Look]) -> str:
-    """Return in words which batches a resumed run reads instead of the right ones; `looks` are of the killed launch."""
+    """Say which batches a resumed run reads instead of the right ones. `looks` are of the killed launch."""
     then, now = (list(of_kind(digests, "batch").values()) for digests in (pairs[0].then, pairs[0].now))
     if now and len(now) < len(then) and then[-len(now) :] == now:
         return f"makes the step from {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
@@ -290,7 +291,7 @@ def _reading(pairs: Sequence[Pair], looks: Sequence[Look]) -> str:
 
 
 def _distance(earlier: _Digests, later: _Digests) -> int:
-    """Return how many new DataLoader iterators lead from one random state of the CPU to the other; 0 if none."""
+    """Return how many new DataLoader iterators turn the CPU's earlier random state into the later one, or 0."""
     return next((int(key[6:]) for key, state in of_kind(earlier, "ahead").items() if state == later["rng cpu"]), 0)
 
 

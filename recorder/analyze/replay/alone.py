@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
-    """Run a call again and compare the results; also return notes on the comparison.
+    """Run a call again, and return the comparisons with the recorded tensors, and notes on these.
 
     Raises CannotReplay if the folder is damaged, or the module cannot be made or run here.
     """
@@ -339,7 +339,7 @@ def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Passes a leaf to the module as a non-leaf tensor, which the module may change in place."""
+    """Makes a non-leaf tensor of a leaf tensor, for the module, which may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
@@ -351,7 +351,7 @@ class _Enter(torch.autograd.Function):
 
 
 _Inputs = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""For each argument, by name, the leaf tensor that gets the gradient, and the tensor that the module is given."""
+"""Maps an argument's name to two tensors: the leaf that gets the gradient, and what the module is given."""
 
 
 def _inputs(call: _Call) -> _Inputs:

@@ -41,7 +41,7 @@ _ALONE = Path(__file__).with_name("alone.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """The rows of one call of a module that can be replayed, without the values."""
+    """One recorded call of a module that can be replayed: its rows, without the tensors' values."""
 
     module_path: str
     step: int
@@ -49,7 +49,7 @@ class RecordedCall:
     key: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     gradients: Sequence[Mapping[str, Any]]
-    """The gradient rows of the parameters of the module and its submodules; empty unless this call alone made them."""
+    """The rows of the gradients of the parameters in the module. Empty unless this call alone made these gradients."""
 
 
 def recorded_calls(
@@ -110,7 +110,7 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
 
 
 def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
-    """Return the class of a module if the script needs a factory to make the module; else None."""
+    """Return the name of a module's class if the script needs a factory to make the module; else None."""
     where, _, qualified = str(facts.get("class")).partition(":")
     is_made = facts.get("constructor") is not None and where.startswith("torch.nn.modules.")
     return None if is_made else qualified
@@ -219,7 +219,7 @@ class Audited(NamedTuple):
 def audit(
     run: Run, *, step: int | None, module: str | None = None, rank: int | None = None, factory: str = ""
 ) -> list[Audited]:
-    """Run the recorded calls of a step again, for all modules and ranks or for one of them.
+    """Run the recorded calls of a step again: of all modules and ranks, or of one module or rank.
 
     `factory` is the ``MODULE:FUNCTION`` that makes the complete model, for classes outside torch.nn. Raises
     LookupFailedError if nothing was recorded for a replay.
@@ -284,7 +284,7 @@ def the_call(calls: Sequence[RecordedCall], micro_step: int, call: int) -> Recor
 
 
 def bundle_reply(run: Run, call: RecordedCall, out: Path, lacks: Sequence[str], factory: str) -> Reply:
-    """Return the reply of `recorder replay` about the folder of a call; `lacks` names its missing parts."""
+    """Return the reply of `recorder replay` about the folder of a call. `lacks` names the parts that are missing."""
     own_class = _class_without_settings(_facts(run, call))
 
     def parts() -> Iterator[str | StateLine]:
