@@ -1,1 +1,1 @@
-"""The page of a run: collects the data to draw as blocks, and writes the one HTML file that contains the blocks."""
+"""The page of a run. Collects the data to draw as blocks, and writes one HTML file that contains the blocks."""

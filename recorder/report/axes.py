@@ -1,10 +1,10 @@
-"""Lists the axes of a run's page: ranges of steps with their rows, and the modules, series, steps and lanes to draw.
+"""Finds what the page of a run draws: the modules, series, steps and lanes. Reads rows in ranges of steps.
 
-A lane is one of the lines that are drawn for a series. With few ranks, each rank has a lane. With many ranks, three
-lanes hold the lowest, the median and the highest value over the ranks, and a few lanes hold the ranks that are most
-often far from the median.
+A lane is one of the lines that are drawn for a series (one value over time). With few ranks, each rank has a lane. With
+many ranks, three lanes hold the lowest, the median and the highest value over the ranks. A few more lanes hold the
+ranks that are most often far from the median.
 
-Never reads a payload. Rows of recomputed forwards are left out, because the same values were recorded before.
+No payload (tensor) is read. Rows of recomputed forwards are left out, because the same values were recorded before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..sites import SITE_OF, Kind
 from .blocks import PageBlock
 
 RANGE_ROWS = 200_000
-"""The most rows, over all ranks, of a range of steps, which are in memory together. One step alone may have more."""
+"""The most rows, over all ranks, of a range of steps. They are in memory together. One step alone may have more."""
 SERIES_KEY = ("root", "module_path", "site", "name", "mode")
 """The columns that identify a series, which is one value over time. Calls and micro-steps of a step are combined."""
 _RECOMPUTED = "recompute"
@@ -67,7 +67,7 @@ class StepRows:
         self._attempts = Attempts(run)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield a table for each range of steps, sorted by rank and `seq`, without rows of superseded attempts."""
+        """Yield a table for each range of steps, sorted by rank and `seq`. Rows of superseded attempts are left out."""
         for steps in self.ranges:
             table = pa.concat_tables([self._schema.empty_table(), *self._tables_of(steps)])
             table = table.unify_dictionaries().combine_chunks()
@@ -81,9 +81,9 @@ class StepRows:
 def step_rows(
     run: Run, ranges: Sequence[Steps] | None = None, *, further: Sequence[str] = (), max_pending_rows: int = RANGE_ROWS
 ) -> Iterator[StepRows]:
-    """Open the rows of a run for repeated reading; rows that do not fit in memory are kept on disk meanwhile.
+    """Open the rows of a run for repeated reading. Rows that do not fit in memory are kept on disk meanwhile.
 
-    `ranges` are half-open, ascending ranges of steps that do not overlap; by default they cover all steps, with
+    `ranges` are half-open, ascending ranges of steps that do not overlap. By default they cover all steps, with
     `RANGE_ROWS` rows each. `further` names more columns. At most `max_pending_rows` rows wait in memory on their way to
     the disk.
     """
@@ -108,25 +108,25 @@ def _tables(schema: Any, writers: Sequence[RecordedWriter], steps: Steps) -> Ite
 
 
 class SeriesValues(NamedTuple):
-    """The statistics of each series, step and rank, as parallel arrays; calls and micro-steps are combined."""
+    """The statistics of each series, step and rank, as parallel arrays. Calls and micro-steps are combined."""
 
     series: Integers
     steps: Integers
     ranks: Integers
-    """The rank of each value; -1 for a value of all ranks together."""
+    """The rank of each value. It is -1 for a value of all ranks together."""
     numbers: dict[str, npt.NDArray[np.float64]]
-    """The numbers of each statistic or count, by its name; NaN where a row has no number."""
+    """The numbers of each statistic or count, by its name. NaN where a row has no number."""
 
 
 def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
-    """Return each row's index into this table's series, the series themselves, and each series' first row."""
+    """Return the index of each row's series, the series in this table, and the first row of each series."""
     groups = group_rows(table, SERIES_KEY)
     keys = table.select(SERIES_KEY).take(pa.array(groups.firsts)).to_pylist()
     return groups.ids, [DrawnSeries(*(text or "" for text in key.values())) for key in keys], groups.firsts
 
 
 def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValues:
-    """Return the statistics `names` of a table, combined by series, step and rank; `series` has each row's series."""
+    """Return the named statistics of a table, combined by series, step and rank. `series` has each row's series."""
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     groups = group([series, codes(table.column("step")), ranks + 1])
     if groups.num_groups == table.num_rows:
@@ -148,11 +148,11 @@ class Axes:
     index: dict[DrawnSeries, int] = field(default_factory=dict)
     """The index of each series, in the order in which the series were found."""
     _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """The index of a series by its key without the root; -1 if several series have this key. Each pipeline stage is a
-    root, and a value of the complete model has the root of one stage, or none."""
+    """The index of a series by its key without the root (the hooked model); -1 if several series share this key. Each
+    pipeline stage is a root. A value of the complete model has the root of one stage, or none."""
     is_scalar: list[bool] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
-    """The global shape of each series if its first row has one, else the shape of that row's local tensor."""
+    """The global shape of each series. If its first row has none, the shape of that row's local tensor."""
     dtypes: list[str] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
     first_steps: list[int] = field(default_factory=list)
@@ -164,25 +164,25 @@ class Axes:
     last_step: int | None = None
     num_rows: int = 0
     is_probed: bool = False
-    """True if numbers of the probe are among the values."""
+    """True if numbers of the probe (a number of each value at every step) are among the values."""
     below: str | None = None
-    """The path of a module: only the module, its submodules and scalars are drawn. None draws everything."""
+    """The path of a module. Only the module, its submodules and scalars are drawn. None draws everything."""
     without: Collection[str] = ()
     """The names of the roots (models under hooks) whose values are not drawn."""
     most_in_step: dict[DrawnSeries, int] = field(default_factory=dict)
-    """For a scalar with several values in a step, the largest number of values on a rank; the values' mean is drawn."""
+    """For a scalar with several values in a step, the most values of one rank. The mean of the values is drawn."""
     optimizer_of_loss: dict[str, str] = field(default_factory=dict)
     """For each loss, by its name, the optimizer that steps next after the loss was computed."""
     _optimizer_of_root: dict[str, str] = field(default_factory=dict)
     _later_losses: dict[tuple[int, int], str] = field(default_factory=dict)
-    """The names of the losses of later optimizers than the first, by the step and the repeat of the loss."""
+    """The name of each loss that belongs to a later optimizer than the first, by the loss's step and repeat."""
 
     def with_losses(self, table: Any) -> Any:
-        """Return the table with a name of its own for the loss of each model, for example in the training of a GAN.
+        """Return the table with the losses of different models named apart, for example in the training of a GAN.
 
-        A loss belongs to the optimizer that steps next on its rank; if a model has several optimizers, to the first
-        one. Losses of the first optimizer that is found stay named ``loss``. Rows of all ranks together get the names
-        that the rows of single ranks got before.
+        A loss belongs to the optimizer that steps next on its rank. If a model has several optimizers, the loss belongs
+        to the first of them. The losses of the first optimizer that is found stay named ``loss``. Rows of all ranks
+        together get the names that the rows of single ranks got before.
         """
         names, is_scalar = table.column("name"), holds(table.column("site"), is_number)
         losses = np.flatnonzero(is_scalar & holds(names, "loss".__eq__))
@@ -218,7 +218,7 @@ class Axes:
         return table.set_column(table.column_names.index("name"), "name", column)
 
     def numbers_of(self, table: Any) -> Integers:
-        """Return for each row of a table the index of its series; -1 where the series is not drawn."""
+        """Return the index of each row's series, -1 where the series is not drawn."""
         ids, keys, _ = keys_of(self.with_losses(table))
         of_table = [self.index[key] if key in self.index else self._of_any_root.get(key[1:], -1) for key in keys]
         of_table = [number if self._is_wanted(key) else -1 for number, key in zip(of_table, keys, strict=True)]
@@ -265,7 +265,7 @@ class Axes:
             self.most_in_step[keys[number]] = max(int(most[number]), self.most_in_step.get(keys[number], 0))
 
     def add_probe(self, table: Any) -> None:
-        """Add the series and the steps in a table of the probe's numbers; `is_probed` is true from then on."""
+        """Add the series and steps in a table of the probe's numbers. From then on `is_probed` is true."""
         _, keys, firsts = keys_of(table)
         found = set(np.unique(integers(table.column("step"))).tolist())
         self.num_steps += len(found - self.steps - self.scalar_steps)
@@ -277,7 +277,7 @@ class Axes:
 
     @property
     def models_alike(self) -> list[str]:
-        """The roots of models whose values have equal names, for example in a GAN; `roots` of map.js finds the same."""
+        """The roots (models) whose values have equal names, for example in a GAN. `roots` of map.js finds the same."""
         roots: dict[tuple[str, ...], set[str]] = {}
         for key, number in self.index.items():
             if not self.is_scalar[number]:
@@ -299,15 +299,16 @@ class Axes:
 _FORWARD = ("input", "output", "tap")
 """The sites whose values are recorded in the order in which modules run."""
 MAX_PROBED = 4_000_000
-"""If a run's probe has more numbers than this, no number is drawn: all would be in memory at once, at 48 bytes each."""
+"""The most numbers of the probe that are drawn; of more, none is. All are in memory at once, at 48 bytes each."""
 PROBED = ("l2", "nan_count", "inf_count", "numel")
 
 
 def probe_values(run: Run, axes: Axes) -> list[SeriesValues]:
-    """Return the numbers that the probe has of each value at each step, and add their series and steps to the axes.
+    """Return the numbers of the probe, and add their series and steps to the axes.
 
-    The list is empty if there is no probe, or if its ranks or numbers are too many to draw. From its first step on, a
-    later attempt supersedes the earlier attempts. Damage ends the list: `recorder verify` reports the damage.
+    The probe has a number of each value at every step. The list is empty if there is no probe, or if it has too many
+    ranks or numbers to draw. A later attempt (launch) supersedes earlier attempts from its first step on. Damage ends
+    the list; `recorder verify` reports the damage.
     """
     sizes = [(writer, probe_size([writer])) for writer in run.writers] if len(run.ranks) <= MAX_RANKS else []
     if sum(size.num_numbers for _, size in sizes if size) > MAX_PROBED:
@@ -334,7 +335,7 @@ def is_number(site: str) -> bool:
 
 
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
-    """Return the block that lists the modules in the order of execution, and the index of each module by its path."""
+    """Return the block that lists the modules in the order in which they ran, and each module's index by path."""
     order = dict.fromkeys(in_order(run, series))
     # Modules without rows, such as pure containers, come last; the page places each beside its children.
     known = list_paths((path for _, path in run.modules), order)
@@ -352,9 +353,10 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
 
 
 def in_order(run: Run, series: Iterable[DrawnSeries]) -> list[str]:
-    """Return the paths of modules in the order in which they ran, or in the model's order if no forward is recorded.
+    """Return the paths of modules in the order in which they ran, or in the model's order without a recorded forward.
 
-    Gradients begin at the last module, and parameters are in the order of the optimizer's groups: neither is used.
+    The order of other rows is not used: gradients begin at the last module, and parameters are in the order of the
+    optimizer's groups.
     """
     recorded = dict.fromkeys(key.module_path for key in series)
     order = dict.fromkeys(key.module_path for key in series if key.site in _FORWARD)
@@ -364,7 +366,7 @@ def in_order(run: Run, series: Iterable[DrawnSeries]) -> list[str]:
 
 
 def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
-    """Return why no optimizer's step recorded a module's parameters; empty if one did, or if the reason is unknown."""
+    """Return why no optimizer step recorded a module's parameters. Empty if one did, or if the reason is unknown."""
     if "param" not in info.sites or not info.params:
         return ""
     if len(info.params) == len(info.frozen):
@@ -373,17 +375,17 @@ def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
 
 
 MAX_RANKS = 8
-"""Up to this many ranks have a lane (drawn line) each; the values of more ranks are summed up in three lanes."""
+"""With at most this many ranks, each has a lane (drawn line). With more, three lanes show low, median and high."""
 MODEL = "(the model)"
 """The name that the page shows for the root module, whose path is an empty text."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _FAR = 8.0
-"""A rank's value is far from the median of all ranks beyond this distance, in interquartile ranges of the ranks."""
+"""A rank's value is far from the ranks' median if it is more than this many interquartile ranges away."""
 _LEAST_SHARE = 1e-3
-"""The interquartile range counts as at least this fraction of the median, so that mere rounding makes no rank odd."""
+"""The least interquartile range, as a fraction of the median. Without it, mere rounding would make a rank odd."""
 _MIN_RANKS = 3
-"""The fewest ranks whose values are compared. If only two ranks differ, either may be the odd one."""
+"""The fewest ranks whose values are compared. If only two ranks differ, nobody knows which is the odd one."""
 
 
 class Lanes:
@@ -419,23 +421,23 @@ class Lanes:
             self.described.append({"kind": kind, "rank": rank})
 
     def of_ranks(self, ranks: Integers) -> Integers:
-        """Return the lane of each rank; -1 for a rank without a lane."""
+        """Return the lane of each rank, -1 for a rank without a lane."""
         return np.asarray(self._lane_of_rank[ranks], np.int64)
 
 
 class Spread(NamedTuple):
-    """How the ranks' values are distributed, for each series and step."""
+    """How the ranks' values of each series are distributed at each step."""
 
     series: Integers
     steps: Integers
     numbers: dict[str, tuple[npt.NDArray[np.float64], ...]]
-    """The ranks' lowest, median and highest value of each statistic, by its name; NaN where no rank has a value."""
+    """The lowest, median and highest value over the ranks, by statistic. NaN where no rank has a value."""
     deviation: npt.NDArray[np.float64]
-    """The distance of each rank's value from the median, in interquartile ranges; NaN if unknown."""
+    """The distance of each rank's value from the median, in interquartile ranges. NaN if unknown."""
 
 
 def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
-    """Compute the spread of the ranks' values; deviations are computed only for the statistic `judged_by`."""
+    """Return the spread of the ranks' values. Deviations are computed only for the statistic `judged_by`."""
     groups = group([values.series, values.steps - values.steps.min(initial=0)])
     ids = groups.ids
     quantiles: dict[str, tuple[npt.NDArray[np.float64], ...]] = {}
@@ -464,22 +466,22 @@ def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
 
 
 class OddRanks:
-    """Counts for each rank how many of its values are far from the other ranks' values."""
+    """Counts for each rank how many of its values are far from the median of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         size = max(ranks, default=0) + 1
         self.far = np.zeros(size, np.int64)
-        """The number of values of each rank that are far from the median of all ranks."""
+        """For each rank, how many of its values are far from the median of all ranks."""
         self.alone = np.zeros(size, np.int64)
-        """For each rank, the number of its nonfinite values where most ranks' values are finite."""
+        """For each rank, how many of its values are not finite where most ranks' values are."""
         self.compared = np.zeros(size, np.int64)
         self._most = np.full(size, _FAR)
-        """For each rank, the deviation of its value that is farthest from the median of all ranks."""
+        """For each rank, the largest deviation of its values from the median of all ranks, at least `_FAR`."""
         self._farthest = np.full((size, 2), -1, np.int64)
-        """For each rank, the series' index and the step of its farthest value; -1 if none of its values is far."""
+        """For each rank, the series' index and the step of its farthest value. Both are -1 if no value is far."""
 
     def add(self, values: SeriesValues, spread: Spread) -> None:
-        """Count values that are far from the median in `spread`, and nonfinite values if most ranks' are finite."""
+        """Count values that are far from the median in `spread`, and nonfinite values where most ranks' are finite."""
         is_own = values.ranks >= 0
         ranks, deviation = values.ranks[is_own], spread.deviation[is_own]
         size = len(self.far)
@@ -496,7 +498,7 @@ class OddRanks:
             self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[ids]], minlength=size)
 
     def farthest(self, rank: int, series: Sequence[DrawnSeries]) -> str:
-        """Return the name and the step of the rank's value that is farthest from the median; empty if none is far."""
+        """Return the name and the step of the rank's value farthest from the median. Empty if no value is far."""
         number, step = self._farthest[rank]
         if number < 0:
             return ""
@@ -504,7 +506,7 @@ class OddRanks:
         return " ".join(filter(None, [key.module_path or MODEL, key.site, key.name])) + f", step {step}"
 
     def found(self) -> list[int]:
-        """Return the odd ranks, the oddest first; empty if all ranks are alike."""
+        """Return the odd ranks, the oddest first. Empty if all ranks are alike."""
         score = self.far + self.alone
         usual = float(np.median(score)) if len(score) else 0.0
         order = np.argsort(-score, kind="stable")

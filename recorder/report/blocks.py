@@ -1,15 +1,15 @@
-"""Blocks and cubes. A block is a named piece of what the page draws, as JSON and typed arrays.
+"""Blocks and cubes of a page. A block is a named part of the data that the page draws, as JSON and typed arrays.
 
-A page in a file holds its blocks as base64; a server sends the same bytes. This module never reads a run.
+A page in a file holds its blocks as base64. A server sends the same bytes. This module never reads a run.
 
-A cube holds the statistics of many series over steps, for a few lanes, and becomes blocks. If a run has more steps than
-a cube has columns, a column holds the most extreme value of its steps, so that no spike vanishes.
+A cube holds the statistics of many series over steps, for a few lanes (drawn lines), and becomes blocks. If a run has
+more steps than a cube has columns, a column holds the most extreme value of its steps, so that no spike vanishes.
 
-A block stores numbers as codes of one or two bytes: two bytes keep three or four digits of a number, one byte keeps one
-or two, which is enough for a screen. Each series is scaled to its own range, linearly, or by the inverse hyperbolic
-sine if its magnitudes differ by more than `_WIDE`. (That function is logarithmic for both signs, and linear around
-zero.) The stored codes are differences, first between a lane and the lane before it, so that replicas cost nothing,
-then between a column and the column before it.
+A block stores numbers as codes of one or two bytes. Two bytes keep three or four digits of a number. One byte keeps one
+or two digits, which is enough for a screen. Each series is scaled to its own range. The scale is linear, or the inverse
+hyperbolic sine if the magnitudes differ by more than `_WIDE`; this function is logarithmic for both signs, and linear
+around zero. The codes are stored as differences. First each lane is stored as its difference to the lane before it, so
+that replicas cost nothing. Then each column is stored as its difference to the column before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..numerics.keys import Integers
 from ..system.text import for_json
 
 VERSION = 1
-"""A number that is raised when pages of an older version could not read a new block."""
+"""The version of the blocks. It is raised when older pages cannot read new blocks."""
 _LEVEL = 9
 _ALIGN_BYTES = 8
 _TYPES = {"uint8", "uint16", "int16", "uint32", "int32", "float32", "float64"}
@@ -40,16 +40,16 @@ class PageBlock:
     """A named part of the data that the page draws."""
 
     name: str
-    """A name of letters, digits, ``-``, ``.`` and ``/``. The package chooses it, and never uses a text from a run."""
+    """A name of letters, digits, ``-``, ``.`` and ``/``. The package chooses it. It is never a text from a run."""
     data: Mapping[str, Any]
-    """The part of the block that is sent as JSON; nonfinite numbers become null."""
+    """The part of the block that is sent as JSON. Nonfinite numbers become null."""
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """Return the bytes of the block, deflated without a header (`deflate-raw` of a browser).
 
-        Inside are the length of a JSON document as a little-endian uint32, the document, zeros up to a multiple of 8,
-        and the arrays. Each array begins at a multiple of 8, at the offset that the document names.
+        The bytes hold the length of a JSON document as a little-endian uint32, the document, zeros up to a multiple of
+        8, and the arrays. Each array begins at a multiple of 8. The document names the array's offset.
         """
         entries, pieces, at = [], [], 0
         for name, array in self.arrays.items():
@@ -67,33 +67,32 @@ class PageBlock:
 
 
 NO_ROW, NO_NUMBER, FIRST = 0, 1, 2
-"""The codes of a cell without a row, and of a cell whose row lacks the statistic; numbers have codes from `FIRST` on.
-"""
+"""The code of a cell without a row, the code of a row without the statistic, and the lowest code of a number."""
 FINE, COARSE = 65534, 254
-"""The numbers of values that a two-byte code and a one-byte code can distinguish."""
+"""How many values a two-byte code and a one-byte code can distinguish."""
 _WIDE = 64.0
 _MAX_COARSE_SPAN = 1e20
-"""With one-byte codes, a value is drawn as zero if it is this many times smaller than the largest value of its series,
-or the square root of this many times if the series has both signs, which share the codes. With two-byte codes no value
-is drawn as zero: a run that diverges to 1e38 keeps its healthy values."""
+"""With one-byte codes, a value is drawn as zero if the largest value of its series is this many times larger. If the
+series has both signs, which share the codes, the square root of this is the limit. With two-byte codes no value is
+drawn as zero, so that a run that diverges to 1e38 keeps its healthy values."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Quantised(NamedTuple):
-    """An array by series, lane and column as codes of one or two bytes, and the scale of each series."""
+    """The values of each series, lane and column as codes of one or two bytes, and the scale of each series."""
 
     codes: npt.NDArray[Any]
-    """Codes as uint8 or uint16, stored as differences; to decode, sum along columns, then lanes, with wraparound."""
+    """Differences of codes, as uint8 or uint16. To decode, sum along columns, then along lanes, with wraparound."""
     low: npt.NDArray[np.float32]
     high: npt.NDArray[np.float32]
     unit: npt.NDArray[np.float32]
-    """The divisor of each series' values under the inverse hyperbolic sine; 0 where a series is scaled linearly."""
+    """The divisor of each series' values inside the inverse hyperbolic sine. 0 where a series is scaled linearly."""
 
 
 def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], levels: int) -> Quantised:
-    """Return the codes of numbers, given by series, lane and column; NaN means that there is no number.
+    """Return the codes of numbers. `values` has the axes series, lane and column; NaN means that there is no number.
 
-    `has_row` is true where a row exists, even a row without this statistic; `levels` is `FINE` or `COARSE`.
+    `has_row` is true where a row exists, even a row without this statistic. `levels` is `FINE` or `COARSE`.
     """
     by_series = len(values), math.prod(values.shape[1:])  # a run with only scalars has no series
     flat = np.clip(values.reshape(by_series).astype(np.float64), -_LARGEST, _LARGEST)
@@ -129,7 +128,7 @@ def _differences(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of codes, all low bytes before all high bytes: similar bytes compress better together."""
+    """Return the bytes of codes, all low bytes before all high bytes. Similar bytes compress better together."""
     if codes.dtype == np.uint8:
         return codes.reshape(-1)
     return np.concatenate([(codes & 0xFF).reshape(-1), (codes >> 8).reshape(-1)]).astype(np.uint8)
@@ -140,7 +139,7 @@ class Cube:
 
     def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
                  statistics: Sequence[str]) -> None:  # fmt: skip
-        """Make an empty cube with columns for the ascending `steps`, of which there must be at least `num_columns`."""
+        """Make an empty cube with columns for the ascending `steps`. There must be at least `num_columns` steps."""
         self.steps = np.array(steps, np.int64)
         self.shape = num_series, num_lanes, num_columns
         self._column = np.arange(len(steps)) * num_columns // max(len(steps), 1)
@@ -152,13 +151,13 @@ class Cube:
         self.num_steps, self.last_step = len(steps), int(self.steps[-1]) if len(steps) else None
 
     def columns_of(self, steps: Integers) -> Integers:
-        """Return the column of each step; the cube must know all of these steps."""
+        """Return the column of each step. The cube must know all of these steps."""
         return np.asarray(self._column[np.searchsorted(self.steps, steps)])
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> Integers:
-        """Add values, possibly several to a cell; return the changed columns. NaN is a row without a number."""
+        """Add values, possibly several to a cell. Return the changed columns. NaN means a row without a number."""
         cells = (series * self.shape[1] + lanes) * self.shape[2] + self.columns_of(steps)
         has_row = self.has_row.reshape(-1)
         changed = [cells[~has_row[cells]]]
@@ -176,13 +175,13 @@ class Cube:
         return np.unique(np.concatenate(changed) % max(self.shape[2], 1))
 
     def keep_lanes(self, num_lanes: int) -> None:
-        """Keep only the first `num_lanes` lanes; the other lanes must be empty."""
+        """Keep only the first `num_lanes` lanes. The other lanes must be empty."""
         self.shape = self.shape[0], num_lanes, self.shape[2]
         self.values = {name: values[:, :num_lanes] for name, values in self.values.items()}
         self.has_row = self.has_row[:, :num_lanes]
 
     def blocks(self, prefix: str, max_fine: int) -> list[PageBlock]:
-        """Return a block for each statistic, with two-byte codes if the cube has at most `max_fine` cells."""
+        """Return a block for each statistic. The codes have two bytes if the cube has at most `max_fine` cells."""
         num = len(self.first_steps)
         levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
         has_row = self.has_row[:, :, :num]
@@ -190,7 +189,7 @@ class Cube:
 
 
 class GrowingCube(Cube):
-    """A cube to which steps are added while a run grows; its number of columns is fixed.
+    """A cube to which steps are added while a run grows. Its number of columns is fixed.
 
     Each step has a column of its own while there is room. Whenever all columns are full, pairs of columns are joined.
     """
@@ -201,11 +200,11 @@ class GrowingCube(Cube):
             steps=(), num_columns=max(num_columns, 2), num_series=num_series, num_lanes=num_lanes, statistics=statistics
         )
         self.changed = np.zeros(self.shape[2], np.int64)
-        """For each column, the value that `version` had when the column was changed last."""
+        """For each column, the `version` of the cube when the column was changed last."""
         self.version = 0
-        """The number of the current version, which `changed` notes for every column that changes."""
+        """The current version of the cube. Every column that changes is marked with it in `changed`."""
         self.num_halved = 0
-        """Counts up whenever pairs of columns are joined, which changes every column."""
+        """How many times pairs of columns were joined. Each time, every column has changed."""
         self._width = 1
         self._num_in_last = 0
         self._saved: tuple[int, dict[str, npt.NDArray[np.float32]], npt.NDArray[np.bool_]] | None = None
@@ -217,7 +216,7 @@ class GrowingCube(Cube):
         return np.maximum(columns, 0)
 
     def add_steps(self, steps: Sequence[int]) -> None:
-        """Make columns for the steps that are later than all known steps; `steps` ascends."""
+        """Make columns for the steps that are later than all known steps. `steps` must be ascending."""
         for step in steps:
             if self.last_step is not None and step <= self.last_step:
                 continue
@@ -234,13 +233,13 @@ class GrowingCube(Cube):
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> Integers:
-        """Add values, mark the columns that the values change, and return these columns."""
+        """Add values, and return the columns that the values change. These columns are marked in `changed`."""
         columns = super().put(series, lanes, steps, numbers)
         self.changed[columns] = self.version
         return columns
 
     def save_from(self, step: int) -> None:
-        """Save the columns from this step on, before tentative values are added; `restore` removes these values."""
+        """Save the columns from this step on. `restore` then removes the tentative values that are added afterwards."""
         first = int(self.columns_of(np.array([step]))[0])
         values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
         self._saved = first, values, self.has_row[:, :, first:].copy()

@@ -1,9 +1,9 @@
-"""Collects all blocks of a page about one run or two, and reads and saves the panes (saved pictures) of a run.
+"""Collects the blocks of a page about one run or two. Reads and saves the panes (saved pictures) of a run.
 
 The memory that `collect` needs is bounded for any number of ranks and steps.
 
-Panes are stored in `_view.json` beside the run, the only file that a page may change. The file is untrusted input:
-everything in it that is not a pane is ignored.
+Panes are stored in `_view.json` in the run's directory, the only file that a page may change. The file is untrusted
+input: everything in it that is not a pane is ignored.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .top import DoctorLine, facts_of, found_since, gaps_block, told_by_check, t
 _MAX_DIFFERING = 200
 _OF_CULPRIT = ("step", "module_path", "site", "name", "seen_at", "hint")
 _EXPECTED = ("started", "rows")
-"""The titles of the facts in which any two runs differ."""
+"""The titles of facts that differ between any two runs, and are not compared."""
 Report = Callable[[int], None]
 
 
 def num_looks(run: Run, against: Run | None) -> int:
-    """Return the number of rows that `collect` will report: it reads each run's rows twice, and `check` once more."""
+    """Return how many rows `collect` will report: each run's rows twice, and the first run's once more for `check`."""
     return 3 * run.num_rows + (2 * against.num_rows if against is not None else 0)
 
 
@@ -61,11 +61,12 @@ def collect(
     more: Sequence[PageBlock] = (),
     report: Report = lambda num_rows: None,
 ) -> Iterator[PageBlock]:
-    """Yield the blocks of a page; LookupFailedError says what to record next time if there is nothing to draw.
+    """Yield the blocks of a page about a run, and about a second run if `against` is given.
 
     `checks` are the answers of `recorder doctor` about the run; None if the command did not run. `below` draws only
     this module, the modules below it and scalars, and leaves out findings. `more` are further blocks. `report` is
-    called with numbers of rows that were processed; these numbers add up to `num_looks`.
+    called with numbers of processed rows, which add up to `num_looks`. Raise LookupFailedError if there is nothing to
+    draw; the message says what to record next time.
     """
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
@@ -169,7 +170,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
 
 
 def _unlike_facts(a: Run, b: Run) -> list[tuple[str, str, str]]:
-    """Return the facts in which two runs differ: a title, and the text of each run, with a line for each rule."""
+    """Return the facts in which two runs differ, as a title and the text of each run. Each rule has a line."""
     facts = [list(facts_of(run, steps=span(run.steps), states=_states(run), rows="")) for run in (a, b)]
     titles = dict.fromkeys(title for title, _ in [*facts[0], *facts[1]] if title not in _EXPECTED)
     unlike = []
@@ -188,7 +189,7 @@ def _states(run: Run) -> list[str]:
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
-    """Return for each series of `a` the index of the same series in `b`, whose root may differ; -1 if `b` lacks it."""
+    """Return the index in `b` of each series of `a`, -1 if `b` lacks the series. The root (model) may differ."""
     numbers = {key: number for number, key in enumerate(b.series)}
     of_any_root: dict[tuple[str, ...], list[int]] = {}
     for number, key in enumerate(b.series):
@@ -201,7 +202,7 @@ def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
 
 
 def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> Iterator[PageBlock]:
-    """Yield for each statistic a block of the relative differences between two runs, in the first lane of each run."""
+    """Yield a block for each statistic. It has the relative differences between the first lanes of two runs."""
     names = [name for name in a.names if name in b.names]
     cube = Cube(
         steps=a.cube.steps.tolist(), num_columns=a.cube.shape[2], num_series=len(a.series), num_lanes=1,
@@ -222,7 +223,7 @@ def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> 
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128
 _MAX_ROWS, _MAX_RANKS = 1_000_000, 256
-"""Layouts are drawn only up to this many rows and ranks, as finding them reads all ranks' rows three times more."""
+"""The most rows and ranks of a run whose layouts are drawn. Finding layouts reads all ranks' rows three times more."""
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 
@@ -230,7 +231,7 @@ def ranks_block(
     run: Run, axes: Axes, collected: StatisticsBlocks, now: Sequence[RankNow],
     layouts: Sequence[Mapping[str, Any]] | None = None,
 ) -> PageBlock:  # fmt: skip
-    """Return the block of the ranks, with their statuses `now`; `layouts` say which rank had which chunk, if known."""
+    """Return the block of the ranks, with their statuses `now`. `layouts` say which rank had which chunk, if known."""
     odd, of_rank = collected.odd, {one.rank: one for one in now}
     newest_s = min((one.silent_s for one in now), default=0.0)
     rows: list[list[Any]] = []
@@ -268,9 +269,9 @@ def ranks_block(
 
 
 def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Return which rank had which chunk of the first value of each kind of series, except for kinds in `seen`.
+    """Return which rank had which chunk of a value, for the first series of each kind that is not in `seen`.
 
-    Series with equal class, site, name, shape and mode are one kind.
+    Series with equal class, site, name, shape and mode are one kind. The kinds are added to `seen`.
     """
     classes = {path: info.class_name for (_, path), info in run.modules.items()}
     layouts = []
@@ -313,7 +314,7 @@ _LISTS = ("pins", "open", "shut")
 
 
 def read_panes(run: Location) -> list[dict[str, Any]]:
-    """Return the panes (saved pictures) of a run; empty if their file is missing or unreadable."""
+    """Return the panes (saved pictures) of a run. Empty if their file is missing or unreadable."""
     store = store_of(run)
     with suppress(RunError, OSError):
         if store.is_file(run / VIEW):
@@ -341,12 +342,12 @@ def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> PageBlock:
-    """Return the block of the panes. `why_not_saved` is None if a server saves changed panes, or if no server runs."""
+    """Return the block of the panes (saved pictures). `why_not_saved` is None if they can be saved, or in a file."""
     return PageBlock(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
 
 
 def why_not_saved(run: Location) -> str | None:
-    """Return why panes cannot be saved with a run; None if they can be saved."""
+    """Return why panes (saved pictures) cannot be saved with a run, or None if they can be saved."""
     if not isinstance(run, Path):
         return "the run lies in an object store, which recorder view never writes to"
     if not os.access(run, os.W_OK):
@@ -355,7 +356,7 @@ def why_not_saved(run: Location) -> str | None:
 
 
 def save_panes(run: Location, panes: list[dict[str, Any]]) -> str | None:
-    """Save all panes of a run or none; return why they could not be saved, or None."""
+    """Save all panes (saved pictures) of a run. Return None, or why no pane could be saved."""
     why = why_not_saved(run)
     if why is not None:
         return why

@@ -1,11 +1,11 @@
-"""Collects histograms and units (channels) for the steps and ranks that the page draws, and makes pictures of tensors.
+"""Collects histograms and units (neurons or channels) of the drawn steps and ranks. Makes pictures of tensors.
 
 Pictures are made of recorded tensors: first filters, then inputs, feature maps, attention maps, and the spectra of
-weights. Except for weights, payloads come from one rank, for at most `_MAX_SERIES` tensors of a kind at two steps each.
+weights. All but weights come from one rank. At most `_MAX_SERIES` tensors of a kind are drawn, at two steps each.
 
 The histograms of the ranks' rows are added up. A replica counts once for each rank, which does not change the shares of
-the bins. A unit is measured by its root mean square. The units of each rank are sorted separately, from the largest to
-the smallest, and a position in that order shows the mean over ranks and calls. So the result is the same whether ranks
+the bins. The size of a unit is its root mean square. The units of each rank are sorted on their own, from the largest
+to the smallest. A position in that order shows the mean over ranks and calls. So the result is the same whether ranks
 have different units, or different values of the same units.
 """
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ThinnedSteps:
-    """The steps that are drawn: first every step, later every second step, and so on, and always the newest."""
+    """The steps that are drawn: at first all, later every second, then every fourth. The newest always is."""
 
     def __init__(self) -> None:
         self.num_seen, self._stride, self._last = 0, 1, -1
@@ -48,7 +48,7 @@ class ThinnedSteps:
         return sorted({*self._kept, self._last} - {-1})
 
     def see(self, steps: Sequence[int]) -> None:
-        """Add ascending steps. A step that is not later than all steps added before is ignored."""
+        """Add ascending steps. A step that is not later than all earlier steps is ignored."""
         for step in steps:
             if step <= self._last:
                 continue
@@ -60,7 +60,7 @@ class ThinnedSteps:
                 self.halve()
 
     def halve(self) -> None:
-        """Keep only every second step from now on."""
+        """Drop every second kept step, and from now on keep steps half as often."""
         self._kept, self._stride = self._kept[::2], 2 * self._stride
 
 
@@ -68,9 +68,9 @@ class StepsCollector(ABC, Generic[T]):
     """Collects the values of one column, for the steps and ranks that are drawn."""
 
     column: str
-    """The column that is collected; rows in which it is null are skipped."""
+    """The column that is collected. Rows in which it is null are skipped."""
     max_collected: int
-    """The most collected values, one for each series and step; more are thinned out by steps, down to two steps."""
+    """The most values that are kept, one for each series and step. More are thinned out by steps, down to two steps."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._thinned = ThinnedSteps()
@@ -80,7 +80,7 @@ class StepsCollector(ABC, Generic[T]):
         """The collected values by series and step."""
 
     def add(self, table: Any, number_of: Callable[[Any], Integers]) -> None:
-        """Add rows whose steps are later than all earlier rows'; `number_of` returns the series of each row, or -1."""
+        """Add rows of steps after all earlier rows. `number_of` returns the series index of each row, or -1."""
         some = table.filter(pc.is_valid(table.column(self.column)))
         self._thinned.see(sorted(pc.unique(some.column("step")).to_pylist()))
         self._keep(self._thinned.steps)
@@ -108,11 +108,11 @@ class StepsCollector(ABC, Generic[T]):
 
     @abstractmethod
     def _take(self, table: Any, series: list[int]) -> None:
-        """Collect the rows of a table; `series` has the series index of each row."""
+        """Collect the rows of a table. `series` has the series index of each row."""
 
 
 _LOWEST, _HIGHEST = -60, 40
-"""The exponents of the lowest and of the highest power of two with its own bin; these bins take all values beyond."""
+"""The exponents of the lowest and the highest power of two that have bins. These bins take all values beyond."""
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 _NUM_LINE = 2 * _NUM_BINS + 2
 _MAX_BIN_CELLS = 1_500_000
@@ -121,7 +121,7 @@ _SHARE_LEVELS = 31
 
 
 class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
-    """Collects bins in order: negative values, the largest magnitude first, zeros, positive and nonfinite values."""
+    """Collects histograms. Bins are in order: negative values from the largest magnitude, zero, positive, nonfinite."""
 
     column = "histogram"
     max_collected = _MAX_BIN_CELLS // _NUM_LINE
@@ -144,7 +144,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             line[-1] += num_nonfinite
 
     def block(self, name: str) -> PageBlock | None:
-        """Return the block of the histograms; None if no series has a histogram."""
+        """Return the block of the histograms, or None if no series has a histogram."""
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})
@@ -172,7 +172,7 @@ def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 
 _NUM_QUANTILES = 33
-"""The number of drawn positions among the sorted units, including both ends."""
+"""The number of drawn positions among the sorted units (neurons, channels), including both ends."""
 _MAX_UNIT_CELLS = 1_000_000
 _UNIT_LEVELS = 254
 
@@ -212,7 +212,7 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             collected.squares.append(np.sort(squares)[indices])
 
     def block(self, name: str) -> PageBlock | None:
-        """Return the block of the sorted sizes of units; None if no series has units."""
+        """Return the block of the sorted sizes of units (channels, neurons), or None if no series has units."""
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})
@@ -257,7 +257,7 @@ class Candidate(NamedTuple):
 
 
 class ImageFinder:
-    """Finds tensors that may be pictures: for each series, the first and the last step with recorded values."""
+    """Finds tensors that may be drawn as pictures. Of each series, the first and the last recorded step are kept."""
 
     def __init__(self, run: Run) -> None:
         self._rank = min(run.ranks, default=None)
@@ -344,15 +344,15 @@ def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
 
 
 _Range = tuple[float, float, int, int]
-"""The values of the darkest and brightest pixel (NaN without finite values), the number of NaN, and of infinities."""
+"""The values of the darkest and brightest pixel (NaN without finite values), and the numbers of NaN and infinities."""
 _Made = tuple[str, npt.NDArray[np.uint8], _Range, int]
 
 
 def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | None:
     """Return a picture's kind, its tiles, their range of values, and how many tiles the whole tensor would make.
 
-    The tiles are uint8, of shape (tiles, rows, columns, colours). None is returned if nothing can be drawn.
-    `was_attention` is True if the same series was drawn as attention at an earlier step.
+    Return None if nothing can be drawn. The tiles are uint8, of shape (tiles, rows, columns, colours). `was_attention`
+    is True if the same series was drawn as attention at an earlier step.
     """
     if array.size == 0 or array.dtype.kind == "c":
         return None
@@ -372,7 +372,7 @@ def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | N
 
 
 def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    """Return singular values in descending order, only the largest of a large matrix; NaN for a nonfinite element."""
+    """Return the singular values in descending order. Of a large matrix, return only the largest; NaN if not finite."""
     if not np.isfinite(matrix).all():
         return np.full(1, np.nan)
     if min(matrix.shape) <= _MAX_DENSE_SIDE:
@@ -384,7 +384,7 @@ def _singular_values(matrix: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
 
 
 def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
-    """Return True if each finite row sums to one; without a finite row, if the series was attention before."""
+    """Return True if each finite row sums to one. If no row is finite, return `was_attention`."""
     some = values.reshape(-1, *values.shape[-2:])[:4]
     if some.shape[-1] != some.shape[-2]:
         return False

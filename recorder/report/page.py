@@ -21,7 +21,7 @@ _SCRIPTS = (
     "heat.js", "map.js", "lines.js", "numbers.js", "depth.js", "graph.js", "ranks.js", "images.js", "series.js",
     "histograms.js", "units.js", "tokens.js", "against.js", "top.js", "panes.js", "live.js", "take.js", "main.js",
 )  # fmt: skip
-"""The scripts in the order in which the page holds them; each script uses what earlier scripts define."""
+"""The scripts in the order in which they stand on the page. Each script uses what earlier scripts define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")
 BLOCK_TYPE = "application/x-recorder-block"
 """The type of the script elements that contain data. Browsers do not run scripts of this type."""
@@ -42,7 +42,7 @@ _LOADER = f"""\
 """
 """The script that inflates and runs the scripts of a file. The policy allows them by hash, like inline scripts."""
 _SERVER_ALONE = "; connect-src 'self'; frame-src 'self'"
-"""The part of the policy with which a page from a server may make requests to that server only."""
+"""The part of the content security policy that lets a served page make requests to its own server only."""
 
 
 @cache
@@ -58,7 +58,7 @@ def style() -> str:
 
 
 def policy(extra: str = "") -> str:
-    """Return the content security policy; `extra` is the part that a server adds for its own page."""
+    """Return the content security policy of the page. `extra` is what a server adds for its own page."""
     own = f"script-src {_hash(script())} {_hash(_LOADER)}; style-src {_hash(style())}; img-src data:"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'{extra}"
 
@@ -86,7 +86,7 @@ def page(title: str, blocks: Iterable[PageBlock], *, address: str = "", panels: 
     """Yield the complete HTML file, piece by piece.
 
     The page begins at the view that `address` names, unless the address in the browser names one. `panels` names the
-    panels to draw, if they have content; empty for all panels.
+    panels to draw if they have content. Empty draws all panels.
     """
     given = {"address": address, "panels": " ".join(panels)}
     yield _head(title, given={name: value for name, value in given.items() if value})
@@ -118,7 +118,7 @@ def live_policy() -> str:
 
 
 def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
-    """Return the page that a server sends; its script polls the server.
+    """Return the page that a server sends. Its script gets news from the server, as events or by polling.
 
     `kind` is ``run``, ``runs`` (the list of runs), ``ranks`` (the ranks of a run) or ``side`` (runs side by side).
     """

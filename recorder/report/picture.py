@@ -29,7 +29,7 @@ _PALETTE = np.array([[int(color[at : at + 2], 16) for at in (0, 2, 4)] for color
 _BAD, _LATER, _HOLE, _LINE = (230, 0, 122), (247, 195, 223), (236, 238, 241), (36, 87, 197)
 _Floats = npt.NDArray[np.float64]
 _First = Mapping[str, Any] | None
-"""The series, the step and the rank of the run's first value that is not finite; None if all values are finite."""
+"""The series, the step and the rank of the run's first value that is not finite. None if all values are finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +41,18 @@ class _Drawn:
     scale: tuple[float, float] | None = None
     """The numbers that the darkest and the brightest colour of a map stand for."""
     kinds: Sequence[tuple[tuple[int, int, int], str]] = ()
-    """The colours that stand for no number, such as the colour of NaN, and their meanings."""
+    """The colours that stand for no number, such as the colour of NaN, each with its meaning."""
     first: tuple[float, float] | None = None
     """The position of the cross in pixels: the middle of the first cell with a nonfinite value."""
     ticks: Sequence[tuple[float, str]] = ()
-    """The numbers of the vertical axis, each after its distance from the top in pixels."""
+    """The labels of the vertical axis, each after its distance from the top in pixels."""
 
 
 def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None, force: bool = False) -> int:
-    """Write one of `PANELS` of a run as PNG, and return its size in bytes. `force` replaces a file.
+    """Write one of `PANELS` of a run as PNG. Return the file's size in bytes. `force` replaces an existing file.
 
-    If values of several models have the same names, only `model` is drawn, by default the first model by name.
-
-    LookupFailedError is raised if there is nothing to draw, and WriteError if the file exists or cannot be written.
+    If the values of several models have equal names, only `model` is drawn, by default the first model by name. Raise
+    LookupFailedError if there is nothing to draw, and WriteError if the file exists or cannot be written.
     """
     try:
         from PIL import Image, ImageDraw, ImageFont
@@ -140,7 +139,7 @@ def _heat(
     title: str, names: Sequence[str], steps: Sequence[int], at: _Floats, values: npt.NDArray[Any],
     is_bad: npt.NDArray[np.bool_], first: _First = None, first_row: int | None = None, hole: str = "not recorded",
 ) -> _Drawn:  # fmt: skip
-    """Draw a row for each name, coloured by the logarithm of values; `first_row` has the first nonfinite value."""
+    """Draw a row for each name, coloured by the logarithm of its values. `first_row` has the first nonfinite value."""
     with np.errstate(divide="ignore"):
         sizes = np.log10(values.astype(np.float64))
     high = float(sizes[np.isfinite(sizes)].max(initial=-_MAX_DECADES))
@@ -173,7 +172,7 @@ def _chosen(collected: StatisticsBlocks, sites: Sequence[str]) -> tuple[str, lis
 
 
 def _as_modules_run(collected: StatisticsBlocks, chosen: Sequence[int]) -> list[int]:
-    """Return series in the order of the page's rows: by when modules ran, each container before what it contains."""
+    """Return series in the order of the page's rows: as modules ran, each container before what it contains."""
     firsts: dict[str, int] = {}
     for place_of, path in enumerate(collected.paths):
         for prefix in _prefixes(path):
@@ -191,7 +190,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _sizes(collected: StatisticsBlocks, statistic: str, chosen: Sequence[int], over: int) -> tuple[Any, Any]:
-    """Return the largest magnitudes, over series (`over` = 0) or lanes (1), and a mask of the nonfinite values."""
+    """Return the largest magnitudes over series (`over` = 0) or over lanes (1), and a mask of nonfinite values."""
     cube = collected.cube.values
     values, num_bad = (
         np.fmax.reduce(np.abs([cube[name][chosen] for name in names]), axis=(0, over + 1))
@@ -327,7 +326,7 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
 def _band(
     steps: npt.NDArray[np.int64], values: _Floats, is_bad: npt.NDArray[np.bool_], at: _Floats, *, is_cosine: bool
 ) -> tuple[npt.NDArray[np.uint8], list[tuple[float, str]]]:
-    """Draw one number, and return the band and the numbers of its axis, each after its distance from the band's top."""
+    """Draw one number over steps. Return the band of pixels, and the labels of its axis by distance from the top."""
     is_known = ~np.isnan(values) | is_bad
     xs, values = steps[is_known].astype(np.float64), values[is_known]
     pixels = np.full((_BAND, _WIDTH, 3), 255, np.uint8)
@@ -381,7 +380,7 @@ PANELS: Mapping[str, Callable[[StatisticsBlocks, _Floats, _First], _Drawn | None
     "ranks": _ranks,
     "experts": partial(_map, sites=("output",), modules=r"(^|\.)experts\.\d+$", statistic="numel"),
 }
-"""The function of each panel, by its name for `recorder report --png`; it returns None if there is nothing to draw."""
+"""The functions that draw the panels, by name for `recorder report --png`. They return None if nothing can be drawn."""
 _RULES = "the next time record it with RECORDER=1 RECORDER_PRESET=default RECORDER_RULES="
 _TO_RECORD: Mapping[str, str] = {
     "map": f"{_RULES}'site=output keep=stats'",
@@ -396,6 +395,6 @@ _TO_RECORD: Mapping[str, str] = {
 }
 """For each panel, a text that says how to record the values that the panel draws."""
 _OF_ALL = ("loss", "objectives")
-"""The panels that draw all models together, and so take no `--model`."""
+"""The panels that draw all models together, and therefore take no `--model`."""
 _MARKED = ("map", "gradients", "experts", "ranks")
 """The panels that mark the first value that is not finite, which the rules of `recorder check` find."""

@@ -33,10 +33,10 @@ def write_report(
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
 ) -> int:
-    """Write the page of a run as one HTML file, and return its size in bytes; `collect` explains the other arguments.
+    """Write the page of a run as one HTML file. Return the file's size in bytes.
 
-    `force` replaces an existing file. LookupFailedError is raised if there is nothing to draw, and WriteError if the
-    file exists or cannot be written.
+    `collect` explains the other arguments. `force` replaces an existing file. Raise LookupFailedError if there is
+    nothing to draw, and WriteError if the file exists or cannot be written.
     """
     from ..analyze.export.files import published_file
     from .collect import collect
@@ -82,7 +82,7 @@ def inline_page(
     view: dict[str, str] | None = None,
     height_pixels: int | None = None,
 ) -> InlinePage:
-    """Return the page of a run for a notebook; `collect` explains the other arguments.
+    """Return the page of a run as a frame for a notebook. `collect` explains the other arguments.
 
     With `below` the page has only the panels over steps. `view` has the members of the page's address, which choose the
     initial view. `height_pixels` is the height of the frame.

@@ -1,4 +1,4 @@
-"""The statistics of a run as cubes, with a value for each series, lane and step. Never reads a payload."""
+"""The statistics of a run as cubes, with a value for each series, lane (drawn line) and step. Never reads a payload."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from .distributions import HistogramCollector, UnitsCollector
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page may have, the most informative first. A page always has the counts."""
 _LEAST_DRAWN = 3
-"""A large run's page keeps this many statistics; further statistics are left out to make room for more steps."""
+"""A large run's page has at least this many statistics. More are left out to make room for more steps."""
 _OF_SCALARS = ("mean", *COUNTS)
 _JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
-"""The statistics by which ranks may be compared, the best first; the first one that the page has is used."""
+"""The statistics by which ranks may be compared, the best first. The first one that the page has is used."""
 _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
 """The most cells (numbers) of a page, which has at most 2 MB if each cell has one byte."""
@@ -49,18 +49,18 @@ _MAX_FINE_CELLS = 250_000
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
-"""Statistics are left out, the last first, until there is room for this many columns, or for a column per step."""
+"""Statistics are left out, from the last on, until there is room for this many columns or for all steps."""
 _MAX_RANK_BINS = 64
 _MAX_RANK_CELLS = 300_000
-"""The most cells of the map of series and ranks, in which each rank has a column of its own if there is room."""
+"""The most cells of the map of series and ranks. If there is room, each rank has a column of its own."""
 _MAX_GLOBAL_ROWS = 120_000
 """In a run with more rows than this, values of all ranks together are drawn only at some steps."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
-"""A run with more rows than this in a step is drawn by single ranks only: assembling a step of thousands of ranks takes
-minutes and gigabytes."""
+"""The most rows in an average step for which values of all ranks together are drawn. Assembling a step of thousands of
+ranks takes minutes and gigabytes."""
 _MAX_REASONS = 2000
 _ALIKE = 1e-3
-"""Two norms may be of one tensor if their relative difference is at most this: their sums differ in order."""
+"""The largest relative difference between two norms of one tensor, whose sums were made in different orders."""
 _LARGEST = 3e38
 _MANY_STEPS = 1 << 30
 """The number of steps that a growing run is assumed to reach."""
@@ -73,13 +73,13 @@ class StatisticsBlocks:
         self, run: Run, axes: Axes, *, asked: Sequence[str] = (), steps: Sequence[int] | None = None,
         share: float = 1.0, prefix: str = "", is_growing: bool = False, has_global: bool | None = None,
     ) -> None:  # fmt: skip
-        """Make room for the statistics, and read nothing yet. LookupFailedError: `asked` names an unknown statistic.
+        """Make room for the statistics, and read nothing yet.
 
-        Without `asked` there are as many statistics as fit into `share` (a fraction) of the page's room. `steps` are
-        the steps of the columns; by default the steps of this run, which a second run may not share. `prefix` begins
-        the block names. `is_growing` means that any number of steps may follow; odd ranks then have no lanes of their
-        own. `has_global` says whether to assemble values of all ranks together; by default only if that does not take
-        minutes.
+        `asked` names the statistics to draw. Raise LookupFailedError for an unknown one. By default there are as many
+        as fit into `share` (a fraction) of the page's room. `steps` are the steps of the columns, by default those of
+        this run, which a second run may not share. `prefix` begins the block names. `is_growing` means that any number
+        of steps may follow. Odd ranks then have no lanes of their own. `has_global` says whether to assemble values of
+        all ranks together, by default only if that does not take minutes.
         """
         self._run, self._axes, self._prefix = run, axes, prefix
         if has_global is None:
@@ -115,9 +115,9 @@ class StatisticsBlocks:
         self._judged_by = next((name for name in _JUDGED_BY if name in self.names), None)
         self.histograms, self.units = HistogramCollector(self.lanes.ranks), UnitsCollector(self.lanes.ranks)
         self.reasons: dict[tuple[int, bool], str] = {}
-        """Why a series has no statistics, by its index and a flag, which is True for global values, else False."""
+        """Why a series has no statistics, by its index and a flag. The flag is True for values of all ranks."""
         self.global_steps: int | None = None
-        """The number of steps with values of all ranks together; None if every step has such values."""
+        """The number of steps that have values of all ranks together. None if every step has such values."""
         self._make_rank_cubes()
 
     def _make_rank_cubes(self) -> None:
@@ -139,7 +139,7 @@ class StatisticsBlocks:
             )  # fmt: skip
 
     def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
-        """Read all rows, and assemble the global values; `report` is called with each table's number of rows."""
+        """Read all rows, and assemble the values of all ranks. `report` is called with each table's number of rows."""
         for table in rows:
             self.add(table)
             report(table.num_rows)
@@ -153,7 +153,7 @@ class StatisticsBlocks:
             self._add_global()
 
     def add_probe(self, values: Sequence[SeriesValues]) -> None:
-        """Add the numbers of the probe, and compute the norms of global tensors from the norms that ranks have."""
+        """Add the numbers of the probe. Compute the norms of global tensors from the norms that the ranks have."""
         for one in values:
             series = np.where(one.series >= 0, self._number[one.series], -1)
             is_drawn = series >= 0
@@ -166,10 +166,11 @@ class StatisticsBlocks:
             self._join_probe()
 
     def _join_probe(self) -> None:
-        """Compute the norms of global tensors, at the steps at which only the probe has norms, of single ranks.
+        """Compute the norms of global tensors at the steps at which only the probe has norms, of single ranks.
 
-        If ranks have chunks of a tensor, the squares of their norms add up; if they have the same tensor, they agree.
-        Most steps with rows show which case it is; the rows of a parameter decide for its update, too.
+        If ranks have chunks of a tensor, the squares of their norms add up. If ranks have the same tensor, their norms
+        are equal. The case that holds at most of the steps with rows is taken. A parameter's rows decide for its
+        update, too.
         """
         number_of = {key: number for number, key in enumerate(self.series)}
         told_by = [
@@ -209,7 +210,7 @@ class StatisticsBlocks:
                 cube.add_steps(more)
 
     def adopt(self, older: StatisticsBlocks) -> None:
-        """Take over the values of `older`, which is growing too, has the same lanes, and has fewer series."""
+        """Take over the values of `older`, which is growing too. It has the same lanes, and maybe fewer series."""
         pairs = [(self.cube, older.cube), (self.scalar_cube, older.scalar_cube), (self.rank_steps, older.rank_steps)]
         for new, old in pairs:
             if isinstance(new, GrowingCube) and isinstance(old, GrowingCube):
@@ -223,7 +224,7 @@ class StatisticsBlocks:
         self.global_steps = older.global_steps
 
     def add(self, table: Any, *, is_final: bool = True) -> None:
-        """Add the rows of a range of steps. `is_final` means that no more rows of these steps follow."""
+        """Add the rows of a range of steps. `is_final` says that no more rows of these steps will follow."""
         if is_final:
             self._note_reasons(table, is_global=False)
             self.histograms.add(table, self._numbers_of)
@@ -358,7 +359,7 @@ class StatisticsBlocks:
         return sorted({f"{key.site} {key.mode}" for key in self.series} - told)
 
     def steps_known(self) -> dict[str, Any]:
-        """Return the axes' facts that change while a run grows: steps, gradient norms, and notes on scalars."""
+        """Return what changes about the axes while a run grows: steps, gradient norms, and notes on scalars."""
         firsts = [cube.first_steps[0] for cube in (self.cube, self.scalar_cube) if cube.first_steps]
         lasts = [cube.last_step for cube in (self.cube, self.scalar_cube) if cube.last_step is not None]
         return {
@@ -376,7 +377,7 @@ class StatisticsBlocks:
         }
 
     def note_of(self, key: DrawnSeries) -> str:
-        """Return what a scalar's numbers are, such as the mean of 4 values in a step; empty if its name suffices."""
+        """Return a note on a scalar's numbers, such as the mean of 4 values in a step. Empty if its name suffices."""
         of, number = self._axes.optimizer_of_loss, self._axes.most_in_step.get(key, 1)
         notes = []
         if len(of) > 1 and key.name in of:
@@ -389,7 +390,7 @@ class StatisticsBlocks:
         return [root for root, own in rates.items() if own[0].startswith(f"lr.{optimizer}.")]
 
     def _gradient_norms(self) -> dict[int, list[float | None]]:
-        """Return by lane the norm of all gradients in each column; -1 if the norm is not finite, None if it is unknown.
+        """Return the norm of all gradients in each column, by lane. -1 means not finite, None means unknown.
 
         The lane of a rank is left out if its norms equal the norms of all ranks together, as norms of replicas do.
         """
@@ -420,9 +421,9 @@ class StatisticsBlocks:
         return np.where(is_bad, -1.0, np.where(2 * num_known > num_known.max(initial=0), norms, np.nan))
 
     def updates(self) -> tuple[list[int], npt.NDArray[np.float64]]:
-        """Return the indexes of the matrices (series) that have updates, and the sizes of the updates in each column.
+        """Return the series indexes of matrices that have updates, and the sizes of the updates in each column.
 
-        The size is the norm of the update, divided by the norm of its matrix, as in `updates` of data.js.
+        The size of an update is its norm divided by the norm of its matrix, as in `updates` of data.js.
         """
         update_of = {key._replace(site="param"): number for number, key in enumerate(self.series) if key.site == UPDATE}
         shapes = {key: self._axes.shapes[self._axes.index[key]] or "" for key in update_of if key in self.series}
@@ -436,7 +437,7 @@ class StatisticsBlocks:
         return chosen, np.where(sizes < _LARGEST, sizes, np.nan)
 
     def further_blocks(self) -> Iterator[PageBlock]:
-        """Yield blocks of histograms, of units (channels), and, if there are many ranks, of each rank's deviations."""
+        """Yield blocks of histograms and of units (channels). With many ranks, yield each rank's deviations, too."""
         if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
             yield histograms
         if (units := self.units.block(f"{self._prefix}units")) is not None:
@@ -447,7 +448,7 @@ class StatisticsBlocks:
 
 
 def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
-    """Raise LookupFailedError if there is nothing to draw; the message says what to record next time."""
+    """Raise LookupFailedError if there is nothing to draw. The message says what to record next time."""
     if not axes.index:
         raise LookupFailedError(
             f"{run.name} has no rows to draw; `recorder doctor` says why, and RECORDER_RULES='keep=stats' records "

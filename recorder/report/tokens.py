@@ -9,13 +9,13 @@ from .blocks import PageBlock
 
 _MAX_SAMPLES = 128
 _MAX_CELLS = 1 << 22
-"""The most cells: modules times samples times tokens. The samples with the smallest differences are left out."""
+"""The most cells (modules times samples times tokens). The samples with the smallest differences are left out."""
 _LOWEST, _DECADES = -9.0, 11.0
-"""A one-byte code says how far apart a module's values are: 0 without values, else on a log scale from 1e-9 to 100."""
+"""The log scale (1e-9 to 100) of one-byte codes, which say how far apart a module's values are. 0 means no value."""
 
 
 def tokens_block(found: Aligned) -> PageBlock:
-    """Return the block that draws where a trainer and an engine differ; the samples that differ most come first."""
+    """Return the block that draws where a trainer and an engine differ. The samples that differ most come first."""
     search, joined = found.search, found.search.joined
     apart = joined.logprobs[0] - joined.logprobs[1]
     samples, positions = joined.samples, joined.positions

@@ -28,11 +28,11 @@ _MAX_GAPS = 500
 _JUMP = 30.0
 """A jump is reported if a value is this many times the value predicted from the records before it."""
 _FLOOR = 1e-3
-"""Below this fraction of the median of the largest values at its site, a value is near zero: its jumps mean nothing."""
+"""A value below this fraction of the median of its site's largest values is near zero. Its jumps mean nothing."""
 _NUM_BEFORE = 4
 """The number of earlier records from which the usual size and growth of a series are computed."""
 _MIN_STEPS = 8
-"""The fewest steps of a series that is searched for jumps: fewer steps do not show what is usual."""
+"""The fewest steps of a series that is searched for jumps. Fewer steps do not show what is usual."""
 _MAX_JUMPS = 4
 _NO_TENSOR = (
     "No tensor was recorded, only numbers of the step: nothing is known of parameters, activations and gradients"
@@ -48,7 +48,7 @@ class DoctorLine(NamedTuple):
     """How the line is judged: ``ok``, ``note`` or ``missing``."""
     text: str
     facts: Mapping[str, Any]
-    """The members of the line in JSON; for a gap its sites, modules, steps, ranks and reason."""
+    """The members of the line in JSON. For a gap they are its sites, modules, steps, ranks and reason."""
 
 
 class Highlight(NamedTuple):
@@ -60,7 +60,7 @@ class Highlight(NamedTuple):
     mark: str = "wrong"
     """How the sentence is marked: ``wrong``, ``right``, or ``note``."""
     steps: tuple[int, int] | None = None
-    """The first and the last step of the finding; None if the finding belongs to no step."""
+    """The first and the last step of the finding. None if the finding belongs to no step."""
     ranks: tuple[int, ...] = ()
     about: Mapping[str, str] = MappingProxyType({})
     """The cells of the finding's row in the table: ``what``, ``module``, ``value``, ``step``, ``rank``, ``size``,
@@ -68,7 +68,7 @@ class Highlight(NamedTuple):
     more: tuple[Highlight, ...] = ()
     """The findings that follow from this one."""
     rule: str = ""
-    """The rule of `recorder check` that made the finding; empty if the page itself found it."""
+    """The rule of `recorder check` that made the finding. Empty if the page itself found it."""
 
 
 def top_block(
@@ -78,9 +78,9 @@ def top_block(
 ) -> PageBlock:  # fmt: skip
     """Return the block of the head of the page.
 
-    `checks` tell whether the record is complete, `judged` and `notes` are the findings and omissions of `recorder
-    check`, and `numbers` are further members of the block. With `is_growing` the statistics are not searched for jumps
-    yet.
+    `checks` say whether the record is complete. `judged` and `notes` are the findings and omissions of `recorder
+    check`. `numbers` are further members of the block. While the run `is_growing`, the statistics are not searched for
+    jumps.
     """
     listed = [*_of_dumps(run)]
     if collected is not None and not collected.series:
@@ -114,11 +114,11 @@ def _packed(one: Highlight) -> list[Any]:
 
 
 def folded(judged: Sequence[Highlight], own: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
-    """Return groups of findings: each begins with a finding of `recorder check`, with further findings folded below it.
+    """Return groups of findings. The page shows the first finding of a group, and folds the others below it.
 
-    Folded below it are the findings that follow from it, and what the page itself found on the same rank, or at the
-    same or adjacent steps. Any other finding of the page is a group of its own. `steps` are the recorded steps,
-    ascending.
+    Below a finding of `recorder check` are the findings that follow from it, and what the page itself found on the same
+    rank, or at the same or adjacent steps. Any other finding of the page is a group of its own. `steps` are the
+    recorded steps, ascending.
     """
     groups = [[one, *one.more] for one in judged]
     for one in own:
@@ -141,7 +141,7 @@ def _are_near(one: Highlight, other: Highlight, steps: Sequence[int]) -> bool:
 
 
 def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> PageBlock:
-    """Return the block of reasons why values are missing, which the map of the page shows as gaps."""
+    """Return the block of reasons why values are missing. The map of the page shows them as gaps."""
     gaps: list[dict[str, Any]] = []
     for check in checks:
         details = check.facts
@@ -157,7 +157,7 @@ def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> Page
 
 
 def _ranges(numbers: Sequence[int]) -> list[int]:
-    """Return sorted integers as the ends of their contiguous ranges: first, last, first, last..."""
+    """Return the contiguous ranges in sorted integers as a flat list: first, last, first, last..."""
     if not numbers:
         return []
     values = np.array(numbers, np.int64)
@@ -217,7 +217,7 @@ def found_since(run: Run, checks: Sequence[DoctorLine]) -> list[DoctorLine]:
 def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "") -> list[Highlight]:
     """Return the findings in the words of `recorder check`, each with the findings that follow from it.
 
-    `typed` names the run in the commands on the page, and `num_unjudged` says in words how many rules were not judged.
+    `typed` names the run in the commands on the page. `num_unjudged` says in words how many rules were not judged.
     """
     told = list(told_of(findings))
     highlights = [
@@ -255,7 +255,7 @@ def _highlight(one: JoinedFindings, typed: str) -> Highlight:
 
 
 def first_nonfinite(judged: Sequence[Highlight]) -> dict[str, Any] | None:
-    """Return the place of the first value that is not finite, for its mark in the map; None if all are finite."""
+    """Return the place of the first value that is not finite, which the map marks. None if all are finite."""
     known = [one for group in judged for one in (group, *group.more) if one.steps and one.rule == "nonfinite"]
     first = min(known, key=lambda one: one.steps or (0, 0), default=None)
     if first is None:
