@@ -30,7 +30,7 @@ RULES: tuple[type[CheckRule], ...] = (
 )  # fmt: skip
 """All rules that come with the recorder; a user may add others."""
 ENTRY_POINTS = "recorder.checks"
-"""The group of entry points by which an installed package adds rules; each entry point names one `CheckRule`."""
+"""The group of entry points by which an installed package adds rules. Each entry point names one `CheckRule`."""
 _OWN = "rule"
 """The key of the TOML tables that define a user's own rules."""
 _OWN_KEYS = ("name", "site", "module", "statistic", "above", "below", "records", "severity")
@@ -41,11 +41,11 @@ _MAX_BYTES = 1 << 20
 """The largest settings file that is read; people write smaller files."""
 
 Thresholds = dict[str, dict[str, float]]
-"""Numbers that replace the defaults of thresholds, by rule and setting."""
+"""Maps a rule's name and a setting's name to the number that replaces the setting's default."""
 
 
 class OwnThreshold(StreakRule):
-    """The base of rules that a user writes as a TOML table: a statistic must not exceed, or not fall below, a limit."""
+    """The base of rules that a user writes as a TOML table. Such a rule is an upper or a lower limit of a statistic."""
 
     advice = "it is a rule of yours"
     modules: ClassVar[tuple[str, ...]] = ("*",)
@@ -63,7 +63,7 @@ class OwnThreshold(StreakRule):
 
 
 class _Unmade(CheckRule):
-    """Replaces a rule whose constructor raised an error, and raises the same error at the end of the run."""
+    """Stands for a rule whose constructor raised an error, and raises this error at the end of the run."""
 
     sentence = "It could not be made."
     sites, columns = (), ()
@@ -129,7 +129,7 @@ def make_rules(
     rules: Iterable[type[CheckRule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
     other_widths: Sequence[Sizes] = (), replicas: Replicas | None = None,
 ) -> list[CheckRule]:  # fmt: skip
-    """Construct rules, and give them what is known of sound runs, of runs at other widths, and of the replicas.
+    """Construct rules. Give them the facts about sound runs, about runs at other widths, and about the replicas.
 
     A rule that cannot be constructed is replaced by a rule that reports the error.
     """

@@ -1,4 +1,4 @@
-"""Finds which findings are consequences of others: one fault often breaks several rules.
+"""Finds which findings are consequences of other findings. One fault often breaks several rules.
 
 A consequence keeps its severity, and names its cause. The cause becomes as severe as its worst consequence, so that no
 consequence stands above its cause.
@@ -63,18 +63,18 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("saturated", Link.NEAR, ("no_gradient", "vanishing")),
     ("no_gradient", Link.LATER, ("loss",)),
 )  # fmt: skip
-"""A cause's rule, the place of its consequences, and the consequences' rules. Causes are looked for in this order."""
+"""The rule of a cause, where its consequences must be, and their rules. Causes are looked for in this order."""
 _RULES = list(dict.fromkeys(rule for rule, link, _ in _LINKS if link is not Link.RATE))
-"""The rules whose findings can be causes, in the order of causes; a risen learning rate does not count."""
+"""The rules whose findings can be causes, in the order of causes. A risen learning rate does not count here."""
 
 
 def order_of(step: int, site: str, rule: str) -> tuple[int, bool, int]:
-    """Return the key that sorts findings in the order of causes: by step, forward values before gradients, by rule."""
+    """Return the key that sorts causes before consequences: by step, forward values before gradients, by rule."""
     return step, site in GRADIENTS, _RULES.index(rule) if rule in _RULES else len(_RULES)
 
 
 def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
-    """Return the findings, by severity and in the order of causes; a finding that another one causes has `cause`."""
+    """Return the findings, by severity and in the order of causes. In a consequence, `cause` names the cause."""
     first_seen: dict[tuple[str, str], int] = {}
     for key in catalog.series:
         if key.site == "output":
@@ -152,7 +152,7 @@ def _are_skipped(cause: Finding, one: Finding, first_seen: dict[tuple[str, str],
 
 
 def _is_by_rate(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
-    """Return whether a risen learning rate links two findings: an update shows one step before its loss does."""
+    """Return whether a risen learning rate links two findings. An update shows one step before its loss does."""
     return RISEN in cause.detail and one.first_step >= cause.first_step - 1 and _is_of_same_ranks(cause, one)
 
 

@@ -18,7 +18,7 @@ from .rows import IS_PROBE, Catalog, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding, Severity
 
 _MAX_FINDINGS = 5_000
-"""The most findings of one rule, each on one value on one rank, that are kept; further findings are only counted."""
+"""The most findings of one rule that are kept, each on one value on one rank. Further findings are only counted."""
 _ENDLESS = 20_000_000
 """The number of findings after which a rule is stopped. 4,096 ranks with a thousand bad values each make fewer."""
 
@@ -52,7 +52,7 @@ class Engine:
         """The rows of the last step so far, which may not be complete yet."""
         self._has_rows: set[str] = set()
         self._lacking: dict[str, set[str]] = {rule.name: set(rule.columns) for rule in rules}
-        """By rule, those of the rule's columns that have had no value so far."""
+        """The rule's columns that have had no value so far, by rule."""
         self._failed: set[str] = set()
         self._findings: dict[str, list[Finding]] = {rule.name: [] for rule in rules}
         self._num_more: dict[str, int] = {}
@@ -72,7 +72,7 @@ class Engine:
         self._feed(all_rows.take(slice(0, num_complete)))
 
     def finish(self) -> Verdict:
-        """Judge the last step, because no more rows come, and return the result."""
+        """Judge the last step, and return the findings and the rules that could not judge. No rows may follow."""
         self.flush()
         for rule in self._rules:
             if rule.name not in self._failed and not self._lacking[rule.name]:
@@ -80,7 +80,7 @@ class Engine:
         return Verdict(self.take(), list(self._unjudged()), self._num_more)
 
     def flush(self) -> None:
-        """Let the rules judge the last step, whose rows are complete."""
+        """Judge the last step at once. The caller knows that the step is complete."""
         if self._pending:
             self._feed(concatenate(self._pending))
             self._pending = []
@@ -164,7 +164,7 @@ class Engine:
 
 
 def is_finding(one: object) -> bool:
-    """Return whether an object is a finding that can be printed; a user's rule may yield any object."""
+    """Return whether an object is a finding that can be printed. A user's rule may yield any object."""
     if not isinstance(one, Finding):
         return False
     texts = (one.rule, one.root, one.module_path, one.site, one.name, one.what, one.measure, one.advice, one.detail)
@@ -179,7 +179,7 @@ def is_finding(one: object) -> bool:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Join equal findings of several ranks on one value, and sort by severity, the worst first, then by step."""
+    """Join equal findings of several ranks on one value. Sort by severity, the worst first, then by step."""
     worst_of: dict[tuple[object, ...], Finding] = {}
     for one in findings:
         key = (one.rule, one.severity, one.step, one.since, one.root, one.module_path, one.site, one.name, one.what)

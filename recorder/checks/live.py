@@ -1,17 +1,16 @@
-"""Cheap rules that run in the writer thread during training: non-finite values, spikes, jumps, and the user's rules.
+"""Runs cheap rules on the writer thread during training: non-finite values, spikes, jumps, and the user's rules.
 
-`LiveChecks` takes the statistics that the writer measures anyway, one record at a time, and the numbers of the probe,
-one step at a time, and passes on the findings. `finish` is called on the writer thread when no record follows, and
-judges the last step, too.
+`LiveChecks` takes the statistics of one record at a time, which the writer measures anyway, and the numbers of the
+probe (one number of each value) of one step at a time. It passes each finding to `on_finding` once, on the thread that
+calls `saw`, at the first record of a later step. Rules need complete steps, because whether `GradScaler` skips a step
+is known only at the end of the step. The writer thread calls `finish` when no record follows, to judge the last step,
+too. The last step of a training that is killed is not judged.
 
-`book.read_table(table, where)` makes `thresholds` and `own` from a TOML table. `on_finding` is called on the thread
-that calls `saw`, at the first record of a later step: rules need complete steps, because whether `GradScaler` skips a
-step is known only at its end. Each finding is reported once. A rule that raises an error is reported as a finding, and
-the other rules continue. The last step of a training that is killed is not judged.
-
-The rules are those of `recorder check`. This module must never raise an error, read a tensor or a file, or keep more
-than the statistics of one step. A record without statistics costs one comparison. Rules from installed packages are
-left out: if a rule did not end, nothing could stop it, and the writer would wait.
+`book.read_table(table, where)` makes `thresholds` and `own` from a TOML table. A rule that raises an error is reported
+as a finding, and the other rules continue. The rules are those of `recorder check`. This module must never raise an
+error, read a tensor or a file, or keep more than the statistics of one step. A record without statistics costs one
+comparison. Rules from installed packages are left out: if a rule did not end, nothing could stop it, and the writer
+would wait.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
 _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
 _MAX_PROBED = 1024
-"""The most steps whose numbers from the probe wait for the writer thread; older ones are dropped."""
+"""The most steps whose numbers from the probe wait for the writer thread. Older steps are dropped."""
 _NONE = np.zeros(0)
 _MOST_DUE, _JUDGE_EVERY_S = 64, 2.0
-"""Waiting steps are judged once there are so many of them, or so many seconds after the last judgement."""
+"""Waiting steps are judged as soon as there are this many, or this many seconds after the last judgement."""
 
 _log = logging.getLogger("recorder")
 
@@ -57,8 +56,8 @@ class LiveChecks:
     ) -> None:  # fmt: skip
         """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of unused rules are ignored.
 
-        If `only_scalars` is True, only records of scalars are read, and gradients come from the probe alone. Then the
-        steps of some seconds are judged together, which takes a fifth of the time; else each step is judged at once.
+        With `only_scalars`, only records of scalars are read, and gradients come from the probe alone. The steps of
+        some seconds are then judged together, which takes a fifth of the time. Otherwise each step is judged at once.
         """
         made = [*rules, *own]
         self._rank = rank
@@ -70,22 +69,22 @@ class LiveChecks:
         self._names = tuple(name for name in names if name in Measured._fields)
         self._numbers = attrgetter(*self._names)
         self._lanes: dict[tuple[object, ...], int] = {}
-        """By series, the index of the series on this rank (its lane); `_UNWANTED` where no rule reads the series."""
+        """Maps a series to its lane (the index of the series on this rank); `_UNWANTED` if no rule reads the series."""
         self._step = 0
         self._rows: list[tuple[object, ...]] = []
         """For each record of the current step, its lane (series on a rank), number of elements and statistics."""
         self._is_off = False
         self._only_scalars = only_scalars
         self._probed: deque[ProbedStep] = deque(maxlen=_MAX_PROBED)
-        """The probe's numbers of the last steps, until the writer thread has reached these steps."""
+        """The probe's numbers of steps that the writer thread has not reached yet."""
         self._probed_lanes: Integers = np.zeros(0, np.int64)
-        """By series of the probe, its index on this rank (its lane); `_UNWANTED` where no rule reads the series."""
+        """The lane (the index on this rank) of each series of the probe; `_UNWANTED` if no rule reads the series."""
         self._due: list[Rows] = []
-        """The rows of finished steps, until these steps are judged."""
+        """The rows of finished steps that are not judged yet."""
         self._judged_s = time.monotonic()
 
     def probed(self, numbers: ProbedStep) -> None:
-        """Take the probe's numbers of a step that is over. Training thread."""
+        """Take the probe's numbers of a step that is over. Called on the training thread."""
         if not self._is_off:
             self._probed.append(numbers)
 
@@ -99,7 +98,7 @@ class LiveChecks:
             self._turn_off(error)
 
     def look(self) -> None:
-        """Judge the probe's steps if no record of a scalar begins a step. Called by the thread that calls `saw`."""
+        """Judge the probe's steps in a training without records of scalars. Called on the thread that calls `saw`."""
         if self._is_off or not self._only_scalars or self._lanes or len(self._probed) < _MOST_DUE:
             return
         try:
@@ -140,7 +139,7 @@ class LiveChecks:
             self._rows.append((lane, math.prod(staged.shape), *self._numbers(measured)))
 
     def _lane(self, staged: Staged) -> int:
-        """Return the lane of a record, the index of its series on this rank; `_UNWANTED` where no rule reads it."""
+        """Return the lane of a record (the index of its series on this rank); `_UNWANTED` if no rule reads it."""
         if staged.phase == "recompute":
             return _UNWANTED
         key = SeriesKey(*staged.origin[:4], staged.moment.mode, staged.phase, staged.scope or "")
@@ -151,7 +150,7 @@ class LiveChecks:
         return self._catalog.number(key, about) if any(rule.wants(key) for rule in rules) else _UNWANTED
 
     def _lanes_of(self, numbers: Sequence[int]) -> Integers:
-        """Return the lane (the index on this rank) of each series, given by number; `_UNWANTED` stays as it is."""
+        """Return the lanes (indexes on this rank) of series, given by number. `_UNWANTED` stays as it is."""
         lanes = np.array(numbers, np.int64)
         is_wanted = lanes != _UNWANTED
         lanes[is_wanted] = self._catalog.lanes(lanes[is_wanted], np.full(is_wanted.sum(), self._rank))

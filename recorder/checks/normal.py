@@ -1,8 +1,9 @@
-"""The facts that rules take from other runs: normal ranges of sound runs, and sizes of outputs at other widths.
+"""The facts that rules take from other runs: normal ranges in sound runs, and sizes of outputs at other widths.
 
-`Normal` holds the range of each statistic, by value and phase of training, and conditions that held in every record. A
-*phase* is a range of steps: 0 to 7, 8 to 15, 16 to 31, and so on, each twice as long as the one before. The memory
-grows with the values, the statistics and the logarithm of the steps, not with the ranks. No file is opened.
+A sound run is one that the user knows to have gone well. `Normal` holds the range of each statistic, by value and phase
+of training, and the conditions that held in every record. A *phase* is a range of steps: 0 to 7, 8 to 15, 16 to 31, and
+so on, each twice as long as the one before. The memory grows with the values, the statistics and the logarithm of the
+steps, not with the ranks. No file is opened.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _FIRST_PHASE = 8
 """The number of steps in the first phase, large enough for a standard deviation."""
 _NUM_PHASES = 24
 _STATE = ("param", "buffer", "optim")
-"""The sites of values that only training steps change."""
+"""The sites (kinds of values) that only training steps change."""
 _TINY = 1e-30
 _BY_CHANCE = ("grad_scale", SKIPPED)
-"""The names of scalars that a single overflow by chance changes."""
+"""The names of scalars that a single overflow changes, which happens by chance."""
 
 
 class Statistic(NamedTuple):
@@ -33,7 +34,7 @@ class Statistic(NamedTuple):
     is_log: bool
     """Whether the number is the decimal logarithm of the named quantity."""
     floor: float
-    """The least standard deviation that is assumed: another random seed alone causes as much."""
+    """The least standard deviation to assume. Another random seed alone causes as much."""
     floor_of_one: float = 0.0
     """For a value of n elements, this number over the root of n is added to `floor`."""
     only_above: bool = False
@@ -78,7 +79,7 @@ class Ranges(NamedTuple):
 
 
 class Measures:
-    """Computes the statistics that are learnt and judged, from rows of complete steps, sorted by value and rank."""
+    """Computes the statistics to learn or to judge. The rows are of complete steps, sorted by value and rank."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -104,7 +105,7 @@ class Measures:
             yield self._over_ranks(rows, rms)
 
     def held(self, rows: Rows) -> Iterator[tuple[int, Integers, Flags]]:
-        """Yield, for each condition of `HELD`, the indices of the rows to which it applies, and whether it holds."""
+        """Yield each condition of `HELD`, the indices of the rows to which it applies, and whether it holds there."""
         is_candidate = rows.at("input", *_STATE, "grad") & rows.where("once", lambda key: key.phase != "recompute")
         indices = np.flatnonzero(is_candidate & ~np.isnan(rows["sum_sq"]))
         rows = rows.take(indices)
@@ -132,7 +133,7 @@ class Measures:
         yield _DIFFERENT, indices[apart], num_values[ids[apart]] >= num_parts[ids[apart]]
 
     def _peers(self, rows: Rows) -> tuple[Integers, Integers, Integers]:
-        """Group rows of a value on several ranks: return each row's group, each group's first row and rank count."""
+        """Group rows of a value on several ranks. Return each row's group, each group's first row and rank count."""
         starts = np.flatnonzero(np.r_[True, (np.diff(rows.lanes) != 0) | (np.diff(rows.steps) != 0)])
         turns = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
         ids, firsts = grouped(rows.series, self._catalog.peers_of[rows.lanes], rows.steps, turns)
@@ -160,20 +161,20 @@ _HOLDS, _ASKED = range(2)
 
 
 class Normal:
-    """The normal ranges and conditions of some sound runs. First learn the runs, one after the other; then query."""
+    """The normal ranges and conditions of some sound runs. Learn the runs first, one after the other; then query."""
 
     def __init__(self) -> None:
         self._number_of: dict[SeriesKey, int] = {}
         self._sums: Floats = np.zeros((len(_EMPTY), 0, len(STATISTICS), _NUM_PHASES))
         """Count, sum, sum of squares, lowest and highest number; shape (these five, series, statistic, phase)."""
         self._held: Integers = np.zeros((2, 0, len(HELD)), np.int64)
-        """The numbers of records in which a condition holds and is tested; shape (these two, series, condition)."""
+        """In how many records a condition holds, and in how many it is tested; shape (these two, series, condition)."""
         self._num_runs_with: Integers = np.zeros(0, np.int64)
         """By series, the number of runs that have the series."""
         self.num_runs = 0
         self.last_step = -1
         self.said: set[tuple[str, str, str, str, str]] = set()
-        """The findings of rules on the sound runs themselves, as rule, root, module, site and name."""
+        """The findings of rules on the sound runs themselves, as (rule, root, module, site, name)."""
         self._grow(1)  # room for index -1, which stands for a series that no sound run has
 
     def __len__(self) -> int:
@@ -193,7 +194,7 @@ class Normal:
         return np.array([self._number_of.get(key, -1) for key in keys], np.int64)
 
     def ranges(self, series: Integers, numbers: Numbers, steps: Integers, numels: Floats) -> Ranges:
-        """Return the normal range of a statistic for each row; `series` are indexes from `numbers()`.
+        """Return the normal range of a statistic for each row. `series` are indexes from `numbers()`.
 
         Values of the phases before and after are normal, too: a sound training may be half or twice as fast. The fewer
         records or runs were learnt, the wider is the range, because they say less about the differences between sound
@@ -347,7 +348,7 @@ class Sizes:
 
 
 EXACT = ("sum", "sum_sq", "min", "max")
-"""The statistics that are compared to find equal tensors: tensors that differ hardly ever agree in all of them."""
+"""The statistics that are compared to find equal tensors. Other tensors hardly ever agree in all of them."""
 
 
 class Movement:

@@ -19,7 +19,7 @@ Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 IS_PROBE = "is_probe"
-"""The name of the column that is 1 for a row of the probe, and 0, or NaN, for a row of statistics."""
+"""The column that is 1 in a row of the probe (one number of a value at every step), and 0 or NaN in other rows."""
 _MAX_RANK = 1 << 26
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 
@@ -34,7 +34,7 @@ class SeriesKey(NamedTuple):
     mode: str
     phase: str
     scope: str
-    """The scope of a gradient; empty where a row has no scope."""
+    """The scope of a gradient, such as ``local``; empty if a row has no scope."""
 
     @property
     def is_loss(self) -> bool:
@@ -43,7 +43,7 @@ class SeriesKey(NamedTuple):
 
     @property
     def differs_by_batch(self) -> bool:
-        """Whether the value depends on the rank's own batch, so that data-parallel ranks can be compared by it."""
+        """Whether the value depends on the rank's own batch. By such values, data-parallel ranks can be compared."""
         return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
 
 
@@ -69,15 +69,15 @@ class ModuleFacts(NamedTuple):
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None
-    """The first known step whose gradients were added to those of the step before; told of the first module alone."""
+    """The first known step whose gradients were added to those of the step before. Only the first module has it."""
 
 
 class Catalog:
-    """The series and the lanes (a series on one rank) that have appeared, by index; none is ever removed."""
+    """The series (values over the steps) and the lanes (series on one rank) so far, by index. None is ever removed."""
 
     def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
         self.modules = dict(modules or {})
-        """Facts about modules, by root and path; modules that nothing is known of have no entry."""
+        """Facts about modules, by root (the model's name) and path. A module of which nothing is known has no entry."""
         self.series: list[SeriesKey] = []
         self.about: list[About] = []
         self._whole_numel = np.zeros(0)
@@ -88,7 +88,8 @@ class Catalog:
         self.rank_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on one rank), the rank; -1 for a value that all ranks have in common."""
         self.part_of: Integers = np.zeros(0, np.int64)
-        """By lane (a series on a rank), the number of the batch's part that the rank works on; ranks may share one."""
+        """By lane (a series on a rank), the number of the part of the batch that the rank works on. Ranks may share
+        it."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []
@@ -126,7 +127,7 @@ class Catalog:
         return known
 
     def find(self, key: SeriesKey, rank: int) -> int | None:
-        """Return the lane of a series on a rank (the index of both); None if the rank has no row of the series."""
+        """Return the lane (index) of a series on a rank; None if the rank has no row of the series."""
         series = self._number_of.get(key)
         return None if series is None else self._lane_of.get(series * _MAX_RANK + rank + 1)
 
@@ -141,7 +142,7 @@ class Catalog:
     def lanes(
         self, series: Integers, ranks: Integers, parts: Integers | None = None, peers: Integers | None = None
     ) -> Integers:
-        """Return the lane of each row (the index of a series on a rank), from its series and its rank (-1: all ranks).
+        """Return the lane of each row: the index of its series on its rank. Rank -1 stands for all ranks.
 
         `parts` and `peers` set `part_of` and `peers_of` of new lanes. By default each rank works on its own part of the
         batch, and all ranks hold the same piece of the model.
@@ -169,10 +170,10 @@ class Rows:
         self, catalog: Catalog, steps: Integers, lanes: Integers, numbers: Mapping[str, Floats],
         indices: Integers | None = None,
     ) -> None:  # fmt: skip
-        """Make rows of these steps and lanes (series on one rank). `indices` selects rows of `numbers`; None: all.
+        """Make rows of these steps and lanes (series on one rank). `indices` selects rows of `numbers`; None: all rows.
 
-        The columns in `numbers` are statistics, counts and `numel`, NaN where a row has no value. Columns that no row
-        has are absent.
+        The columns in `numbers` are statistics, counts and `numel`. They are NaN where a row has no value. Columns that
+        no row has are absent.
         """
         self.catalog, self.steps, self.lanes = catalog, steps, lanes
         self._numbers, self._indices = numbers, indices
@@ -182,7 +183,7 @@ class Rows:
         return len(self.steps)
 
     def __getitem__(self, name: str) -> Floats:
-        """Return a column; every element is NaN if the run does not have the column."""
+        """Return a column. Every element is NaN if the run does not have the column."""
         if name not in self._taken:
             column = self._numbers.get(name)
             if column is None:
@@ -236,7 +237,7 @@ class Rows:
 
     @property
     def rms(self) -> Floats:
-        """For each row, the root mean square of the finite elements of the value; of the whole tensor if it is cut."""
+        """The root mean square of the finite elements, for each row: of the whole tensor if a rank has only a chunk."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
@@ -259,7 +260,7 @@ class Rows:
         return values
 
     def fingerprints(self, names: Sequence[str]) -> npt.NDArray[np.uint64]:
-        """Return, for each row, a hash of the four columns `names`: rows that agree in them have equal hashes."""
+        """Return a hash of the four columns `names` for each row. Rows that agree in the columns have equal hashes."""
         hashes = np.zeros(len(self), np.uint64)
         for name, prime in zip(names, _PRIMES, strict=True):
             hashes = (hashes ^ (self[name] + 0.0).view(np.uint64)) * prime
@@ -268,7 +269,7 @@ class Rows:
 
 
 def concatenate(some: Sequence[Rows]) -> Rows:
-    """Join batches of rows into one; there must be at least one batch, and all must have the same catalog."""
+    """Join one or more batches of rows. All batches must have the same catalog."""
     if len(some) == 1:
         return some[0]
     names = dict.fromkeys(name for rows in some for name in rows.names)
@@ -278,7 +279,7 @@ def concatenate(some: Sequence[Rows]) -> Rows:
 
 
 class Memory:
-    """One number for each lane (a series on one rank), kept between batches of rows. Any indexes serve as lanes."""
+    """One number for each lane (a series on one rank), kept between batches of rows. Other indexes may be used, too."""
 
     def __init__(self, initial: float = np.nan) -> None:
         self._initial = initial
@@ -307,17 +308,17 @@ def as_exact_floats(hashes: npt.NDArray[np.uint64]) -> Floats:
 
 
 def begins(lanes: Integers) -> Flags:
-    """Return, for each row, whether it is the first of its value on its rank; rows are sorted by value and rank."""
+    """Return whether each row is the first of its value on its rank. The rows are sorted by value and rank."""
     return np.r_[True, lanes[1:] != lanes[:-1]] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def ends(lanes: Integers) -> Flags:
-    """Return, for each row, whether it is the last of its value on its rank; rows are sorted by value and rank."""
+    """Return whether each row is the last of its value on its rank. The rows are sorted by value and rank."""
     return np.r_[lanes[1:] != lanes[:-1], True] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return, for each row, the previous number in the same lane (value and rank). The rows are sorted by lane."""
+    """Return the number before each row in its lane (value and rank). The rows are sorted by lane."""
     before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]
@@ -326,7 +327,7 @@ def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return the first number of each row's value and rank. Rows are sorted by both; `memory` keeps the first ones."""
+    """Return the first number of each row's lane (value and rank), as kept in `memory`. Rows are sorted by lane."""
     firsts = np.flatnonzero(begins(lanes))
     new = firsts[np.isnan(memory[lanes[firsts]])]
     memory[lanes[new]] = values[new]
@@ -334,7 +335,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return, for each row, how many successive flagged rows end there; rows are sorted by lane (value and rank)."""
+    """Return how many flagged rows in succession end at each row. The rows are sorted by lane (value and rank)."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
@@ -347,7 +348,7 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
 
 
 class Streaks:
-    """Finds the first time at which a condition has held for some records in a row, for each value and rank."""
+    """Finds, for each value on each rank, when a condition has first held for some records in a row."""
 
     def __init__(self, reported: Memory | None = None) -> None:
         """Take a memory with 1 for reported lanes (series on a rank). Objects that share it report a lane only once."""
@@ -379,9 +380,9 @@ class Streaks:
     def reached(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float
     ) -> Iterator[tuple[int, int, int | None]]:
-        """Yield, by value and rank, the first row at which the condition has held for `records` records.
+        """Yield, for each value on each rank, the first row at which the condition has held for `records` records.
 
-        The rows must be sorted by value and rank. The result has the row, for how many records the condition has held,
+        The rows must be sorted by value and rank. Each result is the row, for how many records the condition has held,
         and since which step (None for one record).
         """
         lengths, since = self.lengths(lanes, steps, flags)
@@ -393,10 +394,10 @@ class Streaks:
 
 
 class Spells:
-    """Finds conditions that hold for a long time, for each value and rank, and remembers whether they have ended."""
+    """Finds conditions that hold for a long time, by value and rank. Remembers whether such a condition has ended."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Take `weight`: how many records with a reported condition are cancelled by one record without it."""
+        """Take `weight`, the number of records with a reported condition that one record without it cancels."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
@@ -407,8 +408,8 @@ class Spells:
     ) -> Iterator[tuple[int, int]]:
         """Yield the rows at which the condition has held long enough, each with the step at which it began.
 
-        Long enough means for `records` records in a row and for the row's `lasting` steps. After a break, a lane (a
-        series on one rank) may be yielded again. Rows are sorted by lane.
+        Long enough means for `records` records in a row, and for the number of steps in `lasting`, which has one number
+        for each row. After a break, a lane (a series on one rank) may be yielded again. Rows are sorted by lane.
         """
         lengths, since = self._streaks.lengths(lanes, steps, flags)
         is_long = (lengths >= records) & (steps - since + 1 >= lasting)
@@ -430,12 +431,12 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Return whether a reported condition ended: `weight` times the records without it exceeds those with it."""
+        """Return whether a reported condition has ended: `weight` times its records without it exceed those with it."""
         return self._balance.of(lane) < 0
 
 
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:
-    """Number the groups of rows that agree in all columns: return the group of each row, and each group's first row.
+    """Group the rows that agree in all columns. Return the group of each row, and the first row of each group.
 
     The groups are sorted by the values of the columns, first by the first column.
     """

@@ -19,7 +19,7 @@ from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, begins
 
 _MOST_WAITING = 5_000
-"""The most findings that a rule holds back until the end of the run; no sound training has so many."""
+"""The most findings that a rule holds back until the end of the run. No sound training has so many."""
 
 
 class Severity(IntEnum):
@@ -106,7 +106,7 @@ class Finding(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """The result of comparing replicas bit by bit, which rules cannot do: they only get statistics."""
+    """The result of comparing replicas bit by bit. Rules cannot do this, because they get only statistics."""
 
     findings: Sequence[Finding]
     why_not_compared: str
@@ -126,9 +126,9 @@ class CheckRule(ABC):
     columns: ClassVar[tuple[str, ...]]
     """The names of the statistics that the rule reads."""
     keep: ClassVar[str] = "stats"
-    """The `keep` of a recording rule with which the run has these columns."""
+    """The `keep` that a recording rule must have so that the run has these columns."""
     reads_probe: ClassVar[bool] = False
-    """Whether the rule also reads rows of the probe, which have `sum_sq`, `l2` and counts of elements alone."""
+    """Whether the rule also reads rows of the probe. These have only `sum_sq`, `l2` and counts of elements."""
     needs: ClassVar[str] = ""
     """What the run must contain, in words; empty if `sites` and `keep` say everything."""
     settings: ClassVar[tuple[Setting, ...]] = ()
@@ -238,7 +238,7 @@ class StreakRule(CheckRule):
 
 
 class PartsRule(CheckRule):
-    """A rule made of parts: rules with one name and the same settings that detect the fault in different ways."""
+    """A rule made of parts: rules that detect the fault in different ways. All have one name and the same settings."""
 
     parts: ClassVar[tuple[type[StreakRule], ...]]
 
@@ -266,12 +266,12 @@ class WaitingFindings:
     """Findings held back until the end of the run. A finding whose condition has ended by then becomes a note."""
 
     def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
-        """Take the words to add if a condition has ended, and the `Spells` among which `keep` selects one by index."""
+        """Take the words to add if a condition has ended, and the `Spells`, one of which `keep` selects by `number`."""
         self._ended, self._spells = ended, spells
         self._findings: dict[tuple[int, int], Finding] = {}
 
     def keep(self, lane: int, one: Finding, number: int = 0) -> Iterator[Finding]:
-        """Hold back a finding on a lane (a series on a rank), in place of its last; if too many wait, yield it."""
+        """Hold back a finding on a lane (a series on a rank), in place of its last one. If too many wait, yield it."""
         if len(self._findings) < _MOST_WAITING or (number, lane) in self._findings:
             self._findings[number, lane] = one
         else:

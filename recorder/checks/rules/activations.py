@@ -174,7 +174,7 @@ class _Attention(CheckRule):
     advice = "normalise or clip queries and keys, or lower the learning rate of their weights"
 
     def is_softmax(self, key: SeriesKey) -> bool:
-        """Return whether the value belongs to a softmax in attention: a classifier's softmax may choose one class."""
+        """Return whether the value belongs to a softmax in attention. A classifier's softmax may choose one class."""
         is_attention = "attention" in key.module_path or "attn" in key.module_path
         return is_attention and self.catalog.class_of(key) == "Softmax"
 

@@ -15,7 +15,7 @@ from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Str
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
 _LEAST_DEVIATION = 0.01
-"""The least standard deviation assumed for the logarithms of peers, which agree to better than 1 % only by chance."""
+"""The least standard deviation assumed for the logarithms of peers. Peers agree to better than 1 % only by chance."""
 
 
 class Replica(CheckRule):
@@ -90,7 +90,7 @@ def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:
 
 
 def medians(groups: Integers, values: Floats) -> Floats:
-    """Return the median of each group; for an even number of values, the lower of the two in the middle."""
+    """Return the median of each group. For an even number of values, it is the lower of the two in the middle."""
     order = np.lexsort((values, groups))
     counts = np.bincount(groups)
     starts = np.cumsum(counts) - counts
@@ -181,7 +181,7 @@ class RunningStatistics(PartsRule, _Variance):
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
 _SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.WARNING, Severity.WARNING)
-"""The severity of each condition of `HELD`: replicas that differ are an error."""
+"""The severity of each condition of `HELD`. Replicas that differ are an error."""
 _LEAST_STEPS = 3
 _LEAST_SPAN = 2.0
 """The least ratio between the widths of the widest and the narrowest run."""
@@ -311,7 +311,7 @@ class Invariant(BaselineRule):
                 )  # fmt: skip
 
     def finish(self) -> Iterator[Finding]:
-        """Report gradients that every sound run has and the recording asks for, but that this run lacks."""
+        """Report gradients that this run lacks, although every sound run has them and the recording asks for them."""
         super().finish()
         if self.normal is None or len(self._steps) < _LEAST_STEPS:
             return

@@ -1,4 +1,4 @@
-"""Rules on training curves, numbers over the steps: the loss, and the norm of all gradients of a rank."""
+"""Rules on training curves: the loss over the steps, and the norm of all gradients of a rank over the steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
-"""The first words of the part of a finding that says which learning rate rose before it."""
+"""The first words of a finding's detail about the learning rate that rose before the finding."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -70,7 +70,7 @@ class CurveRule(CheckRule):
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []
         self.lanes: list[int] = []
-        """By number of a curve, the lane (the index of a series on one rank) that findings on the curve name."""
+        """By curve, the lane (the index of a series on one rank) that findings on the curve name."""
         self._number_of: dict[CurveKey, int] = {}
         self._number = Memory()
         self._before = Memory()
@@ -110,7 +110,7 @@ class CurveRule(CheckRule):
         """Judge the samples of one step, at most one sample of each curve."""
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
-        """Return each sample's curve, step and value; and by row, how much a gradient's sum of squares has grown."""
+        """Return each sample's curve, step and value. By row, return how a gradient's sum of squares grew."""
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
@@ -174,7 +174,7 @@ class Rings:
             self.values = np.append(self.values, np.full((max(missing, 64), self._size), np.nan), axis=0)
 
     def put(self, curves: Integers, num: Integers, values: Floats) -> Floats:
-        """Store one new value of each curve; return the values that it overwrites. `num` counts each curve's values."""
+        """Store one new value of each curve. Return the values that it overwrites. `num` counts each curve's values."""
         slots = num % self._size
         replaced = self.values[curves, slots]
         self.values[curves, slots] = values
@@ -182,7 +182,7 @@ class Rings:
 
 
 class _Recent:
-    """The sizes of values over the last few steps, by which the value that moved first is found."""
+    """Keeps the rows of the last few steps, to find the value that moved first and the learning rate that rose."""
 
     def __init__(self) -> None:
         self._kept: deque[Rows] = deque()
@@ -197,7 +197,7 @@ class _Recent:
             self._kept.popleft()
 
     def first_moved(self, one: Finding) -> str:
-        """Return a text that names the value that first left its usual range before a finding; empty for none."""
+        """Return a text that names the value that first left its usual range before a finding; empty if none did."""
         rank = one.ranks[0] if one.ranks else -1
         parts = []
         for rows in self._kept:
@@ -225,7 +225,7 @@ class _Recent:
         return ""
 
     def risen_rate(self, one: Finding) -> str:
-        """Return a text that names the learning rate that rose most shortly before a finding; empty for none."""
+        """Return a text that names the learning rate that rose most shortly before a finding; empty if none rose."""
         rank = one.ranks[0] if one.ranks else -1
         rates = concatenate([rows.take(rows.where("rate", _is_rate) & (rows.ranks == rank)) for rows in self._kept])
         rates = rates.by_lane()
@@ -274,10 +274,10 @@ class Spike(CurveRule):
         self._total = Memory(0.0)
         """By curve, the sum of the values in its ring buffer."""
         self._mild: dict[int, tuple[int, float]] = {}
-        """By curve with a small spike: the next sample's number, and the limit above which the curve stays up."""
+        """By curve with a small spike: the number of the next sample, and the limit above which the curve stays up."""
         self._spiking: dict[int, tuple[float, int]] = {}
-        """By curve with a spike: the limit of its first spike, and how many records in a row were below this limit
-        since. All spikes are over once each of these curves has had enough records below its limit."""
+        """For each curve with a spike: the limit of its first spike, and how many records in a row were below this
+        limit since. All spikes are over once each of these curves has had enough records below its limit."""
 
     def wants(self, key: SeriesKey) -> bool:
         return super().wants(key) or key.site in _MAY_MOVE or _is_rate(key)
@@ -297,7 +297,7 @@ class Spike(CurveRule):
         num = self.num[curves].astype(np.int64)
         mean = self._total[curves] / np.clip(num, 1, self._window)
         ratio = np.where(self.is_loss[curves] == 1, self.thresholds["loss_ratio"], self.thresholds["ratio"])
-        # The ring buffers are read only if the mean does not prove a sample sound: reading them takes the most time.
+        # Reading the ring buffers takes the most time. So they are read only if the mean does not prove a sample sound.
         for index in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
             curve, value, ring = int(curves[index]), float(values[index]), self._rings.values[curves[index]]
             largest = float(np.nanmax(np.abs(ring)))

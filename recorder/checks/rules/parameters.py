@@ -37,9 +37,9 @@ from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 _LASTING = 0.1
 """A gradient is reported if it has been zero for at least this fraction of the steps so far."""
 _NARROW = ("bfloat16", "float16", "float8")
-"""Types in which small updates are rounded away, which is expected and no mistake of the program."""
+"""Types that round small updates away. This is expected and no mistake of the program."""
 _LEAST_ELEMENTS = 16
-"""The least number of elements of a weight that is judged: the statistics of fewer elements mean little."""
+"""The least number of elements of a weight that is judged. The statistics of fewer elements mean little."""
 _MAX_SKIPPED = 10_000
 _MAX_STEPS = 1 << 40
 
@@ -97,7 +97,7 @@ class Exploding(StreakRule):
     advice = "normalise between layers, start from smaller weights, or clip gradients"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the mean logarithm in the first and the last third of outputs, ordered by their first backward."""
+        """Judge by mean logarithms of gradients in the first and the last third of outputs, in backward order."""
         rms = np.nan_to_num(rows.rms)
         flags, growth = np.zeros(len(rows), np.bool_), np.zeros(len(rows))
         (known,) = np.nonzero(rms > 0)
@@ -247,16 +247,16 @@ class _Agreement:
     num: int = 0
     cosine: float = 0.0
     positive: float = 0.0
-    """The fraction of cosines above zero. Like `cosine`, it is a mean of all records, later mostly of the last."""
+    """The fraction of cosines above zero. Like `cosine`, it is a running mean, later mostly of the last records."""
     latest: tuple[int, float, float] = (0, 0.0, 0.0)
     """`num`, `cosine` and `positive`, with the cosines below zero at the end included."""
     num_below: int = 0
     total_below: float = 0.0
-    """The sum of the cosines since the last one above zero; `num_below` is their number."""
+    """The sum of the cosines since the last one above zero. `num_below` is the number of these cosines."""
     since: int = 0
     found: Finding | None = None
     balance: int = 0
-    """From the first opposed step of the finding on, the number of cosines below zero less the number above zero."""
+    """The number of cosines below zero less the number above zero, from the first opposed step of the finding on."""
 
     def add(self, step: int, cosine: float, window: float) -> None:
         num, mean, positive = self.latest
@@ -377,7 +377,7 @@ class Update(StreakRule):
         yield from super().add(rows.take(rows.at("param")))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the probe's sizes of updates, else by the changes of norm and sum, which give a lower bound."""
+        """Judge by the updates' sizes from the probe. Without them, changes of norm and sum give a lower bound."""
         lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
         is_begun = began(lanes, rms, self._began) >= self.thresholds["began"]
         ratio, is_recorded = np.zeros(len(rows)), rows[IS_PROBE] != 1
@@ -387,7 +387,7 @@ class Update(StreakRule):
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
 
     def _without_first(self, updates: Rows) -> Rows:
-        """Return rows of updates, sorted by parameter and rank, without the first rows of each parameter and rank."""
+        """Leave out the first rows of each parameter on each rank. The rows are sorted by parameter and rank."""
         starts = np.flatnonzero(begins(updates.lanes))
         counts = np.diff(np.r_[starts, len(updates)])
         numbers = self._num_updates[updates.lanes] + np.arange(len(updates)) - np.repeat(starts, counts)
@@ -395,7 +395,7 @@ class Update(StreakRule):
         return updates.take(numbers >= self.thresholds["updates"])
 
     def _look_up(self, rows: Rows, ratio: Floats) -> None:
-        """Where the probe has measured the size of a parameter's update, replace the ratio by the measured one."""
+        """Replace the ratio by the measured one where the probe has measured the size of a parameter's update."""
         updates = self._updates
         if updates is None or not len(updates) or not len(rows):
             return
@@ -471,7 +471,7 @@ class Unchanged(StreakRule):
             yield from (one for one in super().add(rows.take(is_param)) if self._has_gradient(one))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Flag records whose statistics equal those of the parameter's previous record, if it had a gradient then.
+        """Flag a parameter's record if it equals the previous record in all statistics, and there was a gradient then.
 
         If no gradient at all was recorded at the previous record's step, the parameter counts as having one.
         """
@@ -522,7 +522,7 @@ class Unchanged(StreakRule):
                                    self.thresholds["rounded"], Severity.WARNING, since)  # fmt: skip
 
     def _note_gradients(self, rows: Rows) -> None:
-        """Remember which parameters have a gradient: an expert without samples has none and need not change."""
+        """Remember which parameters have a gradient. An expert without samples has none, and need not change."""
         lanes, steps = self._had
         is_last = steps == steps.max(initial=-1)
         self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]
@@ -541,7 +541,7 @@ class Unchanged(StreakRule):
         return "the parameter does not change, and no gradient was recorded at these steps"
 
     def severity_of(self, lane: int) -> Severity:
-        """Return the severity: a note for a parameter of a type in which small updates are rounded away."""
+        """Return the severity, which is a note for a parameter of a type that rounds small updates away."""
         return Severity.NOTE if self.catalog.about_of(lane).dtype.startswith(_NARROW) else self.severity
 
     def _has_gradient(self, one: Finding) -> bool:

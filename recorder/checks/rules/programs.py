@@ -58,7 +58,8 @@ class NotCleared(_ProgramRule):
 class EvaluationMode(_ProgramRule):
     """Dropouts and batch norms that are in evaluation mode while the optimizer steps.
 
-    A few in this mode among others of their kind were probably forgotten. If all are, but not the model, it is meant.
+    If only some modules of a kind are in this mode, they were probably forgotten. If all modules of the kind are, but
+    the model is not, this is meant.
     """
 
     name = "evaluation_mode"

@@ -27,7 +27,7 @@ from ..rows import (
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 
 _MOST_SKIPPED = 20
-"""The number of skipped steps that bring a scale of 2^16 down to 1, at which no further halving can help."""
+"""How many skipped steps bring a scale of 2^16 down to 1. No further halving can help then."""
 
 SKIPS = "GradScaler skipped the update"
 """The words in a finding that say that its non-finite values changed no parameter."""
@@ -62,7 +62,7 @@ class NonFinite(CheckRule):
         self._last_step = int(rows.steps[-1])
 
     def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
-        """Return which rows may have infinities as masks do: the first record has some, and none has had more since."""
+        """Return which rows may have infinities, as masks do: the first record has some, and no later one has more."""
         order = np.argsort(rows.lanes, kind="stable")
         firsts = order[begins(rows.lanes[order])]
         firsts = firsts[self._is_known[rows.lanes[firsts]] == 0]
@@ -75,7 +75,7 @@ class NonFinite(CheckRule):
         return np.asarray(is_mask(nan, inf, began_as_mask, known))
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Yield a finding on the value that was bad first in each stretch of bad steps, for each rank where it was."""
+        """Yield a finding for consecutive bad steps, on the value that was bad first, for each rank with this value."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
@@ -136,7 +136,7 @@ class NonFinite(CheckRule):
         return found._replace(detail=detail)
 
     def _objectives(self, rows: Rows, is_bad: Flags) -> str:
-        """Return words that name the objectives with non-finite values; empty if that is all of them, or none."""
+        """Return words that name the objectives with non-finite values; empty if all have some, or none has."""
         keys = [self.catalog.series[series] for series in rows.series.tolist()]
         states: dict[str, bool] = {}
         for key, is_bad_one in zip(keys, is_bad.tolist(), strict=True):
@@ -176,7 +176,7 @@ _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
 _LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
 _LEAST_ELEMENTS = 8
-"""The least number of elements of a tensor that is judged: the elements of smaller ones may be equal by chance."""
+"""The least number of elements of a tensor that is judged. The elements of smaller ones may be equal by chance."""
 
 
 class Data(CheckRule):
@@ -198,7 +198,7 @@ class Data(CheckRule):
         """By pair of inputs on two ranks with equal batches: for how many records in a row, and since which step."""
         self._reported: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
-        """By first input of a rank, the hashes of its last batches; the first memory has the latest batch's hash."""
+        """By first input of a rank, hashes of the rank's last batches. The first memory has the latest batch's hash."""
         self._repeats = Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
@@ -208,7 +208,7 @@ class Data(CheckRule):
         """By root, the name of the first argument that is not a label."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """Return whether a series is an input of the complete model in training; a validation may repeat samples."""
+        """Return whether a series is an input of the complete model in training. A validation may repeat samples."""
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -253,7 +253,7 @@ class Data(CheckRule):
             yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
     def _is_first(self, key: SeriesKey) -> bool:
-        """Return whether a series is the first argument; a mask, state or condition after it may well be zero."""
+        """Return whether a series is the first argument. A mask, state or condition after it may well be zero."""
         is_batch = self.wants(key) and not _LABELS.fullmatch(key.name)
         return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
 
