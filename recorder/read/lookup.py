@@ -1,4 +1,4 @@
-"""Finds the rows of the one tensor that a query selects; of several attempts at a step, the newest one counts.
+"""Finds the rows of the one tensor that a query selects. If several attempts recorded a step, the newest one counts.
 
 A query that selects several tensors raises an error that lists the choices. Nothing here may choose one.
 """
@@ -22,10 +22,10 @@ from .writers import RecordedWriter
 QUALIFIERS = (
     "site", "step", "name", "rank", "micro_step", "call", "repeat", "mode", "phase", "root", "scope", "attempt",
 )  # fmt: skip
-"""The columns that, with the module path, identify a tensor of a run. Choices are listed in this order."""
+"""The columns that identify a tensor of a run, together with the module path. Choices are listed in this order."""
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
 _OF_RANKS = ("rank", "attempt")
-"""The columns in which the rows of one global tensor may differ. Rows of superseded attempts are dropped earlier."""
+"""The columns that may differ among the rows of one global tensor. Rows of superseded attempts are dropped before."""
 _MAX_CHOICES = 8
 
 
@@ -33,13 +33,13 @@ class TensorRows(NamedTuple):
     """The rows of the one tensor that a query selects."""
 
     positions: Positions
-    """The positions of the rows of all parts of the tensor, in order; for several ranks, of each rank's part 0."""
+    """The positions of the tensor's rows, in the order of its parts. For several ranks, only part 0 of each rank."""
     related: Positions
     """The positions of all rows of the tensor's module at the tensor's step."""
     is_merged: bool
     what: str
     is_micro_batch: bool = False
-    """True if the query names one micro-batch of a pipeline; `related` then has only rows of this micro-batch."""
+    """True if the query names one micro-batch of a pipeline. Then `related` has only rows of this micro-batch."""
 
 
 def find_tensor(
@@ -53,14 +53,21 @@ def find_tensor(
     stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
 ) -> TensorRows:
-    """Return the rows of the one tensor that the query selects.
+    """Return the rows of the one tensor that a query selects.
 
-    Raises LookupFailedError if the query selects no tensor or several; the message lists the choices. `writers` are the
-    writers of `rows`. `question` maps each qualifier to its value, or to None if every value is meant. `counts` flags
-    the rows that may be used, by position; it is None if the tensor of a single rank is wanted. `has_micro_batches` is
-    True for a pipeline, where the rows of all micro-batches form one tensor and the roots of all stages one model.
-    `stages` are the pipeline stages by writer and root; it is empty for a merged run, whose rows name their stages
-    themselves. With `needs_values`, rows without a payload are left out.
+    Args:
+        rows: the rows of the run.
+        writers: the writers of `rows`.
+        module_path: the path of the tensor's module.
+        question: maps each qualifier to its value, or to None if any value is meant.
+        counts: flags the rows that may be used, by position; None if the tensor of a single rank is wanted.
+        has_micro_batches: True for a pipeline. Then the rows of all micro-batches form one tensor, and the roots of all
+            stages form one model.
+        stages: the pipeline stages by writer and root; empty for a merged run, whose rows name their stages.
+        needs_values: True to leave out rows without a payload.
+
+    Raises:
+        LookupFailedError: the query selects no tensor, or several; the message lists the choices.
     """
     rows.load(LOOKUP_COLUMNS)
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
@@ -86,7 +93,7 @@ def find_tensor(
     of_several_ranks: tuple[str, ...] = _OF_RANKS if counts is not None else ()
     if counts is not None and has_micro_batches:
         of_several_ranks = (*_OF_RANKS, "micro_step", "root")
-    # A single row leaves nothing to choose, and to encode its texts would take most of the time of a lookup.
+    # A single row leaves no choice. Encoding its texts would take most of the time of a lookup.
     compared = QUALIFIERS if counts is not None or len(with_values) > 1 else ()
     single = {name: rows.keys(name, with_values) for name in compared if name not in of_several_ranks}
     choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
@@ -116,7 +123,7 @@ def _answering(
 ) -> tuple[Positions, str]:
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
     positions = of_module
-    # Numbers are compared before texts, because comparing texts is slow and a module has rows of thousands of steps.
+    # Numbers are compared before texts. Comparing texts is slow, and a module may have rows of thousands of steps.
     for name in sorted(given, key=lambda name: name in TEXT_COLUMNS):
         keys = rows.keys(name, positions)
         try:
@@ -157,7 +164,7 @@ def _of_stage(
 
 
 def several_stages(what: str, numbers: Iterable[int]) -> str:
-    """Return the error message for a query whose module (such as the root) exists in several pipeline stages."""
+    """Return the error message for a module that exists in several pipeline stages, such as the root."""
     choices = "|".join(map(str, sorted(numbers)))
     return f"{what} is another tensor in each stage of the pipeline; choose stage={choices}"
 
@@ -165,7 +172,7 @@ def several_stages(what: str, numbers: Iterable[int]) -> str:
 def _raise_unmet(
     rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions, given: Mapping[str, Any], what: str
 ) -> NoReturn:
-    """Apply the given qualifiers one by one, and raise an error that names the first qualifier which leaves no row."""
+    """Raise an error that names the first qualifier, in the given order, which leaves no row."""
     for name, value in given.items():
         keys = rows.keys(name, positions)
         try:
@@ -185,7 +192,7 @@ def _raise_unmet(
 
 
 def module_code(rows: MetadataRows, module_path: str) -> int:
-    """Return the code of a module path, as in `rows.module_paths()`; raise LookupFailedError if it has no rows."""
+    """Return the code of a module path in `rows.module_paths()`. Raise LookupFailedError if the module has no rows."""
     paths = rows.module_paths()
     code = paths.code(module_path)
     if code < 0:
@@ -194,7 +201,7 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 
 
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
-    """Return a text that lists the ranks that were killed before `step`, each with its last step; empty if none was."""
+    """Return a text that lists the ranks killed before `step`, each with its last step. Empty if there are none."""
     of_rank: dict[int, list[RecordedWriter]] = {}
     for writer in writers:
         if writer.rank is not None and rank in (None, writer.rank):
@@ -210,8 +217,8 @@ def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None 
 def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:
     """Drop the rows of steps that a later writer of the same rank has recorded again.
 
-    If the recorder has counted the steps itself, a step number means different steps in two attempts, and only rows of
-    the newest attempt are kept.
+    If the recorder itself counted the steps, equal step numbers of two attempts mean different steps. Then only the
+    rows of the newest attempt are kept.
     """
     numbers = rows.writer_numbers(positions)
     used = [int(number) for number in np.unique(numbers)]
@@ -243,7 +250,7 @@ def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
 
 
 def _choices(name: str, keys: Keys) -> str:
-    """Return a text that lists a column's distinct values, such as ``step=0|1|2|...|64 (11)`` for 11 steps."""
+    """Describe a column's distinct values, such as ``step=0|1|2|...|64 (11)`` for 11 steps."""
     codes = [int(code) for code in np.unique(keys.codes)]
     shown = [keys.label(code) for code in codes]
     if keys.texts is not None:

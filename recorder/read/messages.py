@@ -1,8 +1,7 @@
-"""Reads the framing of Arrow IPC files: each message's offset and declared sizes, before Arrow allocates memory.
+"""Reads the framing of Arrow IPC files: each message's offset and declared sizes. Arrow itself allocates nothing yet.
 
-pyarrow shows neither a batch's offset in its file, nor its declared sizes, nor its metadata before decoding. The
-metadata are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). No offset in a file is
-trusted.
+pyarrow does not show a batch's offset in its file, its declared sizes, or its metadata before decoding. The metadata
+are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). No offset in a file is trusted.
 """
 
 from __future__ import annotations
@@ -19,22 +18,23 @@ from ..storage.untrusted_files import ByteSource
 
 MAGIC = b"ARROW1"
 TAIL_BYTES = 4 + len(MAGIC)
-"""The number of bytes at the very end of a sealed file that hold the footer's length and the magic."""
+"""The size of the end of a sealed file: the footer's length and the magic, in bytes."""
 FIRST_MESSAGE = 8
 """The offset of the first message in an IPC file, after the magic and two bytes of padding."""
 PREFIX_BYTES = 8
 CONTINUATION = 0xFFFFFFFF
 
 MAX_METADATA_BYTES = 1 << 20
-"""The largest allowed size of the metadata of a message. The recorder's messages have less than 20 KiB of metadata."""
+"""The largest allowed size of a message's metadata, in bytes. The recorder's messages have less than 20 KiB."""
 MAX_BATCH_BYTES = 1 << 30
-"""The largest allowed size of a decoded batch. The recorder's batches have at most 40 MiB of payload, and metadata."""
+"""The largest allowed size of a decoded batch. The recorder writes at most 40 MiB of payload, plus metadata."""
 
 _MAX_RATIO = 128
-"""The largest allowed ratio of decompressed to compressed bytes. Constant columns reach 13, a zip bomb thousands."""
+"""The largest allowed ratio of decompressed to compressed bytes. Constant columns reach 13, zip bombs thousands."""
 _MIN_DECLARED_BYTES = 1 << 20
 _MAX_PAIRS = 64
-"""The most key-value pairs in a message's custom metadata; ours have two. Many pairs with shared bytes read slowly."""
+"""The most key-value pairs in a message's custom metadata. The recorder writes 2. Many with shared bytes read
+slowly."""
 
 _VERSION_5 = 4
 """The number of Arrow's version 5 in Message.fbs (V1 is 0). Older versions may note compression in custom metadata."""
@@ -44,11 +44,11 @@ BATCH_MESSAGE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageBlock:
-    """The offset and the sizes of one message in its file."""
+    """Where one message lies in its file: its offset and its sizes."""
 
     offset: int
     metadata_bytes: int
-    """The size of the metadata with prefix and padding; the body begins this many bytes after `offset`."""
+    """The size of the metadata, with prefix and padding. The body begins this many bytes after `offset`."""
     body_bytes: int
 
     @property
@@ -57,14 +57,14 @@ class MessageBlock:
 
 
 class Message(NamedTuple):
-    """The declared content of a message. So far, only its fields are known to lie within the message's own bytes."""
+    """What a message declares about itself. It is only checked that the fields lie within the message."""
 
     kind: int
     body_bytes: int
     nodes: tuple[tuple[int, int], ...]
-    """For each column of a batch: its number of rows, and its number of nulls."""
+    """For each column of a batch, the number of rows and the number of nulls."""
     buffers: tuple[tuple[int, int], ...]
-    """For each buffer of a batch, in Arrow's order: its offset in the body, and its length in bytes."""
+    """For each buffer of a batch, in Arrow's order, its offset in the body and its length in bytes."""
     is_compressed: bool
     custom_metadata: dict[bytes, bytes]
 
@@ -97,7 +97,7 @@ class _Table:
         return _Table(self.data, position + self.unpack("<I", position)) if position else None
 
     def vector(self, index: int, item_bytes: int) -> memoryview:
-        """Return the bytes of all items of a vector of scalars or structs; empty if the field is absent."""
+        """Return the bytes of a vector of scalars or structs. Empty if the field is absent."""
         position = self.field(index)
         if not position:
             return self.data[:0]
@@ -122,7 +122,7 @@ def _root(data: memoryview) -> _Table:
 
 
 def parse_message(metadata: pa.Buffer, where: str) -> Message:
-    """Parse the metadata of one message, which are a flatbuffer. `metadata` begins after the prefix."""
+    """Parse a message's metadata, a flatbuffer. `metadata` begins after the prefix."""
     try:
         root = _root(memoryview(metadata))
         header = root.table(2)
@@ -148,7 +148,7 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
 
 
 def padding_of(metadata: pa.Buffer) -> memoryview:
-    """Return the padding of a batch's metadata: the bytes after all declared content, zeros in a sound message."""
+    """Return the padding of a batch's metadata: the bytes after all declared content. They should be zeros."""
     root = _root(memoryview(metadata))
     header = root.table(2)
     vectors = [vector for pair in root.tables(4) for vector in ((pair, 0, 1), (pair, 1, 1))]
@@ -161,7 +161,7 @@ def padding_of(metadata: pa.Buffer) -> memoryview:
 
 
 def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | None:
-    """Return place and content of the message at `offset`; None at the end-of-stream mark or at the end of the file."""
+    """Return place and content of the message at `offset`. Return None at the end of the stream or of the file."""
     if offset == source.size_bytes:
         return None
     mark, metadata_bytes = struct.unpack("<II", source.read(offset, PREFIX_BYTES))
@@ -177,7 +177,7 @@ def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | 
 
 
 def footer_bytes(source: ByteSource) -> int:
-    """Return the size in bytes of the footer of a sealed file. The footer lies before the file's last 10 bytes."""
+    """Return the size in bytes of a sealed file's footer, which lies before the last 10 bytes."""
     if source.size_bytes < FIRST_MESSAGE + TAIL_BYTES:
         raise CorruptError(f"{source.where}: {source.size_bytes} bytes are too few for a sealed shard")
     num_bytes, magic = struct.unpack("<i6s", source.read(source.size_bytes - TAIL_BYTES, TAIL_BYTES))
@@ -187,7 +187,7 @@ def footer_bytes(source: ByteSource) -> int:
 
 
 def footer_blocks(source: ByteSource) -> list[MessageBlock]:
-    """Return the place of each batch that a sealed file's footer lists. A place is checked when its batch is read."""
+    """Return where the batches of a sealed file lie, as its footer says. This is checked when a batch is read."""
     try:
         items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
@@ -196,7 +196,7 @@ def footer_blocks(source: ByteSource) -> list[MessageBlock]:
 
 
 def footer_text(source: ByteSource, key: bytes) -> range | None:
-    """Return the byte range, in a sealed file, of a value of the footer's `custom_metadata`; None without the key."""
+    """Return where in a sealed file a value of the footer's `custom_metadata` lies; None if there is no such key."""
     try:
         footer = _footer(source)
         for pair in footer.tables(4):
@@ -215,14 +215,14 @@ def _footer(source: ByteSource) -> _Table:
 
 
 def check_block(block: MessageBlock, source: ByteSource) -> None:
-    """Raise CorruptError if a block that the footer lists lies outside the file or exceeds the recorder's sizes."""
+    """Raise CorruptError if a block in the footer lies outside the file, or is larger than the recorder's blocks."""
     is_sane = block.offset >= FIRST_MESSAGE and PREFIX_BYTES < block.metadata_bytes <= MAX_METADATA_BYTES
     if not is_sane or not 0 <= block.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
         raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset} that cannot be there")
 
 
 def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, where: str) -> None:
-    """Raise CorruptError if compressed buffers declare more bytes than `MAX_BATCH_BYTES`, or too many for `body`."""
+    """Raise CorruptError if compressed buffers declare more than `MAX_BATCH_BYTES`, or too much for `body`'s size."""
     total_bytes = 0
     for offset, length in buffers:
         if 0 < length < 8:

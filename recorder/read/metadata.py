@@ -1,7 +1,7 @@
 """Reads the metadata rows of a run as columns, sums up the sizes of steps, and finds pipeline stages.
 
-Metadata rows have all columns but the payload. A row's position is its index in the concatenation of all shards, in the
-order of their writers. No loop here runs over rows.
+A metadata row has all columns but the payload. The position of a row is its index in all shards of all writers, one
+after the other. No loop here runs over rows.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
 NONE = -1
-"""The integer that stands for null in columns of counts, whose other values are never negative."""
+"""The integer for null in columns of counts. The other values of these columns are never negative."""
 _FEW_CHUNKS = 64
 POSITION_COLUMNS = ("seq", "batch", "row")
-"""The columns that are needed to find a row's payload."""
+"""The columns that must be loaded to find a row's payload."""
 TEXT_COLUMNS = frozenset(field.name for field in SCHEMA if pa.types.is_string(field.type))
 
 
 class Keys(NamedTuple):
-    """A column as integers: equal integers stand for equal values."""
+    """A column as integers. Equal integers stand for equal values."""
 
     codes: npt.NDArray[np.int64]
-    """The integer for the value of each row; `NONE` for null."""
+    """For each row, the integer for its value; `NONE` for null."""
     texts: list[str] | None
-    """The texts that the codes index; None for a column of integers, whose codes are the values themselves."""
+    """The texts that the codes index. None for a column of integers, whose codes are the values."""
 
     def code(self, value: Any) -> int:
-        """Return the code of a value; for a value that does not occur, a code that no row has."""
+        """Return the code of a value. A value that does not occur gets a code that no row has."""
         if value is None:
             return NONE
         if self.texts is None:
@@ -59,7 +59,7 @@ class Keys(NamedTuple):
 
 
 class MetadataRows:
-    """All rows of some writers, without payloads, by column; with `steps`, only batches that may have these steps."""
+    """The rows of some writers, without payloads, by column. With `steps`, only batches that may have these steps."""
 
     def __init__(self, writers: Sequence[RecordedWriter], steps: Steps | Ranges | None = None) -> None:
         self._steps = steps
@@ -83,7 +83,7 @@ class MetadataRows:
     def load(self, names: Iterable[str]) -> None:
         """Read and check columns. A query must load all its columns before it uses any position.
 
-        A batch that is damaged in one column is removed from all columns. Positions then change, and all columns are
+        A batch that is damaged in one column is removed from all columns. This changes positions, so all columns are
         read again.
         """
         names = list(dict.fromkeys(names))
@@ -108,25 +108,25 @@ class MetadataRows:
         return self._numbers[name]
 
     def module_paths(self) -> Keys:
-        """Return the module paths of all rows as codes. Other text columns are encoded by `keys`, for chosen rows."""
+        """Return the module paths of all rows as codes. For other text columns, `keys` encodes chosen rows."""
         if self._module_paths is None:
             self._module_paths = Keys(*encode(self._columns["module_path"]))
         return self._module_paths
 
     def take(self, name: str, positions: Positions) -> Any:
-        """Return some rows of a metadata column, as `pa.ChunkedArray`."""
+        """Return a metadata column of some rows, as `pa.ChunkedArray`."""
         column = self._columns[name]
         if (positions[1:] < positions[:-1]).any():
             return pc.take(column, pa.array(positions))
         if len(positions) == len(column) and (positions[1:] > positions[:-1]).all():
-            # The rows of one writer are in time order already. They are copied, because a mapped file may change later.
+            # The rows of one writer are in time order already. They are copied, because mapped files may change later.
             return pa.chunked_array([pa.concat_arrays([chunk, chunk[:0]]) for chunk in column.chunks], column.type)
         ends = self._chunk_ends[name]
         chunk_numbers = np.searchsorted(ends, positions, side="right")
         used = np.flatnonzero(np.bincount(chunk_numbers))  # not `np.unique`: 7 ms for 200,000 rows in numpy 2.4
         if len(used) > _FEW_CHUNKS:
             return pc.take(column, pa.array(positions))
-        # Rows are taken chunk by chunk: Arrow itself would join all chunks first, 0.2 ms for a million short texts.
+        # Rows are taken chunk by chunk. Arrow itself would join all chunks first: 0.2 ms for a million short texts.
         starts = [0, *ends]
         pieces = [column.chunk(n).take(pa.array(positions[chunk_numbers == n] - starts[n])) for n in used.tolist()]
         return pa.chunked_array(pieces, column.type)
@@ -151,20 +151,20 @@ class MetadataRows:
         return np.searchsorted(self._starts, positions, side="right") - 1
 
     def writer_numbers(self, positions: Positions) -> npt.NDArray[np.int64]:
-        """Return the writer of each row, as an index into the writers."""
+        """Return the index of each row's writer."""
         return np.searchsorted(self._writer_starts, positions, side="right") - 1
 
     def in_order(self) -> Positions:
-        """Return the positions of all rows, sorted by `TIME_ORDER`; rows may lie in the files in another order."""
+        """Return the positions of all rows, sorted by `TIME_ORDER`. Files may have rows in another order."""
         keys = [self.numbers(name) for name in reversed(TIME_ORDER)]
         return np.lexsort(keys).astype(np.int64, copy=False)
 
 
 Ints = npt.NDArray[np.int64]
 SIZE_COLUMNS = ("step", "units", "payload_bytes")
-"""The columns that `StepSizes.of` reads. Without `payload_bytes`, each step's size is 0 bytes."""
+"""The columns that `StepSizes.of` reads. Without `payload_bytes`, the size of each step is 0 bytes."""
 _ROW_BYTES = 350
-"""The memory that one row takes, in bytes, without its column `units`."""
+"""The memory that one row takes without its column `units`, in bytes."""
 
 
 def _by_step(steps: Ints, *columns: Ints) -> list[Ints]:
@@ -186,16 +186,16 @@ class StepRange(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """The distinct steps of some rows, ascending, with the number of rows and payload bytes of each step."""
+    """The number of rows and payload bytes of each step. Steps are distinct and ascending."""
 
     steps: Ints
     rows: Ints
-    """The number of rows of each step. A row whose `units` are large counts as several rows, by its memory."""
+    """The number of rows of each step. A row with a large `units` column counts as several rows, by its memory."""
     bytes: Ints
 
     @classmethod
     def of(cls, batches: Sequence[Any]) -> StepSizes:
-        """Add up rows and payload bytes by step. The batches must have the columns `SIZE_COLUMNS`."""
+        """Count rows and add up payload bytes by step. The batches must have the columns `SIZE_COLUMNS`."""
         steps = np.concatenate([*(batch.column("step").to_numpy() for batch in batches), np.zeros(0, np.int64)])
         num_bytes = unit_bytes = np.zeros(len(steps), np.int64)
         if len(steps) and "payload_bytes" in batches[0].schema.names:
@@ -213,7 +213,7 @@ class StepSizes(NamedTuple):
         return cls(*_by_step(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
     def cut(self, max_rows: int, max_bytes: int | None = None) -> Iterator[StepRange]:
-        """Yield ascending half-open ranges of steps within the bounds; only a range of one step may exceed them."""
+        """Yield ascending half-open ranges of steps within both bounds. Only a range of one step may exceed them."""
         first, end, num_rows, num_bytes = None, 0, 0, 0
         for step, more_rows, more_bytes in zip(*(column.tolist() for column in self), strict=True):
             is_full = num_rows + more_rows > max_rows or (max_bytes is not None and num_bytes + more_bytes > max_bytes)
@@ -227,7 +227,7 @@ class StepSizes(NamedTuple):
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
-    """Yield a sentence for each pipeline with stages that no rank recorded. On a rank, each stage has its own root."""
+    """Yield a sentence for each pipeline that has stages without any record. Each stage on a rank has its own root."""
     numbers_of: dict[int, set[int]] = {}
     for stage in stages.values():
         numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
@@ -237,13 +237,13 @@ def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
 
 
 def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
-    """Map the root of each pipeline stage to the root of the first stage, which names the complete model."""
+    """Map the root of each pipeline stage to the root of the first stage, by which the complete model is named."""
     names = {stage.num_stages: root for (_, root), stage in sorted(stages.items()) if stage.number == 0}
     return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
 def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
-    """Return each row's pipeline stage, or `NONE`. If `stages` is empty (merged run), notes of rows name the stage."""
+    """Return each row's pipeline stage, or `NONE`. Without `stages` (merged run), the notes of the rows say it."""
     stage_of_row: Ints = np.full(len(positions), NONE)
     writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
     for (writer, root), stage in stages.items():
@@ -261,11 +261,11 @@ class MicroBatches:
 
     def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         self.stage: Ints = np.full(len(chosen), NONE)
-        """The pipeline stage of each row; `NONE` without a pipeline, and for scalars, which belong to no stage."""
+        """The pipeline stage of each row. `NONE` without a pipeline, and for scalars, which belong to no stage."""
         self.micro_step: Ints = np.zeros(len(chosen), np.int64)
         """The micro-batch of each row; 0 without a pipeline."""
         self.key: Ints = rows.numbers("micro_step")[chosen].copy()
-        """The micro-step by which values of a step differ; 0 in a pipeline, where all micro-batches form one value."""
+        """The micro-step that is part of a value's key. 0 in a pipeline, where all micro-batches form one value."""
         if not stages:
             return
         writers, roots, sites = rows.writer_numbers(chosen), rows.keys("root", chosen), rows.keys("site", chosen)
@@ -278,7 +278,7 @@ class MicroBatches:
 
 
 def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
-    """Return the indexes that sort values by execution; `at` and `stage` are each value's first row and stage."""
+    """Return the indexes that sort values by execution. `at` is each value's first row, and `stage` its stage."""
     phases = rows.keys("phase", at)
     nothing = np.zeros(len(at), np.int64)
     return Times(
@@ -294,7 +294,7 @@ def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
 
 
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
-    """Return a text that lists, for each rank, the micro-batches of which only other ranks have rows; may be empty."""
+    """Return a text that lists, for each rank, the micro-batches without rows of this rank. Empty if there are none."""
     everything = known | set(micro_steps)
     of_rank: dict[int, set[int]] = {}
     for rank, micro_step in zip(ranks, micro_steps, strict=True):

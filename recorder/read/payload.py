@@ -1,6 +1,6 @@
-"""Reads the payload of a row from its checked batch, or from the batch of the row that its ``ref`` names.
+"""Reads the payload of a row, from the row's batch or, for the encoding ``ref``, from the row that it names.
 
-`decode` takes a single row and needs no run.
+Batches are checked before they are used. `decode` takes a single row and needs no run.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from .shard_rows import ShardRows
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
 _MAX_REMOTE_BYTES = 1 << 30
-"""The most bytes of cached batches from an object store, which take memory; batches on a disk are mapped."""
+"""The most bytes of cached batches from an object store. They take memory; batches on a disk are memory-mapped."""
 _AT_ONCE = 16
-"""The number of batches that are requested from a store together, when their sizes are not known yet."""
+"""The number of batches that are requested from a store together while their sizes are unknown."""
 _BATCH_BYTES = 8 << 20
-"""The size that is assumed for a batch before it is read, unless a row in it is known to be larger."""
+"""The assumed size of a batch before it is read, in bytes. A row that is known to be larger counts instead."""
 _Key = tuple[int, int]
-"""The key of a batch: the `id` of its shard's `ShardRows`, which the rows keep alive, and the batch's number."""
+"""The key of a batch: the `id` of its shard's `ShardRows` (`MetadataRows` keeps it alive), and the batch's number."""
 
 
 class Payloads:
-    """Reads the payloads of rows by position in `MetadataRows`, whose `POSITION_COLUMNS` must be loaded."""
+    """Reads the payloads of rows, given by position in `MetadataRows`. `POSITION_COLUMNS` must be loaded."""
 
     def __init__(self, rows: MetadataRows, num_writers: int = 1) -> None:
         self._rows = rows
         self._max_batches = 2 * num_writers + _SPARE_BATCHES
         self._batches: OrderedDict[_Key, Any] = OrderedDict()
-        """The batches read last. Rows are read in time order, so a writer's next row is mostly in the same batch."""
+        """The batches read last. Rows are read in time order, so a writer's next row is mostly in one of them."""
 
     def prepare(self, positions: Sequence[int]) -> None:
-        """Read and cache the batches of some rows, several at once; this does nothing for a run on a disk."""
+        """Read and cache the batches of some rows, several at a time. This does nothing for a run on a disk."""
         if not positions or not self._is_remote:
             return
         of_shard: dict[int, list[tuple[_Key, ShardRows]]] = {}
@@ -63,7 +63,7 @@ class Payloads:
                     break
                 known.append((key, shard))
         num_brought_bytes = 0
-        # Reading a batch opens its shard, so the first batch of each shard is read before all other batches.
+        # Reading a batch opens its shard. So the first batch of each shard is read before all others.
         for wanted in (
             [some[0] for some in of_shard.values() if some],
             [one for some in of_shard.values() for one in some[1:]],
@@ -79,7 +79,7 @@ class Payloads:
                 self._shrink()
 
     def encoded(self, position: int) -> EncodedPayload:
-        """Return the stored payload of a row, or of the row that its ``ref`` names; raise RunError if it is damaged."""
+        """Return the stored payload of a row, or that of the row which its ``ref`` names. Raise RunError for damage."""
         source = self._source(position)
         try:
             encoding_of(source["encoding"])
@@ -105,7 +105,7 @@ class Payloads:
         return type(error)(f"{self._rows.shard_of(position)[0].path}, row seq={source['seq']}: {error}")
 
     def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
-        """Return payloads, one Arrow array per batch, and as last item the indexes that sort them like `positions`."""
+        """Return the payloads, one Arrow array per batch. The last item sorts them in the order of `positions`."""
         batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
         shards = self._rows.shard_numbers(positions)
         in_file_order = np.lexsort([batches, shards])
@@ -125,7 +125,7 @@ class Payloads:
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
-        """Return the fields of the row that holds the payload: the row that a ``ref`` names, or else the row itself."""
+        """Return the fields of the row that holds the payload: the row that a ``ref`` names, or this row."""
         shard, start = self._rows.shard_of(position)
         batch, row, seq = self._batch_row_seq(position)
         fields = self._fields(shard, batch, row, seq)
@@ -149,7 +149,7 @@ class Payloads:
         return batch, row, seq
 
     def _fields(self, shard: ShardRows, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """Return the fields of one row that decoding needs, with its payload uncopied."""
+        """Return the fields of one row that decoding needs. The payload is not copied."""
         key = id(shard), batch
         rows = self._batches.get(key)
         if rows is None:
@@ -184,7 +184,7 @@ def _read(wanted: tuple[_Key, ShardRows]) -> Any:
 
 
 def _slice(column: Any, row: int) -> Any:
-    """Return one row of a binary column, without the copy that Arrow's own scalar makes; None for null."""
+    """Return one row of a binary column; None for null. Arrow's own scalar would copy the bytes."""
     if not column.is_valid()[row].as_py():
         return None
     _, offsets, content = column.buffers()
@@ -193,7 +193,7 @@ def _slice(column: Any, row: int) -> Any:
 
 
 def is_same(payloads: Payloads, tensors: Sequence[Sequence[int]]) -> bool:
-    """Return whether all the tensors, each given by the positions of its parts, have the same bytes."""
+    """Return whether several tensors have equal bytes. Each tensor is given by the positions of its parts."""
     payloads.prepare([position for tensor in tensors for position in tensor])
     first, *others = tensors
     return all(
@@ -244,13 +244,13 @@ def decode(row: Any) -> npt.NDArray[Any]:
 
 
 def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> npt.NDArray[np.uint8]:
-    """Decode the payload of one row to new, writable bytes. A ``ref``, which names another row, is not resolved."""
+    """Decode the payload of one row to new, writable bytes. A ``ref`` to another row is not resolved."""
     payload = check_payload(encoding, data, payload_bytes)
     return codec.decode(encoding, payload, payload_bytes, item_bytes(dtype))
 
 
 def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
-    """Return a payload's bytes; raise CorruptError if `data` are no bytes or `payload_bytes` exceeds a row's bound."""
+    """Return a payload's bytes. Raise CorruptError if `data` is not bytes or `payload_bytes` is impossible."""
     if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
         raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:

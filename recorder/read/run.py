@@ -1,4 +1,4 @@
-"""`RecordedRun`: what the ranks of one run recorded, as tables of rows and tensors of single ranks, and the commands.
+"""`RecordedRun`: what the ranks of one run recorded, as tables of rows and as tensors of single ranks.
 
 Nothing here may write, or import pandas outside of the methods that return a frame. Commands are untrusted input.
 """
@@ -39,29 +39,29 @@ _MAX_HOOKED = 5
 LONG_KEY = (
     "step", "rank", "root", "module_path", "site", "name", "micro_step", "call", "repeat", "mode", "phase",
 )  # fmt: skip
-"""The columns that, together with `statistic`, identify a value in the frames of `to_long`."""
+"""The columns that identify a value in the frames of `to_long`, together with `statistic`."""
 _MEASURES = (*STATISTICS, *COUNTS)
 _MAX_KEPT_ROWS = 500_000
 
 
 class RecordedRun:
-    """The records of the ranks of one run: its writers and their rows, as they were when the run was opened.
+    """What the ranks of one run recorded: the writers and their rows, as they were when the run was opened.
 
-    `run.run.Run` is the public class: it adds the methods for complete tensors.
+    `run.run.Run` is the public class. It adds the methods for complete tensors.
     """
 
     def __init__(self, path: Location, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
-        """Open a run. `writers` is given only for a growing run: then the run has just the rows of these writers."""
+        """Open a run. A growing run gives `writers`: then the run has only the rows of these writers."""
         self.path: OpenLocation = path
-        """The run's directory: a `pathlib.Path`, or an `ObjectPath` for a run in an object store."""
+        """The run's directory, as a `pathlib.Path`, or as an `ObjectPath` for a run in an object store."""
         self.manifest = manifest
         self.is_merged = manifest.merged_from is not None
-        """True for the output of a merge, whose rows are global tensors already."""
+        """True if a merge wrote the run. Its rows are global tensors."""
         self._manifest_problem = as_problem(path / RUN_MANIFEST, manifest.problems)
         if self._manifest_problem:
             _logger.warning("%s", self._manifest_problem)
         self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path) if writers is None else writers)
-        """The writers, sorted by rank and start, with the manifests and shards that existed when the run was opened."""
+        """The writers, sorted by rank and start, with the manifests and shards that were there at opening."""
         self._rows = MetadataRows(self.writers)
         self._payloads = Payloads(self._rows, len(self.writers))
 
@@ -71,12 +71,12 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """The setting `name` of the recording; without it, the name of the directory."""
+        """The setting `name` of the recording. Without it, the name of the run's directory."""
         return self.manifest.name or self.path.name
 
     @property
     def started_ns(self) -> int:
-        """The wall-clock time at which the first writer began, or else the run was created; 0 if neither is known."""
+        """When the first writer began, in nanoseconds since the epoch. If unknown, when the run was created, or 0."""
         started_ns = min((writer.started_ns for writer in self.writers if writer.started_ns), default=0)
         return started_ns or self.manifest.created_ns or 0
 
@@ -87,12 +87,12 @@ class RecordedRun:
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks that the run was started with; None if the manifest does not say."""
+        """The number of ranks that the run was started with. None if the manifest does not say."""
         return self.manifest.world_size
 
     @property
     def size_bytes(self) -> int:
-        """The present size of the shards and their indexes. Once the run is over, all commands print this size."""
+        """The present size of the shards and their indexes. Commands print this size for a run that is over."""
         return sum(writer.size_bytes for writer in self.writers)
 
     @property
@@ -102,7 +102,7 @@ class RecordedRun:
 
     @property
     def problems(self) -> list[str]:
-        """A message for each damage on disk that makes rows missing. A message is logged when the damage is found.
+        """A message for each damage on disk that makes rows missing. It is also logged when the damage is found.
 
         Manifests and footers are checked when the run is opened, and a column when it is first read. A payload is
         checked when it is read, and damage of it raises an error. `recorder verify` reads everything.
@@ -112,12 +112,12 @@ class RecordedRun:
 
     @property
     def endings(self) -> list[str]:
-        """A sentence for each writer that neither closed nor is still running, with the last step that it recorded."""
+        """A sentence for each writer that stopped without closing. It names the last step that was recorded."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
     def exceptions(self) -> dict[str, list[int | None]]:
-        """The ranks whose program ended with an exception, by the exception's text."""
+        """Maps the text of each exception that ended the program to the ranks where it was raised."""
         ranks: dict[str, list[int | None]] = {}
         for writer in self.writers:
             for event in writer.manifest.events:
@@ -131,33 +131,33 @@ class RecordedRun:
 
     @property
     def num_all_rows(self) -> int:
-        """The number of rows, including the rows of the probe."""
+        """The number of rows, including those of the probe (one number of each value at every step)."""
         return sum(writer.num_rows for writer in self.writers)
 
     def keep_columns(self) -> None:
-        """Keep columns in memory once they are read, for commands that read them often; ignored for a large run."""
+        """Keep columns in memory once they are read. Commands that read them often use this. A large run ignores it."""
         for shard in (one for writer in self.writers for one in writer.all_shards):
             shard.kept = {} if self.num_rows <= _MAX_KEPT_ROWS else None
 
     @cached_property
     def jitter(self) -> int:
-        """The seed of the setting `jitter`, which changed the run's inputs slightly on purpose; 0 without jitter."""
+        """The seed of the setting `jitter`, which slightly changes the model's inputs on purpose; 0 without jitter."""
         return next(filter(None, (writer.manifest.whole_setting("jitter") for writer in self.writers)), 0)
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """The kinds of values that `jitter` changed, ``inputs`` or ``embeddings``; None if no manifest says so."""
+        """What the setting `jitter` changed, ``inputs`` or ``embeddings``; None if no manifest says so."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 
     @cached_property
     def jitter_eps(self) -> float:
-        """The largest relative change that `jitter` made to an element; 0 if no manifest says so."""
+        """The largest relative change of an element by the setting `jitter`; 0 if no manifest says so."""
         return max((fact.eps for fact in self._jitter_facts), default=0.0)
 
     @property
     def dumps(self) -> list[RunDump]:
-        """The dumps of the ring, sorted by time."""
+        """The dumps of the ring (rows kept in memory until a trigger asks for their steps), by time."""
         return dumps_of(self.writers)
 
     @cached_property
@@ -171,7 +171,7 @@ class RecordedRun:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The ranks that have a writer, with or without rows."""
+        """The ranks that have a writer, even if it has no rows."""
         return sorted({writer.rank for writer in self.writers if writer.rank is not None})
 
     @cached_property
@@ -182,7 +182,7 @@ class RecordedRun:
 
     @cached_property
     def module_paths(self) -> list[str]:
-        """The modules that have a row, in the order in which they were first recorded."""
+        """The modules that have a row, in the order of their first rows."""
         self._rows.load(["module_path", "rank", "seq"])
         codes, texts = self._rows.module_paths()
         in_time = codes[np.lexsort([self._rows.numbers("rank"), self._rows.numbers("seq")])]
@@ -191,12 +191,12 @@ class RecordedRun:
 
     @cached_property
     def modules(self) -> dict[tuple[str, str], RecordedModule]:
-        """All modules by root and path, whether recorded or not, as the newest writers describe them."""
+        """All modules by root and path, even those without rows, as the newest writers describe them."""
         return read_modules(self.writers)
 
     @property
     def foreign_hooks(self) -> str:
-        """A text that lists the modules on which the program has hooks, with these hooks; empty if there are none."""
+        """A text that lists the modules on which the program has hooks, with these hooks. Empty if there are none."""
         hooked = (
             f"{one.path!r} ({', '.join(one.foreign_hooks)})" for one in self.modules.values() if one.foreign_hooks
         )
@@ -204,7 +204,7 @@ class RecordedRun:
 
     @cached_property
     def known_paths(self) -> dict[str, None]:
-        """The paths of the modules that have rows or that writers describe, and of all their parents, in tree order."""
+        """The paths of modules that have rows or are in a manifest, and of all their parents, in tree order."""
         return list_paths((path for _, path in self.modules), self.module_paths)
 
     def table(
@@ -215,7 +215,7 @@ class RecordedRun:
         Args:
             columns: names of columns; by default all but `data`, the payload.
             filter: a `pyarrow.compute` expression over metadata columns, such as ``pc.field("step") < 10``.
-            steps: only the rows from the first step up to, but not including, the last; no other batches are read.
+            steps: only the rows of the steps in [first, last). Batches without these steps are not read.
 
         Raises:
             LookupFailedError: there is no such column, or the filter cannot be applied.
@@ -226,8 +226,8 @@ class RecordedRun:
                 near = difflib.get_close_matches(name, SCHEMA.names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
                 raise LookupFailedError(f"no column {name!r}{hint}")
-        # Only columns whose name occurs in the filter are read; all columns if the filter refers to a column by its
-        # index.
+        # Only columns whose name occurs in the filter are read. A filter may also refer to columns by index; then all
+        # are read.
         text = "" if filter is None else _text_of(filter)
         filtered = [name for name in METADATA_COLUMNS if name in text or "FieldPath" in text]
         metadata = [name for name in names if name != "data"]
@@ -250,14 +250,14 @@ class RecordedRun:
         return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
 
     def to_pandas(self, columns: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
-        """Return metadata rows as a pandas frame; arguments as for `table`. ImportError: pandas is not installed."""
+        """Return metadata rows as a pandas frame, with the arguments of `table`. Raise ImportError without pandas."""
         if importlib.util.find_spec("pandas") is None:
             raise ImportError(not_installed("Run.to_pandas", "pandas", "analysis"))
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
         return frame
 
     def to_long(self, statistics: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
-        """Return the statistics as a pandas frame in long form, one value a row, ready for plotting and `pivot_table`.
+        """Return the statistics as a pandas frame with one value a row, ready for plotting and `pivot_table`.
 
         Args:
             statistics: names of columns, such as ``["l2", "absmax"]``; by default all statistics and counts.
@@ -274,15 +274,15 @@ class RecordedRun:
         return to_long(self.table([*LONG_KEY, *chosen], filter), chosen)
 
     def load_balances(self) -> None:
-        """Read each writer's counts of recorded and lost rows, several at once if they lie in an object store."""
+        """Read each writer's counts of recorded and lost rows. In an object store, several are read at once."""
         load_balances(self.writers)
 
     def unknown_columns(self) -> Counter[str]:
-        """Return the columns that this version does not know and so ignores, each with its number of rows."""
+        """Return the columns that this version ignores because it does not know them, each with its number of rows."""
         return sum((writer.unknown_columns() for writer in self.writers), Counter[str]())
 
     def dataset(self) -> Any:
-        """Return the sealed shards as `pyarrow.dataset`, for scans that stream. The dataset checks no checksums."""
+        """Return the sealed shards as a `pyarrow.dataset`, for streaming scans. Checksums are not checked."""
         import pyarrow.dataset
 
         store = store_of(self.path)
@@ -290,10 +290,10 @@ class RecordedRun:
         return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc", filesystem=store.filesystem)
 
     def rank_tensor(self, positions: Positions, what: str) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        """Return bytes, dtype and shape of one rank's tensor, joined from the rows of its parts; errors call it `what`.
+        """Return bytes, dtype and shape of one rank's tensor, joined from its parts. Errors call the tensor `what`.
 
-        LookupFailedError is raised if parts were not recorded, and CorruptError if parts are damaged or contradict
-        each other.
+        LookupFailedError is raised if parts were not recorded, and CorruptError if parts are damaged or contradict each
+        other.
         """
         parts = [self._payloads.described(position) for position in positions.tolist()]
         _, dtype, shape = parts[0]
@@ -310,9 +310,9 @@ class RecordedRun:
 
 
 def _text_of(filter: Any) -> str:
-    """Return a filter expression as text. Where Arrow cannot print it, the text makes the caller read all columns.
+    """Return a filter expression as text. If Arrow cannot print it, the text makes the caller read all columns.
 
-    Arrow abbreviates a long list of values, and cannot print it if it cuts a value inside a character.
+    Arrow abbreviates a long list of values, and cannot print the list if it cuts a value inside a character.
     """
     try:
         return str(filter)
@@ -331,7 +331,7 @@ def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Se
 
 
 def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the chosen statistics without repetition, by default all. LookupFailedError: an unknown statistic."""
+    """Return the chosen statistics without repetition (None: all). Raise LookupFailedError for an unknown one."""
     chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
     for name in chosen:
         if name not in _MEASURES:
@@ -344,7 +344,7 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
-    """Return a frame with the columns `LONG_KEY`, `statistic` and `value`; `wide` has one column per statistic."""
+    """Return `wide`, which has a column for each statistic, as a frame with `LONG_KEY`, `statistic` and `value`."""
     tables = []
     for name in statistics:
         some = wide.filter(wide.column(name).is_valid())
@@ -360,11 +360,11 @@ def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
 
 _MAX_LISTED = 5
 _MAX_DEPTH = 200
-"""The most components of a module path whose parents are listed; the parents of a longer path are not."""
+"""The most components of a module path whose parents are listed. A longer path is listed alone."""
 
 
 def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], RecordedModule]:
-    """Return each module by root and path, in the order of `named_modules()`, as its newest writer describes it."""
+    """Return each module by root and path, in the order of `named_modules()`. Newer writers replace older ones."""
     return {
         (root.name, module.path): module
         for writer in writers
@@ -374,7 +374,7 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Rec
 
 
 def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]:
-    """Return the paths of modules and of all modules that contain them, in the order of the tree."""
+    """Return the paths of modules and of the modules that contain them. Containing modules come first."""
     paths: dict[str, None] = {"": None}
     for path in (*known, *recorded):
         if path not in paths:
@@ -386,26 +386,26 @@ def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDump:
-    """A dump of the ring: the steps that one trigger asked all ranks to write, and how much the ranks wrote."""
+    """A dump of the ring (rows kept in memory until asked for): its steps, and how much the ranks wrote."""
 
     attempt: int
-    """The attempt that wrote the dump; a restarted job may record the same steps again."""
+    """The attempt that wrote the dump. A restarted job may record the same steps again."""
     first_step: int
     last_step: int
     reason: str
     by: str
-    """The rank that requested the dump first, or the user and the host, as a text."""
+    """Who requested the dump first: a rank, or a user and host, as a text."""
     time_ns: int
     ranks: tuple[int, ...]
     """The ranks that received the request for the dump."""
     missed: tuple[int, ...]
-    """The ranks that had already dropped rows of the dump's steps from the ring."""
+    """The ranks that had already dropped some of the dump's rows from the ring."""
     num_rows: int
     num_bytes: int
 
 
 def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
-    """Return the dumps of a run, by time. Requests of several ranks for the same steps and reason form one dump."""
+    """Return the dumps of a run, by time. Requests of several ranks for the same steps and reason are one dump."""
     groups: dict[tuple[int, int, int, str], list[tuple[int | None, RingDump]]] = {}
     for writer in writers:
         for dump in writer.manifest.dumps:
@@ -430,7 +430,7 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
 
 
 class SentCommands(NamedTuple):
-    """The commands sent to a run, by number, and a sentence for each command file that could not be read."""
+    """The commands that were sent to a run, by number, and a sentence for each file that could not be read."""
 
     sound: tuple[Command, ...] = ()
     problems: tuple[str, ...] = ()
@@ -441,7 +441,7 @@ class SentCommands(NamedTuple):
 
 
 def read_commands(run: Location) -> SentCommands:
-    """Read the commands that were sent to a run."""
+    """Read the command files of a run."""
     store, folder = store_of(run), run / COMMANDS
     sound: list[Command] = []
     problems: list[str] = []

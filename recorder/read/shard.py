@@ -1,8 +1,8 @@
 """Reads the batches of one shard. A batch is decoded by Arrow, then checked, and only then returned.
 
-A sealed shard has a footer. A shard that is still being written, was left by a kill, or is damaged, is salvaged: it is
-read as the IPC stream that its bytes after the first 8 are. Nothing here may return a column whose checksum was not
-compared, or write to a file: repair is the task of `recorder repair`.
+A sealed shard has a footer. A shard without a sound footer is salvaged: it is being written, was left by a kill, or is
+damaged. It is then read as an IPC stream, which begins after the first 8 bytes. Nothing here may return a column whose
+checksum was not compared, or write to a file: `recorder repair` does that.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _NEVER_NULL = frozenset(column.name for column in COLUMNS if column.is_required)
 _BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds} | dict.fromkeys(
     ("batch", "row"), (0, (1 << 31) - 1)
 )
-"""The least and the greatest allowed value of each column of counts."""
+"""For each column of counts, the least and the greatest allowed value."""
 _SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
 _UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
 _MAX_BATCHES = 1 << 31
-"""The bound on the number of batches of a shard, because an index stores a batch's number as int32."""
+"""The bound on the number of batches of a shard. An index stores a batch's number as int32."""
 
 
 ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
@@ -62,11 +62,11 @@ class CheckedBatch(NamedTuple):
     batch: Any
     header: BatchHeader
     whole: Any
-    """The message as it is in the file. The bytes of columns that were not requested may be zeros."""
+    """The message as it is in the file. Columns that were not requested may be zeros here."""
 
 
 class Layout:
-    """The schema of a file, and where each column's buffers stand in the list of a message's buffers."""
+    """The schema of a file, with the place of each column's buffers among the buffers of a message."""
 
     def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
         self.schema = schema
@@ -81,14 +81,14 @@ class Layout:
         self._never_null = ours & _NEVER_NULL
 
     def has(self, column: str) -> bool:
-        """Return whether the file has a column; a file of an earlier version may lack it."""
+        """Return whether the file has a column. A file of an earlier version may lack it."""
         return column in self._index_of
 
     def indices(self, columns: Sequence[str]) -> list[int]:
         return sorted(self._index_of[name] for name in columns)
 
     def buffers_of(self, indices: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
-        """Return, for each buffer of some columns, its offset in the body and its length."""
+        """Return the offset in the body and the length of each buffer of some columns."""
         if len(message.nodes) != len(self.names):
             raise CorruptError(f"{where}: has {len(message.nodes)} columns, its schema {len(self.names)}")
         starts = self._starts
@@ -107,7 +107,7 @@ class Layout:
                 raise CorruptError(f"{where}: column {self.names[index]!r} has nulls, which it must not")
 
     def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
-        """Return a function that computes a column's checksums from an uncompressed message's body, for `check_batch`.
+        """Return a function that computes a column's checksums from an uncompressed message, for `check_batch`.
 
         `buffers_of` must have checked the buffers. Through Arrow, a column of a few rows would take five times as long.
         """
@@ -126,7 +126,7 @@ class Layout:
         return crcs
 
     def values_of(self, name: str, message: Message, body: memoryview) -> npt.NDArray[Any] | None:
-        """Return a column's integers from an uncompressed message, faster than Arrow; None for nulls or no rows."""
+        """Return a column's integers from an uncompressed message, or None for nulls or no rows. Faster than Arrow."""
         index = self._index_of[name]
         num_rows, num_nulls = message.nodes[index]
         if num_nulls or not num_rows:
@@ -136,7 +136,7 @@ class Layout:
 
 
 class Shard:
-    """The batches of one file by number, without the seal (an empty last batch). A salvaged file may lack batches."""
+    """The batches of one file, by number. A salvaged file may lack some. The seal, an empty last batch, is left out."""
 
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
@@ -150,7 +150,7 @@ class Shard:
         return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
-        """Return checked columns of a batch, nulls for a column that the file lacks; raise CorruptError for damage."""
+        """Return checked columns of a batch. A column that the file lacks is null. Raise CorruptError for damage."""
         with self._open_source() as source:
             if number not in self.blocks:
                 raise CorruptError(f"{source.where}: batch {number} is missing or damaged")
@@ -163,9 +163,9 @@ class Shard:
 def open_sealed(
     path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Shard, BatchHeader]:
-    """Open a sealed shard, or an index, and return it with the header of its seal.
+    """Open a sealed shard or an index, and return it with the header of its seal (the empty last batch).
 
-    CorruptError is raised if footer and seal disagree on the number of batches (`salvage` may still find batches),
+    Raises CorruptError if footer and seal disagree on the number of batches; `salvage` may still find batches. Raises
     FileNotFoundError if the file is gone.
     """
     with store_of(path).open_sealed(path) as source:
@@ -184,12 +184,12 @@ def open_sealed(
 def read_layout(
     source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Layout, MessageBlock]:
-    """Return the file's layout, whose schema agrees with the registry of columns, and the place of the first message.
+    """Return the file's layout and the place of its first message. The schema must agree with the registry of columns.
 
-    Columns that are newer than the file may be missing, and there may be columns that the registry does not know.
-    `extra` are fields that this kind of file has besides the columns of FORMAT.md, `without` the columns that it lacks.
-    CorruptError is raised if a column is missing or has another type, UnsupportedError for a type that no version 1
-    file may have.
+    A column may be missing if it is newer than the file, and there may be columns that the registry does not know.
+    `extra` are fields that this kind of file has besides the columns of FORMAT.md, and `without` the columns that it
+    lacks. CorruptError is raised if a column is missing or has another type. UnsupportedError is raised for a type that
+    no version 1 file may have.
     """
     schema_message = block_at(source, FIRST_MESSAGE)
     if schema_message is None or schema_message[1].kind != SCHEMA_MESSAGE:
@@ -233,7 +233,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    # If the file has none of the columns, `attempt` is read: it shows the true number of rows and compresses best.
+    # If the file has none of the columns, read `attempt`: it shows the true number of rows, and it compresses best.
     read = [name for name in columns if layout.has(name) or name not in COLUMN_OF] or ["attempt"]
     is_all = read == layout.names
     indices = layout.indices(read)
@@ -278,7 +278,7 @@ def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
 def _crcs_without_nulls(
     kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview
 ) -> list[int | None] | None:
-    """Compute what `buffer_crcs` would for a column without nulls, in half the time; None if `buffer_crcs` is needed.
+    """Compute what `buffer_crcs` would for a column without nulls, in half the time. None if that is not possible.
 
     `buffers` has the offset in the body and the length of each buffer except the validity bitmap.
     """
@@ -312,7 +312,7 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
 
 
 def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message) -> Any:
-    """Decode the batch in a message. If it is compressed, only the columns at `indices` are decompressed."""
+    """Decode the batch in a message. Of a compressed batch, only the columns at `indices` are decompressed."""
     if not message.is_compressed:
         return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
     stream = pa.py_buffer(b"".join([layout.preamble, whole]))
@@ -321,7 +321,7 @@ def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message
 
 
 def _num_buffers(column_type: Any) -> int:
-    """Return the number of buffers of a flat column in a message; 0 for a type that is not flat."""
+    """Return the number of buffers of a flat column in a message. Return 0 for a type that is not flat."""
     types = pa.types
     with_offsets = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
     if any(is_kind(column_type) for is_kind in with_offsets):
@@ -331,33 +331,33 @@ def _num_buffers(column_type: Any) -> int:
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
-"""The most offsets at which a batch is sought after damage. This and `_MAX_REREADS` bound the cost of hostile bytes."""
+"""The most offsets that are tried to find a batch after damage. This bounds the cost of hostile bytes."""
 _MAX_REREADS = 4
-"""The most bytes that may be read in vain after damage, as a multiple of the file's size on the disk."""
+"""The most bytes that may be read in vain after damage, as a multiple of the file's size on disk."""
 _MAX_PADDING_BYTES = 64
-"""The largest alignment, in bytes, to which writers pad the metadata of a message."""
+"""The largest alignment, in bytes, to which any writer pads a message's metadata."""
 _AGAIN_S = 0.01
-"""The seconds until half a batch is read again: it may be seen while a direct write replaces a cached page."""
+"""The seconds until an incomplete batch is read again. It may be seen while a direct write replaces a cached page."""
 
 
 @dataclass(slots=True)
 class Salvaged:
-    """The parts of a shard that could be read without its footer."""
+    """What could be read of a shard without its footer."""
 
     layout: Layout = field(default_factory=lambda: Layout(SCHEMA))
     blocks: dict[int, MessageBlock] = field(default_factory=dict)
-    """The batches whose metadata columns passed all checks, by batch number and in file order."""
+    """The batches whose columns passed all checks (payloads are not checked), by batch number and in file order."""
     rows_of: dict[int, int] = field(default_factory=dict)
     last_header: BatchHeader | None = None
-    """The header of the last batch that was read, which may be the seal."""
+    """The header of the last batch that was read. This batch may be the seal (an empty last batch)."""
     num_trailing_bytes: int = 0
-    """The number of bytes after the last complete batch, an unfinished write or damage; 0 if they are all zeros."""
+    """The number of bytes after the last complete batch (an unfinished write or damage); 0 if all are zeros."""
     damage: list[str] = field(default_factory=list)
-    """A message for each damaged range of bytes that was skipped and that a complete batch follows."""
+    """A message for each damaged range of bytes that was skipped. A complete batch follows such a range."""
     tail_damage: str = ""
-    """Why the trailing bytes count as damage; empty if they may be an unfinished write."""
+    """Why the bytes after the last complete batch are damage. Empty if they may be an unfinished write."""
     end: int = 0
-    """The offset after the last complete batch; 0 if not even the schema was read."""
+    """The offset after the last complete batch. 0 if not even the schema was read."""
 
     @property
     def is_sealed(self) -> bool:
@@ -367,10 +367,10 @@ class Salvaged:
 def salvage(
     open_source: Callable[[], ByteSource], after: Salvaged | None = None, max_batches: int | None = None
 ) -> Salvaged:
-    """Read all complete batches whose metadata columns are unchanged, also batches that follow damaged bytes.
+    """Read all complete batches whose metadata columns are unchanged, even after damaged bytes.
 
-    With `after`, the result of an earlier read of the file, only later batches are read; `max_batches` bounds their
-    number. FileNotFoundError is raised if the file is gone.
+    `after` is the result of an earlier read of the file: then only later batches are read. `max_batches` bounds the
+    number of batches. FileNotFoundError is raised if the file is gone.
     """
     with open_source() as source:
         walk = _Walk(source, max_batches)
@@ -379,7 +379,7 @@ def salvage(
 
 
 class _Walk:
-    """One pass over the batches of a stream, from its beginning to its seal, or to its last batch if it has no seal."""
+    """One pass over the batches of a stream, up to the seal (an empty last batch) or to the end of the file."""
 
     def __init__(self, source: ByteSource, max_batches: int | None) -> None:
         self.source = source
@@ -415,7 +415,7 @@ class _Walk:
                 offset = following
 
     def _read_schema(self) -> bool:
-        """Find the schema, or the first batch if the schema is damaged; return False if there is neither."""
+        """Find the schema, or the first batch if the schema is damaged. Return False if there is neither."""
         offset = FIRST_MESSAGE
         if self.source.size_bytes <= offset:
             return False
@@ -475,7 +475,7 @@ class _Walk:
         return None
 
     def _candidates(self, offset: int) -> Iterator[int]:
-        """Yield each multiple of 8 at which a message may begin, with a continuation mark and a possible length."""
+        """Yield each multiple of 8 where a continuation mark and a possible length stand: a message may begin there."""
         for start, num_bytes in self._pieces(offset + -offset % 8):
             num_bytes -= num_bytes % 8
             words = np.frombuffer(self.source.read(start, num_bytes), "<u4").reshape(-1, 2)
@@ -488,14 +488,14 @@ class _Walk:
         return not any(np.frombuffer(self.source.read(*piece), np.uint8).any() for piece in pieces)
 
     def _pieces(self, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield offset and size of pieces of the file from `offset` on, leaving out the file's holes on the disk."""
+        """Yield offset and size of pieces of the file from `offset` on. Holes in the file are left out."""
         for extent in self.source.data_ranges(offset):
             for start in range(extent.start, extent.stop, _SCAN_BYTES):
                 yield start, min(_SCAN_BYTES, extent.stop - start)
 
 
 def is_cut_write(source: ByteSource, offset: int) -> bool:
-    """Return whether the message at `offset` is an unfinished write: the file ends in it, and its bytes are sound."""
+    """Return whether the message at `offset` is an unfinished write: sound bytes, but the file ends in it."""
     rest_bytes: int = source.size_bytes - offset
     prefix = bytes(source.read(offset, min(PREFIX_BYTES, rest_bytes)))
     if rest_bytes < PREFIX_BYTES:
@@ -512,7 +512,7 @@ def is_cut_write(source: ByteSource, offset: int) -> bool:
         read_header(message.custom_metadata, source.where)
     except CorruptError:
         return held_bytes < metadata_bytes
-    # The metadata are complete: if they are unsound, a length that exceeds the file is damage and no unfinished write.
+    # The metadata are complete. If they are unsound, a length beyond the file's end is damage, not an unfinished write.
     padding = padding_of(metadata)
     last = max((start + size for start, size in message.buffers), default=0)
     is_sound = not any(padding) and metadata_bytes - (held_bytes - len(padding)) < _MAX_PADDING_BYTES

@@ -1,6 +1,6 @@
-"""The metadata rows of one shard (all columns but the payload), and the number of each row's batch.
+"""The metadata rows of one shard (all columns but the payload), with the number of each row's batch.
 
-Rows come from the index if it fits the shard, else from the shard. No column is returned unchecked.
+Rows are read from the shard's index if it fits the shard, else from the shard. No column is returned unchecked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .shard import Layout, Salvaged, Shard, open_sealed, salvage
 logger = logging.getLogger(__name__)
 
 POSITION_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
-"""The columns that only an index has: the number of a row's batch in the shard, and the row's index in the batch."""
+"""The columns that only an index has: the number of the row's batch in the shard, and the row's index in the batch."""
 _POSITION_NAMES = tuple(field.name for field in POSITION_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
@@ -37,42 +37,42 @@ Ranges = tuple[Steps, ...]
 _KEPT = (*METADATA_COLUMNS, *_POSITION_NAMES)
 _MAX_KEPT_ROW_BYTES = 1000
 _MAX_CHUNKS = 32
-"""The number of chunks above which the chunks of a column are joined, because each chunk costs Arrow time."""
+"""A column in more chunks than this gets them joined, because Arrow needs time for each chunk."""
 
 
 class ShardRows:
-    """The metadata rows of one shard, in file order, read by column. `num_rows` shrinks if damage is found."""
+    """The metadata rows of one shard, by column and in file order. `num_rows` shrinks if damage is found."""
 
     def __init__(self, path: Location, *, is_sealed: bool, size_bytes: int) -> None:
         self.path: OpenLocation = path
         self.is_sealed = is_sealed
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
-        """The number of bytes after the last complete batch of a shard without footer; 0 if they are all zeros."""
+        """The number of bytes after the last complete batch of a shard without a footer; 0 if all are zeros."""
         self.tail_damage = ""
-        """Why the trailing bytes are damage; empty if they may be an unfinished write, or the writer is at work."""
+        """Why the trailing bytes are damage. Empty if they may be an unfinished write or the writer is at work."""
         self.damage: list[str] = []
-        """A message for each damaged part of the shard, whose rows are missing; the list grows as columns are read."""
+        """A message for each damaged part of the shard, whose rows are missing. The list grows as columns are read."""
         self._index: Shard | None = None
         self._shard: Shard | None = None
         self._last_header: BatchHeader | None = None
         self._rows_of: dict[int, int] = {}
-        """The number of rows of each batch of the index, if the index is used, or else of the shard."""
+        """The number of rows of each batch: of the index if it is used, else of the shard."""
         self._spans: dict[int, Steps | None] = {}
-        """The range of steps of each batch, by its number; None for a batch whose steps cannot be read."""
+        """The range of steps of each batch. None for a batch whose steps cannot be read."""
         self.kept: dict[int, Any] | None = None
-        """The cache of batches by number. None turns the cache off, as does a batch with wide rows or with damage."""
+        """A cache of batches by number. None turns it off. Damage, or a batch with large rows, also turns it off."""
         self._salvaged: Salvaged | None = None
         self._open_growing: Callable[[], ByteSource] | None = None
 
     @property
     def name(self) -> ShardName | None:
-        """The parts of the file's name; None if it is not the name of a shard."""
+        """The parts of the file's name. None if it is not the name of a shard."""
         return parse_shard_name(self.path.name)
 
     @property
     def is_of_probe(self) -> bool:
-        """True for a shard of the probe, whose rows hold one value over many steps each."""
+        """True for a shard of the probe. Each of its rows has numbers of one value from many steps."""
         return self.name is not None and self.name.kind == PROBE
 
     @property
@@ -84,7 +84,7 @@ class ShardRows:
         return self._index is not None
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """Return checked columns of a batch from the shard, not its index; `columns` may include the payload.
+        """Return checked columns of a batch, read from the shard and not from its index. They may include the payload.
 
         Raises CorruptError if the batch is damaged, and NotARunError if the shard is gone.
         """
@@ -96,7 +96,7 @@ class ShardRows:
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
     def position_of(self, seq: int) -> tuple[int, int] | None:
-        """Return the batch, and the index in it, of the row with `seq`; None if no row or several rows have `seq`."""
+        """Return the batch of the row with `seq`, and its index there. None unless exactly one row has `seq`."""
         for batch in self.columns(("seq", "batch", "row")):
             (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
             if len(at):
@@ -105,9 +105,9 @@ class ShardRows:
         return None
 
     def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
-        """Return metadata columns, or `batch` and `row`, as checked Arrow batches; `steps` may leave out batches.
+        """Return metadata columns, or `batch` and `row`, as checked Arrow batches. `steps` may leave out batches.
 
-        A batch that is damaged in one of these columns is dropped from the rows. NotARunError: the shard is gone.
+        A batch that is damaged in one of these columns is dropped. Raises NotARunError if the shard is gone.
         """
         with self._said_if_gone():
             if self._index is not None:
@@ -128,18 +128,18 @@ class ShardRows:
         return pa.Table.from_batches(batches).combine_chunks().to_batches()  # type: ignore[no-any-return]
 
     def unknown_columns(self) -> list[str]:
-        """Return the columns that this version does not know and so ignores. NotARunError: the shard is gone."""
+        """Return the columns that this version ignores as unknown. Raise NotARunError if the shard is gone."""
         with self._said_if_gone():
             names = (self._index or self._itself()).schema.names
         return [name for name in names if name not in COLUMN_OF and name not in _POSITION_NAMES]
 
     def release(self) -> None:
-        """Unmap a sealed shard until the next read, because mapped pages count as memory of the process."""
+        """Unmap a sealed shard until it is read again. Mapped pages count as memory of the process."""
         if self.is_sealed:
             self._shard = None
 
     def last_ledger(self) -> dict[str, Any]:
-        """Return the writer's ledger (its counts of rows) as of the end of this shard; empty if it cannot be read."""
+        """Return the writer's ledger (its counts of rows) at the end of this shard. Empty if it cannot be read."""
         if self._last_header is None and self.is_sealed:
             try:
                 self._last_header = open_sealed(self.path)[1]
@@ -148,7 +148,7 @@ class ShardRows:
         return self._last_header.ledger if self._last_header else {}
 
     def find_sealed(self) -> None:
-        """Find the batches of a sealed shard; raise FileNotFoundError if the shard is gone."""
+        """Find the batches of a sealed shard. Raise FileNotFoundError if the shard is gone."""
         why = ""
         try:
             self._index = _open_index(self.path, self.size_bytes)
@@ -162,7 +162,7 @@ class ShardRows:
             logger.warning("%s; the rows are read from the shard instead", why)
 
     def find_open(self, final: Location, max_batches: int | None = None) -> None:
-        """Find the batches of an open shard, at most `max_batches`; `final` is the shard's path once it is sealed."""
+        """Find the batches of an open shard, at most `max_batches`. `final` is the shard's path once it is sealed."""
         store = store_of(self.path)
 
         def open_source() -> ByteSource:
@@ -182,13 +182,13 @@ class ShardRows:
 
     @property
     def is_complete(self) -> bool:
-        """True if no batch will be written to the shard after the batches found so far."""
+        """True if all batches that will ever be in the shard were found."""
         return self.is_sealed or (self._salvaged is not None and self._salvaged.is_sealed)
 
     def grow(self, max_batches: int) -> list[int]:
-        """Find up to `max_batches` further batches of an open shard; return their numbers.
+        """Find up to `max_batches` further batches of an open shard, and return their numbers.
 
-        A shard that was sealed meanwhile gets all its batches, and is then complete. FileNotFoundError: the shard is
+        A shard that was sealed meanwhile is complete once its last batch is found. FileNotFoundError: the shard is
         gone.
         """
         assert self._salvaged is not None and self._open_growing is not None and self._shard is not None
@@ -214,12 +214,12 @@ class ShardRows:
         return part
 
     def forget(self, number: int) -> None:
-        """Drop a batch that a reader of a growing run no longer needs."""
+        """Forget a batch that a reader of a growing run no longer needs."""
         self._rows_of.pop(number, None)
         self._spans.pop(number, None)
 
     def note_tail(self, is_at_work: bool) -> None:
-        """Report the trailing bytes as damage, unless the writer is at work and may still be writing them."""
+        """Report the trailing bytes as damage, unless the writer is at work and may still write them."""
         if self.tail_damage and is_at_work:
             self.tail_damage = ""
         elif self.tail_damage:
@@ -306,21 +306,22 @@ class ShardRows:
 
 
 def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
-    """Call a function with each shard, in parallel if a call waits for an object store; return results in order."""
+    """Call a function for each shard, and return the results in order. Calls to an object store run in parallel."""
     return store_of(shards[0].path).each(function, shards) if shards else ()
 
 
 def load_sealed(path: Location) -> ShardRows:
-    """Return the rows of a sealed shard; raise FileNotFoundError if the shard is gone."""
+    """Return the rows of a sealed shard. Raise FileNotFoundError if the shard is gone."""
     rows = ShardRows(path, is_sealed=True, size_bytes=store_of(path).look_at(path).size_bytes)
     rows.find_sealed()
     return rows
 
 
 def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
-    """Return the rows of the open shard that will be sealed as `path`; raise FileNotFoundError if it is sealed or gone.
+    """Return the rows of the open shard that will be sealed as `path`.
 
-    With `max_batches`, only the first batches are read; `ShardRows.grow` finds the next ones.
+    With `max_batches`, only the first batches are read; `ShardRows.grow` finds the next ones. FileNotFoundError is
+    raised if the shard was sealed or is gone.
     """
     open_path = path.with_name(open_name(path.name))
     rows = ShardRows(open_path, is_sealed=False, size_bytes=store_of(open_path).look_at(open_path).size_bytes)
@@ -329,7 +330,7 @@ def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
 
 
 def _open_index(shard: Location, shard_bytes: int) -> Shard | None:
-    """Return a sealed shard's index, or None; raise RunError if the index is damaged or belongs to another file."""
+    """Return a sealed shard's index, or None. Raise RunError if the index is damaged or belongs to another file."""
     path = shard.with_name(index_name(shard.name))
     try:
         index = open_sealed(path, extra=POSITION_FIELDS, without=("data",))[0]

@@ -1,4 +1,4 @@
-"""One writer's directory: its manifest and the shards found in it.
+"""The directory of one writer (one process that records): its manifest and its shards.
 
 Nothing here may follow a symbolic link, or interpret a file name in another way than `format.rundir` does.
 """
@@ -30,32 +30,31 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""The most attempts to open a shard, which may be sealed or deleted between listing and opening; its new name is in the
-next listing.
-"""
+"""The most attempts to open a shard. It may be sealed or deleted after it was listed; the next listing has its new
+name."""
 _QUIET_S = 60.0
-"""The seconds without a change to its files after which a writer on another host counts as dead."""
+"""A writer on another host counts as dead after this many seconds without a change to its files."""
 
 
 class RecordedWriter:
-    """The lifetime of one writing process: its manifest and its shards."""
+    """What one process recorded: its manifest and its shards."""
 
     def __init__(
         self, directory: Location, rank: int | None, shards: list[ShardRows], shared: rundir.Shared | None = None
     ) -> None:
-        """Read the manifest. Through `shared`, manifests of one run keep equal members only once."""
+        """Read the manifest. Manifests with one `shared` store their equal members only once."""
         self.directory: OpenLocation = directory
         self.name = directory.name
         self.rank = rank
-        """The rank of the writer; None in a merged run."""
+        """The rank of the writer. None in a merged run."""
         self.all_shards = shards
         self.shards = [shard for shard in shards if not shard.is_of_probe]
-        """The shards with one row for each value, which most commands read; the other shards are `probe_shards`."""
+        """The shards in which each row is one value. Most commands read only these; the others are `probe_shards`."""
         self.manifest = WriterManifest()
         self.manifest_problem: str | None = None
         self._noted: list[str] = []
         self.retired_later: list[RetiredEarlier] = []
-        """The notes in which later writers of the rank say which shards of this writer they deleted."""
+        """The notes in which later writers of the rank say which of this writer's shards they deleted."""
         path, store = directory / rundir.WRITER_MANIFEST, store_of(directory)
         try:
             store.look_at(path)
@@ -81,17 +80,17 @@ class RecordedWriter:
 
     @property
     def is_counted(self) -> bool:
-        """True if the recorder counted steps from 0, so that a step of another attempt may be a different step."""
+        """True if the recorder counted steps from 0. Equal steps of two attempts may then be different steps."""
         return self.manifest.step_source == COUNTED
 
     @property
     def probe_shards(self) -> list[ShardRows]:
-        """The shards in which a row holds one value over many steps, which `run.probe` reads."""
+        """The shards in which each row has numbers of one value from many steps. `run.probe` reads them."""
         return [shard for shard in self.all_shards if shard.is_of_probe]
 
     @property
     def num_rows(self) -> int:
-        """The number of rows in all shards, including the probe's rows, which the writer's ledger counts, too."""
+        """The number of rows in all shards. Rows of the probe count, as in the writer's ledger (counts of rows)."""
         return sum(shard.num_rows for shard in self.all_shards)
 
     def column(self, name: str) -> Any:
@@ -99,7 +98,7 @@ class RecordedWriter:
         return pa.chunked_array([batch.column(name) for batch in batches], SCHEMA.field(name).type)
 
     def unknown_columns(self) -> Counter[str]:
-        """Return the columns that this version does not know and so ignores, each with its number of rows."""
+        """Return the columns that this version ignores because it does not know them, each with its number of rows."""
         counts = Counter[str]()
         for shard in self.all_shards:
             counts += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
@@ -107,19 +106,19 @@ class RecordedWriter:
 
     @property
     def opened_bytes(self) -> int:
-        """The size of the shards when they were opened, with their indexes; equals `size_bytes` for an ended writer."""
+        """The size of the shards when they were opened, with their indexes; `size_bytes` for an ended writer."""
         sealed = [shard.path for shard in self.all_shards if shard.is_sealed]
         indexes = sum(_look(path.with_name(rundir.index_name(path.name)))[1] for path in sealed)
         return indexes + sum(shard.size_bytes for shard in self.all_shards)
 
     @property
     def size_bytes(self) -> int:
-        """The present size of the shards and their indexes."""
+        """The present size of the shards and their indexes, in bytes."""
         return size_of(self.directory)
 
     @cached_property
     def balance(self) -> RowCounts:
-        """The newest counts of recorded and lost rows, from the manifest, the last batch of a shard, or the status."""
+        """The newest counts of recorded and lost rows: from the manifest, shards, status or later writers' notes."""
         balances = [self.manifest.balance]
         balances += [RowCounts.read(rundir.Members(shard.last_ledger())) for shard in self.newest_shards()]
         balances += [
@@ -140,7 +139,7 @@ class RecordedWriter:
 
     @cached_property
     def retired_shards(self) -> dict[tuple[str, int], RowCounts]:
-        """The writer's shards that a later writer has deleted, by kind and number, with their rows and bytes."""
+        """The writer's shards that later writers deleted, by kind and number, with their counts of rows and bytes."""
         retired = {}
         present = {name[:2] for shard in self.all_shards if (name := rundir.parse_shard_name(shard.path.name))}
         for note in self.retired_later:
@@ -152,7 +151,7 @@ class RecordedWriter:
 
     @property
     def steps_around_retired(self) -> list[int]:
-        """For each gap that deletions left between shards, the last step before it and the first step after it."""
+        """The last step before, and the first step after, each gap that deleted shards left."""
         around: list[int | None] = []
         for kind in ("tensors", "stats") if self.balance.retired_rows else ():
             shards = [(name.number, one) for one in self.shards if (name := one.name) is not None and name.kind == kind]
@@ -163,14 +162,14 @@ class RecordedWriter:
 
     @cached_property
     def state(self) -> str:
-        """``closed``, ``recording``, or ``unclosed`` (killed, or without changes on a host that cannot be asked)."""
+        """``closed``, ``recording`` or ``unclosed`` (killed, or without changes on a host that cannot be asked)."""
         if self.manifest.state == "closed" or self._last_words is not None:
             return "closed"
         return "recording" if self._is_alive() else "unclosed"
 
     @cached_property
     def _status(self) -> dict[str, Any]:
-        """Return the last status of a writer whose manifest does not say that it closed; empty if there is none."""
+        """The last status of a writer whose manifest does not say that it closed. Empty if there is none."""
         if self.manifest.state == "closed":
             return {}
         raw = self._shown[1]
@@ -187,7 +186,7 @@ class RecordedWriter:
 
     @property
     def _last_words(self) -> dict[str, Any] | None:
-        """Return the status of a writer that closed after the disk had refused its last manifest; else None.
+        """The status of a writer that closed, but whose disk refused the last manifest; else None.
 
         A status is rewritten in place, which may succeed where a new file fails.
         """
@@ -195,13 +194,13 @@ class RecordedWriter:
 
     @cached_property
     def last_step(self) -> int | None:
-        """The largest step of the writer's rows; None without rows."""
+        """The largest step of the writer's rows. None without rows."""
         steps = [pc.max(_steps(shard)).as_py() for shard in self.shards]
         return max((step for step in steps if step is not None), default=None)
 
     @property
     def ending(self) -> str:
-        """A sentence that says how the record of an ``unclosed`` writer ends; empty for a writer in another state."""
+        """A sentence that says how the record of an ``unclosed`` writer ends. Empty in any other state."""
         if self.state != "unclosed":
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
@@ -210,15 +209,15 @@ class RecordedWriter:
         end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing - max(self._num_synced_gone, 0)
         rows = "1 row that was on its way is" if num_lost == 1 else f"{num_lost} rows that were on their way are"
-        # The ledger lacks values that were observed after the last flush, so the loss may be larger.
+        # The ledger (counts of rows) lacks what was observed after the last flush, so more rows may be lost.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
 
     @property
     def rows_gone(self) -> str:
-        """A sentence on rows that are gone although neither retention nor a kill explains it; empty if there are none.
+        """A sentence on rows that are gone, although neither retention nor a kill explains it. Empty if there are none.
 
-        The sentence is also empty if the writer is recording, or if damaged shards are reported anyway.
+        The sentence is also empty while the writer records, or if damaged shards are reported anyway.
         """
         if self._damage:
             return ""
@@ -238,7 +237,7 @@ class RecordedWriter:
 
     @property
     def _files_gone(self) -> str:
-        """A clause that names the missing shards which may have held lost rows, or else the last shards present."""
+        """A clause that names the missing shards, which may have held lost rows, or else the last shards present."""
         numbers: dict[str, set[int]] = {}
         for shard in self.all_shards:
             if (name := rundir.parse_shard_name(shard.path.name)) is not None:
@@ -261,7 +260,7 @@ class RecordedWriter:
 
     @property
     def manifest_lost(self) -> str:
-        """A sentence that a writer's manifest is lost; empty if the writer has a manifest (even damaged) or no rows."""
+        """A sentence that a writer has rows but no manifest. Empty with a manifest, even with a damaged one."""
         if self.manifest_problem or self.manifest.members or not self.num_rows:
             return ""
         return f"{self.directory}: has rows and no manifest; it is lost, or the disk never took it"
@@ -281,7 +280,7 @@ class RecordedWriter:
         return [*of_manifest, *(damage for shard in self.all_shards for damage in shard.damage), *self._noted]
 
     def note_damage(self, damage: str) -> None:
-        """Add a message on damage that was found when a payload was read."""
+        """Add a message on damage that was found while a payload was read."""
         if damage not in self._damage:
             self._noted.append(damage)
 
@@ -306,7 +305,7 @@ def _steps(shard: ShardRows) -> Any:
 
 
 def find_writers(run: Location) -> list[RecordedWriter]:
-    """Return every writer of a run, sorted by rank and start; raise NotARunError if a directory cannot be listed."""
+    """Return all writers of a run, sorted by rank and start. Raise NotARunError if a directory cannot be listed."""
     store = store_of(run)
     folders = []
     for name, rank in writer_folders(run):
@@ -319,7 +318,7 @@ def find_writers(run: Location) -> list[RecordedWriter]:
 
 
 def writer_folders(run: Location) -> list[tuple[str, int | None]]:
-    """Return the names of a run's rank directories, with ranks (None: global rows); raise NotARunError for a link."""
+    """Return the names and ranks of a run's rank directories (rank None: global rows). A link raises NotARunError."""
 
     def is_one(name: str) -> bool:
         return name == GLOBAL_DIR or rundir.parse_rank_dir(name) is not None
@@ -329,9 +328,9 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
 
 
 def list_writers(folder: Location) -> list[str]:
-    """Return the names of the writers' directories in a rank's directory; empty if `folder` was removed meanwhile.
+    """Return the names of the writers' directories in a rank's directory. Empty if `folder` was removed meanwhile.
 
-    A writer's directory is known by the files in it, so it may have any name. NotARunError: a directory is a link.
+    A writer's directory may have any name: it is known by its files. NotARunError is raised for a link.
     """
     store = store_of(folder)
 
@@ -351,7 +350,7 @@ def list_writers(folder: Location) -> list[str]:
 
 
 def _find_copies(writers: list[RecordedWriter]) -> None:
-    """Report a writer's directory that was copied under another name, so that its rows appear twice."""
+    """Report each writer's directory that is a copy of another one, because its rows appear twice."""
     lifetimes: dict[tuple[Any, ...], list[RecordedWriter]] = {}
     for writer in writers:
         its = writer.manifest
@@ -368,7 +367,7 @@ def _find_copies(writers: list[RecordedWriter]) -> None:
 
 
 def _share_notes(writers: list[RecordedWriter]) -> None:
-    """Give each writer the notes of later writers of its rank that say which of its shards they deleted."""
+    """Give each writer the notes in which later writers of its rank say which of its shards they deleted."""
     of_rank: dict[int | None, dict[str, RecordedWriter]] = {}
     for writer in writers:
         of_rank.setdefault(writer.rank, {})[writer.name] = writer
@@ -385,7 +384,7 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Read the ledgers of several writers in advance, in parallel if the run is in an object store."""
+    """Read the ledgers (counts of rows) of several writers in advance. In an object store, this is done in parallel."""
     shards = [shard for writer in writers for shard in writer.newest_shards()]
     for _ in each_of(shards, ShardRows.last_ledger):
         pass  # the shard keeps its own result
@@ -414,7 +413,7 @@ def _load_shard(directory: Location, kind: str, number: int, is_open: bool) -> S
 
 
 def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
-    """Return each shard in a writer's directory as kind, number and whether it is open, sorted by number."""
+    """Return kind, number and whether it is open, for each shard in a writer's directory, sorted by number."""
     is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
     for name in store.list_directory(
@@ -422,20 +421,20 @@ def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
     ):
         if shard := rundir.parse_shard_name(name):
             key = (shard.number, shard.kind)
-            # A shard that was just sealed may still be listed under its open name as well.
+            # A shard that was just sealed may still be listed under its open name, too.
             is_open_by_key[key] = shard.is_open and is_open_by_key.get(key, True)
     return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
 
 
 def size_of(directory: Location) -> int:
-    """Return the size of a writer's shards and their indexes in bytes, as the setting `max_bytes` counts it."""
+    """Return the size in bytes of a writer's shards and their indexes. The setting `max_bytes` counts the same."""
     names = store_of(directory).list_directory(directory, directories=False)
     shards = {name for name in names if rundir.parse_shard_name(name)}
     return sum(_look(directory / name)[1] for name in shards | ({*map(rundir.index_name, shards)} & {*names}))
 
 
 def _look(path: Location) -> tuple[float, int]:
-    """Return the time of a file's last change in seconds, and its size in bytes; zeros for a missing file."""
+    """Return when a file last changed, in seconds, and its size in bytes. Return zeros for a missing file."""
     try:
         found = store_of(path).look_at(path)
     except OSError:
@@ -444,7 +443,7 @@ def _look(path: Location) -> tuple[float, int]:
 
 
 def as_problem(path: Location, problems: Sequence[str]) -> str | None:
-    """Return one sentence on the malformed members of a manifest; None if there are none."""
+    """Describe the malformed members of a manifest in one sentence. Return None if there are none."""
     if not problems:
         return None
     more = f"; and {len(problems) - 1} more of its members are of a wrong kind" if len(problems) > 1 else ""
