@@ -34,17 +34,17 @@ from .slots import SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, m
 
 Integers = npt.NDArray[np.int64]
 Window = tuple[int, int]
-"""The first and the last step for which a trigger asked."""
+"""The first and the last step of which a trigger asked to write the rows."""
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
-"""If more steps than this are selected, only the steps with rows are judged."""
+"""If rules select more steps than this, only the steps with rows are judged."""
 _MAX_CELLS = 1 << 30
-"""The largest product of steps, rules and ranks of which all steps are judged, as each combination may take a byte."""
+"""If steps x rules x ranks is larger, only the steps with rows are judged. Each combination may take a byte."""
 
 
 class SiteTotal(NamedTuple):
-    """One line of the table of sites: the number of values of a site, each counted once for each rank and step."""
+    """The numbers of values at one site, such as ``output``. A value counts once for each rank and step."""
 
     site: str
     expected: int
@@ -56,29 +56,29 @@ class SiteTotal(NamedTuple):
     retired: int
     """The number of missing values that retention removed."""
     perhaps_dropped: int
-    """The number of missing values that either were dropped or never existed. It is not known which, because fewer rows
-    were dropped than are missing."""
+    """The number of missing values that were dropped or never existed. Fewer rows were dropped than are missing, so it
+    is not known which values were dropped."""
 
 
 class Uneven(NamedTuple):
-    """Ranks that ran another number of forwards of one mode than the first rank did at the same steps."""
+    """Ranks that, at some steps, ran more or fewer forwards of one mode than the first rank."""
 
     mode: str
     ranks: list[int | None]
-    """The ranks whose number of forwards differs from the first rank's; if `is_alone`, the rank that ran forwards."""
+    """The ranks whose number of forwards differs from the first rank's. If `is_alone`, the only rank with forwards."""
     steps: list[int]
     is_alone: bool
     """True if only one rank ran forwards of this mode."""
 
 
 class LackingRows(NamedTuple):
-    """The number of global rows of a merged run that lack the ranks `missing`, and the steps of these rows."""
+    """The rows of a merged run that stand for all ranks, but lack the ranks `missing`: how many, and at which steps."""
 
     missing: list[int]
     num_rows: int
     steps: list[int]
     mode: str
-    """The mode of the rows: ``train``, or the mode in which the present ranks evaluated alone."""
+    """The mode of the rows: ``train``, or the mode in which only the present ranks evaluated."""
 
 
 class RuleReach(NamedTuple):
@@ -98,11 +98,11 @@ class Expectation(NamedTuple):
     partial: list[LackingRows]
     reaches: list[RuleReach]
     tails: list[DroppedTail]
-    """For each rank that dropped rows after its last recorded row: how many. The table leaves these rows out."""
+    """How many rows each rank dropped after its last recorded row. `totals` does not count these rows."""
     problems: list[str]
-    """Texts about the rules in manifests that cannot be read or judged."""
+    """Texts about rules in manifests that cannot be read or judged."""
     unknown: dict[tuple[str, str], int]
-    """The number of rows with a name that only later versions have, by kind (site, encoding, column) and name."""
+    """The number of rows with a name that this version does not know, by kind (site, encoding, column) and name."""
     num_steps_lived: int
     num_steps_expected: int
     num_steps_passed: int
@@ -113,13 +113,13 @@ class Expectation(NamedTuple):
     num_filtered: int
     """The number of selected modules of which no value is expected, because rules restrict steps, names or calls."""
     last_steps: dict[int | None, int | None]
-    """The last step that has a row of the rank, for each rank; None for a rank without rows."""
+    """The last step of each rank that has a row; None for a rank without rows."""
     silent: dict[str, list[tuple[str, str]]]
-    """By reason, the root and path of each selected module without a row."""
+    """The root and path of each selected module without a row, by the reason."""
     shared: list[tuple[str, str]]
-    """The first path, and another path (alias), of each module that has several paths."""
+    """Pairs of a module's first path and an alias, for modules that have several paths."""
     num_incomplete: int
-    """The number of tensors that were recorded in several rows, of which some are missing."""
+    """The number of tensors that were recorded in several rows and lack some of these rows."""
     is_merged: bool
     absent: list[int]
 
@@ -171,7 +171,7 @@ class _AskedSlots:
         return view
 
     def absent_views(self, missing: Sequence[int], selected: Flags) -> Iterator[tuple[list[int], RankView]]:
-        """Yield groups of the ranks `missing` that have the same rules, each with a view of their expected values."""
+        """Yield groups of the ranks `missing` that have the same rules, each with its expected values."""
         groups: dict[tuple[bool, ...], list[int]] = {}
         for rank in missing:
             groups.setdefault(tuple(rank in match.rule.rank for match in self.matches), []).append(rank)
@@ -180,7 +180,7 @@ class _AskedSlots:
             yield group, RankView(self.slots, self.axis, promised, *self._when(selected, is_on), rank=group[0])
 
     def _when(self, selected: Flags, is_on: Sequence[bool]) -> tuple[Integers, Flags]:
-        """Group slots (sites of modules) by expected steps: return each slot's group, and a mask of steps per group."""
+        """Group slots (sites of modules) by their expected steps. Return each slot's group, and each group's steps."""
         key = selected.tobytes(), tuple(is_on)
         if key in self._known:
             return self._known[key]
@@ -203,7 +203,7 @@ class _AskedSlots:
 
 
 def compare(run: Run) -> Expectation:
-    """Compare the values that a run's manifests promise with the run's rows."""
+    """Compare the values that are expected by a run's manifests with the run's rows."""
     slots = Slots(writer.manifest for writer in run.writers)
     asked = _AskedSlots(run, slots)
     ranks, axis, is_merged = asked.ranks, asked.axis, run.is_merged
@@ -227,7 +227,8 @@ def compare(run: Run) -> Expectation:
     known_lost = accounted(gaps.lost, {one.rank: one.writers for one in ranks})
     by_account = (known_lost.get(reason, np.zeros(len(SLOT_SITES), np.int64)) for reason in ACCOUNTED)
     columns = (gaps.expected, gaps.found, gaps.explained, *by_account, gaps.perhaps_dropped)
-    # If a ring kept all steps in memory and no trigger came, no step is expected on disk; but the run still had steps.
+    # If all steps were kept in memory only (in a ring) and no trigger came, no step is expected on disk. But the run
+    # had steps.
     is_all_passed = asked.num_lived > 0 and any(match.rule.keep == KEEP_RING for match in asked.matches)
     return Expectation(
         totals=[
@@ -292,7 +293,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
-    """Return the steps at which a rule wants values, and the numbers of all steps and of steps kept only in memory."""
+    """Return the steps at which a rule selects values, the number of all steps, and of steps kept only in memory."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
         return np.zeros(0, np.int64), 0, 0
@@ -320,7 +321,11 @@ def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
-    """Return a mask of a rule's steps with values on disk: its schedule, or with a ring only its triggered steps."""
+    """Return a mask of the steps at which a rule writes values to disk.
+
+    A rule writes the steps of its schedule. If it keeps values in memory (`KEEP_RING`), it writes only steps in
+    `windows`, for which triggers asked.
+    """
     are_wanted = _in_schedule(rule, steps)
     return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 
@@ -355,7 +360,7 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
 
 
 def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
-    """Return whether a merged run's manifests say that its source lost rows; they do not say at which steps."""
+    """Return whether the run that a merged run was made from lost rows. Manifests do not say at which steps."""
     return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
 
 

@@ -1,4 +1,4 @@
-"""Finds why expected values of a rank are missing. Values missing for the same reason form a gap.
+"""Finds why expected values of a rank are missing. The values that are missing for one reason form a gap.
 
 This module works on one block of modules after another, so that memory stays bounded. It must never read a run.
 """
@@ -34,11 +34,11 @@ from .slots import HIDDEN, SLOT_SITES, Flags, Slots, distinct
 Integers = npt.NDArray[np.int64]
 
 _MAX_CELLS = 4_000_000
-"""The largest product of the slots (sites of modules) and steps of a block."""
+"""The largest number of slots (sites of modules) times steps in a block."""
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
-"""The indices, in `OF_CALLS`, of the sites of a call's values. The other sites in `OF_CALLS` are of gradients."""
+"""The indices in `OF_CALLS` of the sites of inputs and outputs. The other sites in `OF_CALLS` are of gradients."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
-"""Maps each site in `OF_CALLS` to the site of its value, as indices: for example ``grad_output`` to ``output``."""
+"""For each site in `OF_CALLS`, the index of the site of the value: for example of ``output`` for ``grad_output``."""
 
 
 class Reason(NamedTuple):
@@ -47,7 +47,7 @@ class Reason(NamedTuple):
     key: str
     text: str
     is_loss: bool
-    """True if the value existed and is lost, or should have been recorded, so that a person should act."""
+    """True if a person should act: the value existed and is lost, or it should have been recorded."""
     is_harmless: bool
     """True if the recording proves that the value never existed."""
 
@@ -109,19 +109,19 @@ _OF_MODULE = {
     "no_param_gradient", "param_unseen", "no_state",
     "no_buffer", "disarmed",
 }  # fmt: skip
-"""Reasons that depend on the module: sites with one of these reasons share a gap only if they have the same modules."""
+"""Reasons that depend on the module. Sites with such a reason share a gap only if the same modules lack values."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
     *HIDDEN, "untapped", "unused", "no_gradient", "tied", "in_no_optimizer", "not_optimized",
     "no_param_gradient", "no_state",
 )])  # fmt: skip
-"""Reasons for a missing row that are certain even if rows were lost, because the step's other rows prove them."""
+"""Reasons that are certain even if rows of the step were lost, because the step's other rows prove them."""
 _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
 _UNCALLED = np.array([_CODE[key] for key in (
     "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
 )])  # fmt: skip
-"""Reasons that are certain if no row of the step's forward was dropped, because a call would have left a row."""
+"""Reasons that are certain if no row of the step's forward was dropped. A call would have left a row there."""
 
 _NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
 """Reasons whose only evidence is that a row is missing."""
@@ -147,7 +147,7 @@ class Gap(NamedTuple):
 
 @dataclass(slots=True)
 class _Sum:
-    """The missing values of one site of one root that are missing for one reason."""
+    """The values of one site and one root (model) that are missing for one reason."""
 
     modules: Flags
     steps: Flags
@@ -156,16 +156,16 @@ class _Sum:
 
 
 class Gaps:
-    """Collects the gaps of ranks, and adds them up over modules, steps and ranks."""
+    """Collects missing values with their reasons, and joins them into gaps over modules, steps and ranks."""
 
     def __init__(self, slots: Slots, axis: Integers) -> None:
         self.slots = slots
         self.axis = axis
         self.expected, self.found, self.explained, self.perhaps_dropped = np.zeros((4, len(SLOT_SITES)), np.int64)
-        """Four counts by site: expected values; recorded values; missing values that need not exist; and missing values
-        that were dropped or never existed, because fewer rows were dropped than are missing."""
+        """Four counts for each site: expected values; recorded values; missing values that need not exist; and missing
+        values that were dropped or never existed, as fewer rows were dropped than are missing."""
         self.lost: dict[int | None, dict[str, Integers]] = {}
-        """The number of missing values by rank, reason and site, to compare with the rank's counts of lost rows."""
+        """The number of missing values by rank, reason and site. It is compared with the rank's counts of lost rows."""
         self._sums: dict[tuple[int, str, int, int], _Sum] = {}
 
     def add(
@@ -192,7 +192,7 @@ class Gaps:
     def silent(
         self, wanted: Flags, has_rows: Flags, called: Flags, hidden: Integers
     ) -> dict[str, list[tuple[str, str]]]:
-        """Return, by reason, the modules with expected rows that left no row on any rank.
+        """Return the root and path of the modules with expected rows that left no row on any rank, by the reason.
 
         `hidden` says for each module why hooks cannot observe its calls, as in `WriterSlots`.
         """
@@ -211,7 +211,7 @@ class Gaps:
         return silent
 
     def collected(self) -> list[Gap]:
-        """Return the gaps, harmless ones first. Sites with values missing for the same reason share a gap."""
+        """Return the gaps, harmless gaps first. Sites that lack values for the same reason share a gap."""
         groups: dict[Any, list[tuple[int, _Sum]]] = {}
         for (code, detail, root, site), one in self._sums.items():
             reason = REASONS[code - 1]
@@ -265,7 +265,7 @@ def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, grade
 
 
 class _SlotBlock:
-    """The slots (sites) of some modules at some steps: which are expected, recorded and missing."""
+    """Which values of some modules at some steps are expected, recorded and missing. A slot is a site of a module."""
 
     def __init__(self, view: RankView, low: int, high: int, columns: Integers) -> None:
         slots = view.slots
@@ -276,7 +276,7 @@ class _SlotBlock:
         self.expected = view.when[view.code[low:high]][:, columns]
         missing = self.expected & ~self.recorded
         self.rows = np.flatnonzero(missing.any(axis=1))
-        """The indices, from `low`, of the slots (sites of modules) that lack a value: the rows of the arrays below."""
+        """The slots (sites of modules) that lack a value, as indices from `low`. They are the rows of `missing`."""
         self.missing = missing[self.rows]
         self.slots = low + self.rows
         self.site, self.module = slots.site[self.slots], slots.module[self.slots]
@@ -286,9 +286,9 @@ class _SlotBlock:
 def _with_losses(
     block: _SlotBlock, reason: npt.NDArray[np.uint8], usual_of: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
-    """Return the reason of each missing value; where rows were lost, the cause of the loss may replace the reason.
+    """Return the reason of each missing value. Where rows were lost, the loss may be the reason.
 
-    `reason` says why a value would be missing if nothing had been lost. For each slot (a site of a module) that never
+    `reason` says why a value would be missing if no row had been lost. For each slot (a site of a module) that never
     has a value, `usual_of` is set to the reason that holds without losses.
     """
     view, missing, columns = block.view, block.missing, block.columns
@@ -298,7 +298,7 @@ def _with_losses(
     lost = np.zeros(len(columns), np.uint8)
     for cause in reversed(CAUSES):
         lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
-    # A slot (a site of a module) that lacks values wherever nothing was lost would have no values elsewhere, either.
+    # A slot (a site of a module) without values at all steps without losses would have no values at other steps either.
     never = (expected & is_free).any(axis=1) & ~(expected & there & is_free).any(axis=1)
     usual = reason[np.arange(len(reason)), np.argmax(missing & is_free, axis=1)]
     usual_of[block.slots[never]] = usual[never]
@@ -335,7 +335,7 @@ def _add_block(gaps: Gaps, block: _SlotBlock, reason: npt.NDArray[np.uint8], det
 
 
 def _reasons(block: _SlotBlock, module_reason: Integers) -> npt.NDArray[np.uint8]:
-    """Return, for each slot (site of a module) and step, the first reason that holds even if nothing was lost."""
+    """Return why each slot (site of a module) would lack a value at each step if no row had been lost."""
     codes = np.zeros(block.missing.shape, np.uint8)
 
     def put(key: str, flags: Flags) -> None:
@@ -387,7 +387,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
         return np.isin(site, [SLOT_SITES.index(name) for name in names])[:, None]
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
-        """Return two masks of parameters at site `name`: those recorded at site `other`, and those selected there."""
+        """Return masks of the slots at site `name` whose parameter is recorded, and selected, at site `other`."""
         is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
         there, chosen = np.zeros_like(is_updated), np.zeros((len(site), 1), bool)
         there[is_site] = block.recorded[block.rows[is_site] - distance]
@@ -413,10 +413,10 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
 
 
 def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
-    """Return, for each module, why no call of it was recorded at a step at which its root was called.
+    """Return, for each module, why no call was recorded at a step at which its root (model) was called.
 
-    A module with parameters that left no row at all is suspicious. A module without parameters, such as a dropout whose
-    owner calls a fused function, is merely not called.
+    A module with parameters that left no row at all is suspicious. A module without parameters is merely not called: an
+    example is a dropout whose owner calls a fused function.
     """
     slots, hidden = view.slots, view.promised.hidden
     has_param, has_grad, wants_grad = (np.zeros(len(slots.modules), bool) for _ in range(3))
@@ -437,7 +437,7 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
     reasons = np.full(len(slots.modules), _CODE["never_called"])
     for key, flags in reversed(order):
         reasons[flags] = _CODE[key]
-    # A module that is hidden, or of which only children ran, is explained even if it left no row at all.
+    # Hooks cannot see a hidden module, and of some modules only children ran. So these may leave no row at all.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
     reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
     return reasons
@@ -456,7 +456,8 @@ def _above(slots: Slots, flags: Flags) -> Flags:
 def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], usual: npt.NDArray[np.uint8]) -> None:
     """Add gaps for the steps at which no module has a value.
 
-    There is one reason per step; but where rows were lost, a slot (a site of a module) without any value has its own.
+    There is one reason for each step. But where rows were lost, a slot (a site of a module) that never has a value gets
+    its own reason.
     """
     axis = gaps.axis
     codes = np.full(len(axis), _CODE["not_merged" if view.is_merged else "no_step"], np.uint8)
@@ -473,7 +474,7 @@ def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], us
 
 
 def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.NDArray[np.uint8]) -> Flags:
-    """Flag slots (sites of modules) without any value if rows were dropped, but too few to explain all of them."""
+    """Return a mask of the slots (sites of modules) without any value, if dropped rows explain only some of them."""
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
     was_seen = np.zeros(len(usual), bool)
@@ -485,7 +486,7 @@ def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.ND
 
 
 def absent(gaps: Gaps, view: RankView, ranks: Sequence[int]) -> None:
-    """Add gaps for all values that `ranks`, which have the same rules and left no record, were expected to have."""
+    """Add gaps for all expected values of `ranks`, which left no record. The ranks have the same rules."""
     per_slot = view.when.sum(axis=1)[view.code] * len(ranks)
     np.add.at(gaps.expected, gaps.slots.site, per_slot)
     codes = np.full(len(gaps.axis), _CODE["absent"], np.uint8)

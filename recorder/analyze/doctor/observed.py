@@ -1,4 +1,4 @@
-"""Reads the rows of each writer as numbers, and finds out why rows are missing, from sequence numbers and counts.
+"""Reads the rows of each writer as numbers, and finds out why rows are missing.
 
 Each row gets its sequence number before it can be dropped. So if no number is missing, no row is missing. The manifests
 of writers count the rows that were dropped or removed. This module reads no payload.
@@ -29,23 +29,24 @@ ACCOUNTED = ("dropped", "retired")
 """The reasons for missing rows of which writers keep counts in their manifests."""
 DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
 CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
-"""The causes of missing sequence numbers, as bits. If several causes fit a gap, the first cause counts."""
+"""The causes of missing sequence numbers, as bits. If several causes fit, the first one counts."""
 _PASSED = 0
 """The cause of missing sequence numbers whose rows were kept in memory only: no trigger asked for their steps."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
-"""The phases of a step in which a row gets its sequence number. The row of a tap or a scalar may get it at any time."""
+"""The phases of a step in which rows get their sequence numbers. Rows of scalars, or of taps in a compiled graph, get
+them at any time."""
 _WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
 WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
-"""For each of `SLOT_SITES`, the phase of a step in which its rows are made."""
+"""For each site in `SLOT_SITES`, the phase of a step in which its rows get their sequence numbers."""
 TOTAL = 3
-"""The index, in `LostRows.room`, of the most dropped rows in all phases (forward, backward, update) together."""
+"""The index in `LostRows.room` of all phases together (forward, backward and update)."""
 _MANY = 1 << 40
-"""The largest number of missing rows that is counted, whatever an untrusted file says."""
+"""The limit for a number of missing rows, because an untrusted file may name any number."""
 
 
 class DroppedTail(NamedTuple):
-    """A count of the rows that a rank numbered and dropped after the last row that it recorded."""
+    """The number of rows that a rank dropped after its last recorded row."""
 
     rank: int | None
     step: int
@@ -56,10 +57,10 @@ class DroppedTail(NamedTuple):
 def accounted(
     lost: Mapping[int | None, Mapping[str, Integers]], writers: Mapping[int | None, Sequence[RecordedWriter]]
 ) -> dict[str, Integers]:
-    """Return, by reason and site, the number of missing values that the losses counted by the writers explain.
+    """Return the number of missing values that losses counted by the writers explain, by reason and site.
 
-    A rank's missing values for a reason are included if the rank lacks no more of them than its writers count as lost.
-    `lost` has the number of missing values by rank, reason and site.
+    `lost` has the number of missing values by rank, reason and site. The values of a rank and a reason are included
+    only if they are no more than the rank's writers count as lost.
     """
     missing: dict[str, Integers] = {}
     for rank, by_reason in lost.items():
@@ -77,9 +78,9 @@ def accounted(
 def dropped_tail(
     rank: int | None, writers: Sequence[RecordedWriter], last_seq: int, last_step: int
 ) -> DroppedTail | None:
-    """Return a count of the rows that a rank's newest writer dropped after its last row; None if it dropped none.
+    """Return how many rows a rank's newest writer dropped after its last row. Return None if it dropped none there.
 
-    `last_seq` is the sequence number of this writer's last row, -1 without rows. `last_step` is the rank's last step.
+    `last_seq` is the sequence number of this writer's last row, or -1. `last_step` is the rank's last step.
     """
     newest = writers[-1]
     if newest.balance.passed:
@@ -100,10 +101,10 @@ class NumberedRows(NamedTuple):
     seq: Integers
     step: Integers
     shard: npt.NDArray[np.int32]
-    """For each row, the index of its shard among the writer's shards."""
+    """For each row, the index of the row's shard among the writer's shards."""
     micro_step: npt.NDArray[np.int32]
     when: npt.NDArray[np.int8]
-    """For each row, the phase in which it was made: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
+    """For each row, the phase in which the row was made: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
 
 
 class LostRows(NamedTuple):
@@ -112,7 +113,7 @@ class LostRows(NamedTuple):
     bits: npt.NDArray[np.uint8]
     """For each step, the bits of all causes of missing rows."""
     room: Integers
-    """The most rows that may have been dropped, by phase (forward, backward, update, all together) and step."""
+    """The most rows that may have been dropped in each phase (forward, backward, update, all) of each step."""
 
 
 class _Gaps(NamedTuple):
@@ -120,11 +121,11 @@ class _Gaps(NamedTuple):
 
     cause: int
     first: Integers
-    """For each range, the step of the row before it; `last` has the step of the row after it."""
+    """For each range, the step of the row before the range. `last` has the step of the row after the range."""
     last: Integers
     size: Integers
     earliest: Integers
-    """For each range, the earliest phase of a step in which its missing rows can have been numbered."""
+    """For each range, the earliest phase of a step in which the missing rows can have been numbered."""
     latest: Integers
 
     @classmethod
@@ -133,9 +134,9 @@ class _Gaps(NamedTuple):
 
 
 def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers) -> LostRows:
-    """Return, for ascending `steps`, why rows of one rank are missing, and how many may have been dropped.
+    """Return why rows of one rank are missing at each of `steps`, and how many rows may have been dropped.
 
-    The writers are in the order of their start, and `rows` has the rows of each writer.
+    `steps` are ascending. The writers are in the order of their start, and `rows` has the rows of each writer.
     """
     changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in CAUSES}
     rooms = np.zeros((TOTAL + 1, len(steps) + 1), np.int64)
@@ -158,7 +159,7 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
 
 
 def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
-    """Yield the ranges of missing sequence numbers of a writer; `following` is the first step of the next writer."""
+    """Yield the missing sequence numbers of a writer. `following` is the first step of the rank's next writer."""
     balance = writer.balance
     is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
     usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
@@ -196,7 +197,8 @@ def _gaps_between(
         for low, high, kind in spans:
             if kind == cause:
                 causes[(after > low + 1) & (before < high - 1)] = cause
-    # A row of the probe has the first step of its block, and is numbered after the last step of the block.
+    # A row of the probe holds a block of steps. The row has the first step of the block, and gets its number after the
+    # last step.
     own = np.flatnonzero(~np.isin(rows.shard, [i for i, shard in enumerate(writer.all_shards) if shard.is_of_probe]))
     steps_after = np.append(rows.step[own], _END)[np.searchsorted(own, np.searchsorted(rows.seq, after))]
     last = np.where((causes == DAMAGED) | (causes == UNACCOUNTED), np.maximum(last, steps_after), last)
@@ -210,7 +212,7 @@ def _gaps_between(
 
 
 def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
-    """Return the earliest and latest phase in which the rows missing after the rows at `indices` got their numbers."""
+    """Return the earliest and the latest phase of a step in which the rows missing after `indices` were numbered."""
     before, after = rows.when[indices], rows.when[indices + 1]
     is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
     is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
@@ -221,7 +223,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
-    """Return ranges (low, high, cause) of sequence numbers, excluding low and high, of damaged or removed shards."""
+    """Return ranges (low, high, cause) of the sequence numbers in damaged or removed shards, without low and high."""
     removed = []
     limits = _limits(rows, len(writer.all_shards))
     for kind in ("tensors", "stats", PROBE):
@@ -254,11 +256,11 @@ _COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path",
 
 
 class SlotRows(NamedTuple):
-    """The rows of one writer as small integers, because the rows of all ranks are in memory together."""
+    """The rows of one writer as small integers. They save memory, as the rows of all ranks are in memory together."""
 
     numbered: NumberedRows
     slot: npt.NDArray[np.int32]
-    """For each row, the index of its slot (a site of a module); -1 for rows of taps, scalars or unknown modules."""
+    """For each row, the index of the slot (site of a module). -1 for rows of taps, scalars or unknown modules."""
     step: Integers
     root: npt.NDArray[np.int32]
     module: npt.NDArray[np.int32]
@@ -271,7 +273,7 @@ class SlotRows(NamedTuple):
     unknown: Counter[tuple[str, str]]
     """The number of rows with a name that this version does not know, by kind (site, encoding, column) and name."""
     partial: list[tuple[str, str, str, Integers]]
-    """The groups of rows that lack ranks: present ranks and expected ranks as JSON, mode, and steps."""
+    """Groups of rows that lack ranks: the present and the expected ranks as JSON, the mode, and the steps."""
 
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
@@ -324,7 +326,7 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
 _TYPES = {"seq": pa.int64(), "step": pa.int64(), "micro_step": pa.int32(), "part": pa.int32(), "numel": pa.int64(),
           "payload_bytes": pa.int64()}  # fmt: skip
 _WHEN = np.array([*WHEN_OF_SITES, ANYTIME])
-"""The phase in which rows of a site are made: an entry for each of `SLOT_SITES`, and a last one for other sites."""
+"""The phase in which rows of a site are made, for each site in `SLOT_SITES`. The last entry is for other sites."""
 MODES = {"train": 0, "eval": 1, "no_grad": 2}
 _Codes = tuple[Integers, list[str]]
 """A column of texts: the index of each row's text (-1 for null), and the list of distinct texts."""
@@ -391,16 +393,19 @@ def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, st
 
 @dataclass(eq=False)
 class RankView:
-    """The values that one rank should have recorded, and did record, by slot (a site of a module) and step."""
+    """The values that one rank should have recorded, and the values that it did record.
+
+    A value is identified by its slot (a site of a module) and its step.
+    """
 
     slots: Slots
     axis: Integers
     promised: WriterSlots
-    """What the manifests of the rank say of each slot (a site of a module)."""
+    """What the manifests of the rank say of each slot."""
     code: Integers
-    """For each slot (a site of a module), the index of its row in `when`."""
+    """For each slot, the index of its group in `when`."""
     when: Flags
-    """For each group of slots (sites of modules) with equal expected steps, a mask of the steps; none in group 0."""
+    """For each group of slots with equal expected steps, a mask of these steps. Group 0 has none."""
     rank: int | None
     writers: Sequence[RecordedWriter] = ()
     is_merged: bool = False
@@ -412,17 +417,17 @@ class RankView:
         self.bits = np.zeros(num_steps, np.uint8)
         """For each step, the bits of the causes of missing rows, from `lost_steps`."""
         self.room = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """By phase and step, the most missing values that dropped rows can explain, as in `LostRows`."""
+        """For each phase and step, the most missing values that dropped rows can explain, as in `LostRows`."""
         self.room_taken = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """By phase and step, the number of missing values that dropped rows do explain so far."""
+        """For each phase and step, the number of missing values that dropped rows explain so far."""
         self.alive = np.zeros(num_steps, bool)
-        """For each step, whether it has a row of a module."""
+        """For each step, whether the step has a row of a module."""
         self.called = np.zeros((num_roots, num_steps), bool)
         self.called_with_grad = np.zeros((num_roots, num_steps), bool)
         self.updated = np.zeros((num_roots, num_steps), bool)
-        """By root and step, whether an optimizer stepped."""
+        """For each root (model) and step, whether an optimizer stepped."""
         self.recorded = np.zeros(0, np.int64)
-        """For each recorded value, its index in `Slots` x number of steps + index of the step, ascending."""
+        """The keys of the recorded values, ascending. A key is slot index x number of steps + step index."""
         self.recorded_with_grad = np.zeros(0, np.int64)
         self.called_ever = np.zeros(num_modules, bool)
         self.graded_ever = np.zeros(num_modules, bool)
@@ -458,7 +463,7 @@ class RankView:
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Return a mask, by slot from `low` to `high` and step in `columns`, of the values whose key is in `keys`."""
+        """Return which values have a key in `keys`. Rows are the slots from `low` to `high`, columns are `columns`."""
         num_steps = self.when.shape[1]
         has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
@@ -470,9 +475,9 @@ class RankView:
         return has_value
 
     def take_room(self, columns: Integers, wanted: Flags, site: Integers, num_found: Integers) -> Flags:
-        """Return which missing values are explained by drops: at most as many as were dropped in each phase of a step.
+        """Return which missing values dropped rows explain: at most as many as were dropped in each phase of a step.
 
-        The slots (sites of modules) with the most recorded values come first.
+        The slots with the most recorded values come first.
         """
         chosen = np.zeros_like(wanted)
         order = np.argsort(-num_found, kind="stable")

@@ -1,4 +1,4 @@
-"""Makes the output of `recorder doctor`: which values a run lacks and why, the most important lines last.
+"""Makes the output of `recorder doctor`, which says which values a run lacks and why. Important lines come last.
 
 Without a run the lines are about the environment: the flag, the hook in torch, the settings, the disk. Nothing here
 imports torch or the training side of the package, because doctor must work when torch or the training side is broken.
@@ -39,18 +39,18 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MAX_LISTED = 10
 _FEW, _MAX_TEXT = 3, 100
 _MAX_GAPS = 40
-"""The most lines about gaps that are printed for one state of lines; ``--json`` has all lines."""
+"""The most lines about gaps that are printed for each state (see `Check.state`). ``--json`` has all lines."""
 _STEP_SOURCES = {
     "counted": "counted from 0",
     "optimizer": "counted on from the number in the optimizer's state",
     "user": "those that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
-"""For each kind of event that explains gaps, the reason of these gaps. Most other kinds of events are failures."""
+"""For each kind of event that explains missing values, the reason. Most other kinds of events are failures."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed", "exception", "trouble", "objective"}
 """Kinds of events that cause no missing values."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
-"""Kinds of events about commands that were not carried out. Anybody may send an invalid command: nothing is lost."""
+"""Kinds of events about commands that were not carried out. Nothing is lost: anybody may send an invalid command."""
 _UNKNOWN = {
     "site": "nothing is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",
@@ -72,7 +72,7 @@ class Check(NamedTuple):
     members: Mapping[str, Any] = MappingProxyType({})
     """Further members of the line in JSON."""
     is_listed: bool = True
-    """Whether the line is printed; ``--json`` has all lines."""
+    """Whether the line is printed. ``--json`` has all lines."""
 
 
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
@@ -187,9 +187,10 @@ def _told(run: Run) -> Iterator[Check]:
 
 
 def _dumps(run: Run) -> Iterator[Check]:
-    """Yield lines on the dumps that triggers caused, with the ranks that learned of a trigger too late, or never.
+    """Yield lines about the steps that triggers had written to disk, and the ranks that missed a trigger.
 
-    A rank whose own trigger asked for the same steps has written them, and need not learn of another trigger.
+    A rank misses a trigger if it learns of it too late or never. A rank whose own trigger asked for the same steps has
+    written them, and misses nothing.
     """
     dumps = run.dumps
     wrote: dict[tuple[int, int, int], set[int]] = defaultdict(set)
@@ -244,7 +245,7 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
 
 
 def _totals(expected: Expectation) -> Iterator[Check]:
-    """Yield the lines of the table of sites. A value counts once per module (or parameter), rank and step."""
+    """Yield a line for each site with its numbers of values. A value counts once per module, rank and step."""
     if not expected.totals:
         return
     for total in expected.totals:
@@ -435,7 +436,7 @@ def environment_checks() -> Iterator[Check]:
 
 
 def _shadows() -> Iterator[Check]:
-    """Yield a line if the current folder has a module of this package's name, which hides the package there."""
+    """Yield a line if a module in the current folder has this package's name, and so hides the package."""
     own = Path(__file__).resolve().parents[2]
     for name in (f"{own.name}.py", f"{own.name}/__init__.py"):
         shadow = Path.cwd() / name

@@ -1,6 +1,7 @@
-"""Lists the values that manifests promise as slots (sites of modules, parameters, buffers), and what rules select.
+"""Lists the values that may exist at a step, from the manifests of a run, and the values that rules select.
 
-This module must never read rows, and never raise an error because of untrusted JSON or rules.
+A slot is a site of a module, a parameter or a buffer. This module must never read rows. It must never raise an error
+because of untrusted JSON or rules.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 SLOT_SITES = (*OF_CALLS, *OF_PARAMETERS, *OF_BUFFERS)
-"""The sites whose values follow from the module tree. Taps and scalars depend on the program."""
+"""The sites whose values follow from the module tree. Values at taps (points in graphs) and scalars do not."""
 _OF_OPTIMIZERS = [number for number, site in enumerate(SLOT_SITES) if SITE_OF[site].is_of_optimizer]
-"""The indices in `SLOT_SITES` of optimizer states, whose names begin with the parameter's: ``weight.exp_avg``."""
+"""The indices in `SLOT_SITES` of optimizer states. Their names begin with the parameter's name: ``weight.exp_avg``."""
 NEVER = 1 << 62
 """A step number that is larger than all others."""
 _MAX_DEPTH = 200
-"""The most levels of a module tree: the path is untrusted and may be very long."""
+"""The most levels of a module tree. A path is untrusted and may have any length."""
 HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
-"""The reasons for which hooks cannot observe calls of a module, as manifests name them; keys of `gaps.REASONS`. The
-last three reasons also apply to all modules below the module."""
+"""The reasons for which hooks cannot observe calls of a module, by their keys in manifests and `gaps.REASONS`. The last
+three reasons also apply to all modules below the module."""
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _MAX_RULES = 1000
-"""The most rules of one writer, as each rule of an untrusted file is judged for every module and step."""
+"""The most rules of one writer that are judged. An untrusted file may have any number of rules."""
 
 
 class DescribedModule(NamedTuple):
@@ -51,24 +52,24 @@ class DescribedModule(NamedTuple):
 
 
 class WriterSlots(NamedTuple):
-    """What the manifest of one writer, or the manifests of a rank's writers, say of each slot (a site of a module)."""
+    """The contents of the manifest of one writer, or of a rank's writers, for each slot (a site of a module)."""
 
     selected: Flags
-    """For each slot (a site of a module), whether a rule selects the site on the writer's rank."""
+    """For each slot, whether a rule selects the site on the writer's rank."""
     hidden: Integers
     """For each module, why hooks cannot observe its calls: 1 + the index in `HIDDEN`, or 0 if they can."""
     disarmed: Integers
-    """For each slot (a site of a module), the first step at which its failing hooks were disarmed; else `NEVER`."""
+    """For each slot, the step from which its hooks are disarmed, because they kept failing. `NEVER` if they are not."""
     untapped: Flags
-    """For each slot (a site of a module), whether only taps in graphs record the module, and at other sites only."""
+    """For each slot, whether the module is recorded by taps (points in a compiled graph), but not at this site."""
     tied: dict[int, str]
-    """For each slot (a site) of a tied parameter, the other name under which the parameter is recorded."""
+    """For each slot of a tied parameter, the other name under which the parameter is recorded."""
     untrained: frozenset[int]
-    """The slots (sites) of parameters that have a gradient, but belong to no optimizer."""
+    """The slots of parameters that have a gradient, but belong to no optimizer."""
 
     @classmethod
     def joined(cls, slots: Slots, some: Iterable[WriterSlots]) -> WriterSlots:
-        """Join what the manifests of several writers say. Without a writer, no slot (site of a module) is selected."""
+        """Join the `WriterSlots` of several writers. If there is no writer, no slot is selected."""
         of_slots, of_modules = np.zeros(slots.num_slots, bool), np.zeros(len(slots.modules), np.int64)
         joined = cls(of_slots, of_modules, np.full(slots.num_slots, NEVER, np.int64), of_slots, {}, frozenset())
         for one in some:
@@ -142,7 +143,7 @@ class Slots:
         self.name: Integers = np.ascontiguousarray(names_of)
         self.names = list(names)
         self.first = np.array([*first, len(rows)], np.int64)
-        """For each module, the index of its first slot (a site of the module); then the number of all slots."""
+        """For each module, the index of its first slot (site of the module). The last entry is the number of slots."""
         self._name_codes = names
         self._named = np.flatnonzero(self.site >= len(OF_CALLS))
         keys = self._key(self.module[self._named], self.site[self._named], self.name[self._named])
@@ -153,7 +154,7 @@ class Slots:
         return (module * len(SLOT_SITES) + site) * len(self.names) + name
 
     def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
-        """Return, for each row, the index of its slot (a site of a module); -1 for a row without a slot.
+        """Return the index of each row's slot (a site of a module). -1 for a row without a slot.
 
         `module` is the module's index, `site` the index in `SLOT_SITES`, and `name` the code from `name_code`. Each is
         -1 if unknown.
@@ -170,7 +171,7 @@ class Slots:
         return slots
 
     def name_code(self, name: str) -> int:
-        """Return the code of a parameter's or buffer's name; a state such as ``weight.exp_avg`` has its parameter's."""
+        """Return the code of a parameter or buffer. The state ``weight.exp_avg`` has the code of its parameter."""
         code = self._name_codes.get(name)
         return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
 
@@ -238,11 +239,11 @@ class RuleMatch(NamedTuple):
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """For each slot (a site of a module), True if the rule limits names or calls: then only rows show if it exists."""
+    """For each slot, whether the rule limits names or calls. Then only rows show whether the value exists."""
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
-    """Return the rules of a manifest that keep rows of values, and a text about each rule that cannot be read."""
+    """Return the rules of a manifest that record values as rows, and texts about the rules that cannot be read."""
     rules: list[Rule] = []
     problems: list[str] = []
     texts = manifest.rules
@@ -266,7 +267,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
 
 
 def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
-    """Return which slots (sites of modules) match a rule; None if an expression cannot be matched in bounded time."""
+    """Return the slots (sites of modules) that match a rule, or None if its expressions have no bounded run time."""
     expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
     is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
     try:
@@ -313,6 +314,6 @@ class _BoundedExpressions:
 
 
 def distinct(numbers: Integers) -> Integers:
-    """Sort integers and keep each once. `numpy.unique` uses a hash table for integers, which is five times slower."""
+    """Return the distinct integers, ascending. `numpy.unique`, with its hash table, takes five times as long."""
     ascending = np.sort(numbers)
     return ascending[np.insert(np.diff(ascending) > 0, 0, True)] if len(ascending) else ascending
