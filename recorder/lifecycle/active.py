@@ -1,6 +1,6 @@
 """The active recorder of this process, made at ``import torch`` under ``RECORDER=1``, or else by the first `attach`.
 
-At most one recorder is active at a time, and a forked child has none. Except for wrong settings, nothing here may raise
+At most one recorder is active at a time. A forked child has none. Except for wrong settings, nothing here may raise
 into training.
 """
 
@@ -48,7 +48,7 @@ def _changed(recorder: Recorder, is_recording: bool) -> None:
 
 
 def _listen(recorder: Recorder) -> None:
-    """Pass what the program and its graphs give to a recorder, unless this is done already."""
+    """Connect the program's calls and the taps in its graphs to a recorder, unless they are connected already."""
     if _package._program is None:
         _package._program = ProgramCalls(recorder)  # type: ignore[attr-defined]
         ops.set_sink(GraphTaps(recorder))
@@ -114,7 +114,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
             except Exception as error:  # for example no memory for the pool, which must not make training fail
                 recorder.discovery_failed(error)
                 return Inactive()
-        # The root stays if a handle was dropped unclosed. (A notebook cell that runs again drops its handle later.)
+        # A handle may be dropped without being closed, as by a notebook cell that runs again. The root then stays.
         root.is_kept = root.is_kept or any(handle() is None for handle in root.attachments)
         attachment = Attachment(
             detach=partial(_detach, recorder, root),
@@ -127,7 +127,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
 
 
 def _detach(recorder: Recorder, root: Root) -> None:
-    """Detach one handle. The last handle removes its root; the last root ends a recording that `attach` began."""
+    """Detach one handle. A model's last handle removes its hooks. The last model ends a recording of `attach`."""
     root.attachments = [handle for handle in root.attachments if (held := handle()) is not None and held.is_attached]
     capture = recorder.capture
     if recorder.by_flag or root.attachments or root.is_kept or capture is None or root not in capture.roots:

@@ -49,11 +49,11 @@ class Attachment:
         return "recording" if self.is_attached else "closed"
 
     def flush(self, deadline_s: float = 5.0) -> bool:
-        """Wait until all values observed so far are on disk; return False if that took longer than the deadline."""
+        """Wait until all values observed so far are on disk. Return False if the deadline passes first."""
         return self._flush(deadline_s)
 
     def close(self) -> None:
-        """Remove the hooks and, with the last attached model, end the recording. May be called twice."""
+        """Remove the hooks. The last attached model also ends the recording. A second call does nothing."""
         detach, self._detach = self._detach, None
         if detach is not None:
             detach()

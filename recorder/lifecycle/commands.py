@@ -5,15 +5,16 @@ A command is a small immutable file in the run's directory (`format.commands` de
 thread finds the file, carries the command out through the callback of its kind, and answers in its manifest and its
 status. No collective is issued, and training waits for nothing.
 
-One rank of each node looks into the run's directory, and notifies the other ranks of its node by a mark in the node's
-own memory: a sparse file whose time shows that this rank is at work, and whose length is the number of commands found.
-So 4,096 ranks of 512 nodes make 250 system calls a second on the shared file system, and 40 on each node's own.
+One rank of each node looks into the run's directory. It notifies the other ranks of the node by the node's mark, a
+sparse file in the node's own memory. The time of the mark shows that this rank is at work, and the length of the mark
+is the number of commands found. So 4,096 ranks of 512 nodes make 250 system calls a second on the shared file system,
+and 40 on each node's own.
 
 If nodes share no file system, one rank carries commands for each directory. It copies the commands of its directory
-into the store of the process group, and writes the commands of other directories from the store into its own as files,
-which the writer threads find like any others. Training's connections are not used. The carrier runs on its own thread,
-which may wait for the store and for the disk; training and the writer thread never wait for it. Every failure ends in a
-log line. A carrier ends once it knows that all ranks share one directory.
+into the store of the process group. It writes the commands of other directories, from the store, as files into its own
+directory, where the writer threads find them like any others. Training's connections are not used. The carrier runs on
+its own thread, which may wait for the store and for the disk. Training and the writer thread never wait for the
+carrier. Every failure ends in a log line. A carrier ends once it knows that all ranks share one directory.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most reads a second: of the store by all carriers, of the run's directory by all nodes (512 nodes every 2 s)."""
+"""The most reads a second of the store by all carriers, or of the run's directory by all nodes (512 nodes: each 2 s).
+"""
 _PATIENCE_S = 5.0
 """If the store has a command's number but no text for so many seconds, the rank that took the number counts as gone."""
 _LAST_S = 1.0
@@ -59,12 +61,12 @@ _LAST_S = 1.0
 
 
 class Carrier:
-    """Carries commands between a run directory and the job's store, unless another rank does so for the directory."""
+    """Carries commands between a run directory and the job's store. Only one rank does so for each directory."""
 
     def __init__(self, topology: JobRank, events: Events, *, dir_setting: str) -> None:
         """Carry nothing yet. Each command that cannot be carried becomes an event.
 
-        `dir_setting` is the setting `dir`, which separates recordings of one job; all nodes have the same setting.
+        `dir_setting` is the setting `dir`, equal on all nodes. It separates recordings of one job.
         """
         self._topology = topology
         self._dir_digest = _digest(dir_setting.encode(errors="surrogateescape"))
@@ -82,7 +84,7 @@ class Carrier:
         self._thread: threading.Thread | None = None
 
     def start(self, run_dir: Path) -> None:
-        """Start the thread once a process group exists; a second call does nothing. A failure to start is logged."""
+        """Start the thread if there is a process group. A second call does nothing. A failure to start is logged."""
         if self._thread is not None or self._is_over.is_set() or not is_distributed():
             return
         self._thread = threading.Thread(target=self._run, args=(run_dir,), name="recorder-carrier", daemon=True)
@@ -92,9 +94,9 @@ class Carrier:
             self._events.add("uncarried", f"commands are not carried between nodes: {error}", level=logging.INFO)
 
     def close(self) -> None:
-        """Carry the last commands and end in bounded time; a store that does not answer is cut off.
+        """Carry the last commands, and end in bounded time. A store that does not answer is cut off.
 
-        The thread must end before the interpreter does: a thread that returns from the store later aborts the process.
+        The thread must end before the interpreter does. A thread that returns from the store later aborts the process.
         """
         self._is_over.set()
         thread = self._thread
@@ -134,7 +136,7 @@ class Carrier:
             self._events.add("uncarried", text)
 
     def _is_first(self, store: JobStore, run_dir: Path) -> bool:
-        """Register this rank's directory in the store; return True if this rank is the first to register the directory.
+        """Register this rank's directory in the store. Return True if no other rank has registered it before.
 
         Two ranks have the same directory if they read the same manifest of the run, which contains the time of its
         writing in nanoseconds.
@@ -218,9 +220,9 @@ def _digest(value: bytes) -> str:
 
 
 _ALONE_S = 2.0
-"""The seconds between a rank's reads of the run's directory if no rank reads for the node; more over 500 ranks."""
+"""The seconds between a rank's own reads of the run's directory, if no rank reads for the node. More over 500 ranks."""
 _LEADER_GONE_S = 3.0
-"""A node's mark counts as abandoned if its time is older than the interval of reads plus this many seconds."""
+"""A node's mark counts as abandoned once its time is older than the interval of reads plus this many seconds."""
 _MAX_SHOWN = 8
 """The number of newest answers to commands that fit in a status."""
 
@@ -241,10 +243,9 @@ class Commands:
         `clock` is monotonic, in seconds. `marks` is the folder of the node's mark; None for the node's own memory.
         """
         self.num_refused = 0
-        """The number of refused files; each had the name of a command, but contained no command."""
+        """The number of refused files. Each had the name of a command, but contained no command."""
         self.has_changed = False
-        """True if an answer has changed since the answers were last shown; the code that shows them resets this to
-        False."""
+        """True if an answer has changed since the answers were last shown. The code that shows them resets this."""
         self._topology = topology
         self._events = events
         self._clock = clock
@@ -262,7 +263,7 @@ class Commands:
         self._alone_s = max(_ALONE_S, topology.world_size / _MAX_LOOKS_PER_S)
 
     def on(self, kind: str, take: Callable[[Command], None]) -> None:
-        """Call `take` once with each command of a kind, on the writer thread; if `take` raises, the command is refused.
+        """Call `take` once with each command of a kind, on the writer thread. A command is refused if `take` raises.
 
         If `take` sets no answer, the answer is ``waiting``.
         """
@@ -271,7 +272,7 @@ class Commands:
     def answer(
         self, command: Command, state: str, *, since: int | None = None, until: int | None = None, why: str = ""
     ) -> None:
-        """Set the answer to a command, in place of an earlier answer. Any thread, never waits."""
+        """Set the answer to a command, in place of an earlier answer. Called on any thread; never waits."""
         self._answers[command.number] = Answer(
             number=command.number, id=command.id, kind=command.kind, state=state, since=since, until=until, why=why,
             by=command.by, rules=command.rules,
@@ -279,18 +280,18 @@ class Commands:
         self.has_changed = True
 
     def answer_all(self, answers: Iterable[Answer]) -> None:
-        """Set the answers to some commands; an answer that has not changed is not reported again. Any thread."""
+        """Set the answers to some commands. An answer that has not changed is not reported again. Any thread."""
         for answer in answers:
             if self._answers.get(answer.number) != answer:
                 self._answers[answer.number] = answer
                 self.has_changed = True
 
     def answers(self) -> list[Answer]:
-        """Return all answers by number. Any thread."""
+        """Return all answers by number. Called on any thread."""
         return [self._answers[number] for number in sorted(self._answers)]
 
     def newest_answers(self) -> list[Answer]:
-        """Return the newest answers, as many as fit in a status. Any thread."""
+        """Return the newest answers, as many as fit in a status. Called on any thread."""
         return [answer for answer in self.answers() if answer.number <= MAX_COMMANDS][-_MAX_SHOWN:]
 
     def send(self, command: Command) -> Command:
@@ -373,7 +374,7 @@ class Commands:
 
 
 class _NodeMark:
-    """The file that shows the ranks of a node how many commands local rank 0 has found. An error means no file."""
+    """The file that tells a node's ranks how many commands local rank 0 has found. Errors count as a missing file."""
 
     def __init__(self, folder: Path, run_dir: Path, topology: JobRank) -> None:
         digest = hashlib.blake2b(os.fsencode(run_dir), digest_size=8).hexdigest()
@@ -395,7 +396,7 @@ class _NodeMark:
             os.utime(self._path, follow_symlinks=False)
 
     def read(self, patience_s: float) -> int | None:
-        """Return how many commands local rank 0 has found; None if the file is older than `patience_s` seconds."""
+        """Return how many commands local rank 0 has found. Return None if the file is older than `patience_s`."""
         try:
             stat_result = os.stat(self._path, follow_symlinks=False)
         except OSError:

@@ -4,7 +4,7 @@
     from torch.distributed.debug._debug_handlers import default_handlers
     start_debug_server(handlers=[*default_handlers(), RecorderHandler()])  # on every rank
 
-A rank answers on a thread of torch's, also while training hangs in a collective. No answer may wait or raise.
+A rank answers on a thread of torch's, even while training hangs in a collective. No answer may wait or raise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAGE = """
 
 
 class RecorderHandler(DebugHandler):  # type: ignore[misc, unused-ignore] # torch has no types there
-    """The recorder's page. Make a handler on every rank, so that each rank answers; rank 0 gathers the answers."""
+    """The recorder's page. Make a handler on every rank, because each rank answers. Rank 0 gathers the answers."""
 
     def __init__(self) -> None:
         # Torch drops a reference to `_answer` after the end of Python; dropping the last one would abort the process.
@@ -76,7 +76,7 @@ def _lines(rank: int, status: dict[str, Any]) -> list[str]:
 
 
 def _answer(request: Any, response: Any) -> None:
-    """Answer with this rank's status. If a dump is wanted, rank 0 asks for it, and so notifies the other ranks."""
+    """Answer with this rank's status. If the page asks for a dump, rank 0 requests it and tells the other ranks."""
     active: Any = getattr(_package, "_active", None)
     status: dict[str, Any] = {} if active is None else active.status()
     if status.get("rank") == 0 and request.get_param("dump") == "1":

@@ -1,7 +1,7 @@
-"""What a recording says of itself: manifests and status for the disk, and the first and last lines of its log.
+"""Describes a recording: manifests and status for the disk, and the first and last lines of its log.
 
-An estimate after the first recorded step predicts how many bytes the rules will have written by later steps; it counts
-the records of the first step on the writer thread. Rank 0 logs the lines from its own data. All else may run on any
+After the first recorded step an estimate predicts how many bytes will have been written by later steps. It counts the
+records of the first step on the writer thread. Rank 0 logs the lines, from its own data. All else may run on any
 thread. Nothing here may call a collective, touch a file, or read the elements of a tensor.
 """
 
@@ -87,7 +87,7 @@ class Description:
         }
 
     def news(self, events: Events, commands: Commands) -> dict[str, Any]:
-        """Return the members of `_writer.json` that may still change before the last row is written."""
+        """Return the members of `_writer.json` that may change until the last row is written."""
         return {"events": events.as_list(), "commands": [answer.members() for answer in commands.answers()]}
 
     def status(self, capture: Capture, commands: Commands, findings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Summary:
     finding: str = ""
     """The worst finding of the rules that ran in training, on rank 0; empty if there was no finding."""
     num_dumps: int = 0
-    """The number of triggers that made rank 0 write its ring."""
+    """The number of triggers that made rank 0 write its ring, the values of the last steps."""
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -186,8 +186,8 @@ class Summary:
 def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:
     """Return the name of a run for a command that is typed where the program was started.
 
-    The result is the run's name, or its path if another run in the folder of runs has the same name. `is_default` is
-    True for the folder that commands search by default.
+    The name is replaced by the run's path if another run in the folder of runs has the same name. `is_default` is True
+    for the folder that commands search by default.
     """
     others = [run_dir.parent / name] + [run_dir.parent.parent / name] * is_default
     if any(path != run_dir and os.path.lexists(path) for path in others):
@@ -212,13 +212,13 @@ HISTOGRAM_BYTES = 40
 UNIT_BYTES = 19
 """The bytes that the sums of one unit (channel or neuron) add to a row on disk."""
 PROBE_BYTES = 5
-"""The bytes that the probe of a value adds to the disk at each step."""
+"""The bytes on disk for the probe of a value at one step. The probe is one number of each value at every step."""
 _AHEAD = (100, 1000)
 """The estimate says how many bytes will have been written this many steps after the first."""
 
 
 class Estimate:
-    """Estimates the bytes that a rank will write. The writer thread calls all methods."""
+    """Estimates the bytes that a rank will write. All methods are called on the writer thread."""
 
     def __init__(self, rules: Sequence[Rule], *, rank: int, world_size: int, max_bytes: int) -> None:
         from ..write.quota import probe_bytes  # this loads pyarrow, which `import torch` need not wait for
@@ -232,7 +232,7 @@ class Estimate:
         self._first: int | None = None
         self._num_rows: Counter[str] = Counter()
         self._num_bytes: Counter[tuple[str, int]] = Counter()
-        """The bytes that the first step's rows need beyond `ROW_BYTES` each, by site and bit of `keep`."""
+        """The bytes of the first step's rows beyond `ROW_BYTES` a row, by site (such as output) and bit of `keep`."""
         self._num_looked_at = 0
         """The number of rows at the last call of `look`."""
         self._is_over = False
@@ -258,7 +258,7 @@ class Estimate:
             self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
 
     def look(self, step: int) -> str | None:
-        """Return the estimate, once: after the first step, when no records of this step came since the last call."""
+        """Return the estimate, once. Until no record of the first step has come since the last call, return None."""
         if self._is_over or self._first is None or step <= self._first:
             return None
         num_rows = self._num_rows.total()
@@ -277,7 +277,7 @@ class Estimate:
         return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
 
     def num_bytes(self, first: int, num_steps: int) -> int:
-        """Return the bytes that `num_steps` steps will write from step `first` on, by the first step's counts."""
+        """Return the bytes that `num_steps` steps from step `first` on will write, going by the first step."""
 
         @cache
         def times(schedules: frozenset[Schedule]) -> int:
@@ -297,7 +297,7 @@ class Estimate:
         return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)
 
     def _begins_later(self, site: str, first: int) -> bool:
-        """Return True if rules will soon keep tensors of a site that they did not keep at the first step."""
+        """Return True if rules will soon keep tensors of a site (such as output) but kept none at the first step."""
         schedules = self._schedules(site, KEEP_TENSOR)
         soon = range(first, first + _AHEAD[-1] + 1)
         return not any(first in schedule for schedule in schedules) and any(

@@ -23,7 +23,7 @@ anything else is a program.
 
 
 def launch(arguments: list[str]) -> NoReturn:
-    """Replace this process by the command; exit with code 2 if there is no command, or if a setting is wrong."""
+    """Replace this process by the command. Exit with code 2 if there is no command, or if a setting is wrong."""
     environ, rest = split_assignments(arguments)
     if not rest or rest[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if rest else sys.stderr)

@@ -1,6 +1,7 @@
 """Takes the values that a training program gives the recorder: scalars, taps, steps, and values of taps in graphs.
 
-The callers are training threads and threads that run a graph. Nothing here may raise into training.
+A tap is a point in a model whose value is recorded. The callers are training threads and threads that run a graph.
+Nothing here may raise into training.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MAX_SHOWN = 100
 
 
 class ProgramCalls:
-    """Passes a program's calls of the recorder to the capture once it exists; before, the calls are only counted."""
+    """Passes a program's calls of the recorder to the capture once it exists. Before that, calls are only counted."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -47,7 +48,7 @@ class ProgramCalls:
             self._failed(f"tap {_shown(name)}", error)
 
     def _calling_module(self) -> nn.Module | None:
-        """Return the innermost module of a root on the call stack, so that taps need no bookkeeping in hooks."""
+        """Return the innermost recorded module on the call stack, so that taps need no bookkeeping in hooks."""
         frame = sys._getframe(3)
         capture = self._recorder.capture
         while frame is not None and capture is not None:
@@ -107,7 +108,7 @@ class ProgramCalls:
             SAID_TOKENS.names, SAID_TOKENS.positions, SAID_TOKENS.texts = before
 
     def name_step(self, number: int) -> None:
-        """Set the step for `recorder.step`; before the recording begins, set the step with which it will begin."""
+        """Set the current step, for `recorder.step`. Before the recording begins, set the step it will begin with."""
         try:
             step = int(number)
             if abs(step) >= MAX_COUNT:
@@ -138,12 +139,12 @@ def _shown(name: object) -> str:
 
 
 class GraphTaps:
-    """Passes values and gradients of taps in graphs to the capture, and finds or makes the root of each tap."""
+    """Passes values and gradients of taps in graphs to the capture, and finds or makes the model of each tap."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._stand_ins: list[nn.Module] = []
-        """Empty modules in place of the modules of roots whose calls no hook sees."""
+        """Empty modules that stand in for recorded models whose calls no hook sees."""
 
     def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None:
         if self._recorder.is_over or is_traced():
@@ -167,7 +168,7 @@ class GraphTaps:
             self._tap_failed(name, error)
 
     def has_no_hook(self, where: str) -> bool:
-        """Return True if a module that runs eagerly is recorded only through its tap."""
+        """Return True if the module of the tap `where` has no hooks. Then the tap records even eager calls."""
         if self._recorder.is_over or self._recorder.capture is None:
             return False
         try:
@@ -183,7 +184,7 @@ class GraphTaps:
             self._recorder.capture.hook_failed(f"tap {name!r}", error)
 
     def _root_without_module(self, where: str) -> Root | None:
-        """Make a root for a tap of a loaded artefact, or of a model whose own call no hook observes."""
+        """Make a root (a recorded model) for a tap in a loaded artefact, or in a model whose call no hook sees."""
         if is_data_worker():
             return None
         model = module_taps.model_of(where)

@@ -1,7 +1,7 @@
-"""The recorder, which finds what to record, begins the recording at the first root call, and ends it with the process.
+"""The recorder: finds what to record, begins the recording at the first root call, and ends it with the process.
 
-Nothing starts before the first root call, because a launcher's agent, a data loader's worker and a compile worker
-import torch too. Nothing here may raise into training.
+A root is a model under hooks. Nothing starts before the first root call, because a launcher's agent, a data loader's
+worker and a compile worker import torch too. Nothing here may raise into training.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NUM_TRIES = 3
 
 
 class Recorder:
-    """One recording: made at ``import torch`` or by `attach`, running from the first root call until it is closed."""
+    """One recording, made at ``import torch`` or by `attach`. It runs from the first root call until it is closed."""
 
     def __init__(
         self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
@@ -67,7 +67,7 @@ class Recorder:
         """Start nothing before the first root call. Raises ConfigError if a file of rules in the settings is wrong.
 
         `by_flag` is True if ``RECORDER=1`` asks for the recording, False if the program does. `on_change` is called
-        when this recorder begins to record (True) and when it is over (False).
+        with True when this recorder begins to record, and with False when it is over.
         """
         self.loaded = loaded
         self.settings = loaded.settings
@@ -90,10 +90,10 @@ class Recorder:
         """The step that the program named before the first root; None if it named no step."""
         self._num_optimizers = 0
         self._num_judged = 0
-        """The number of module paths when the patterns of the rules were last compared with the paths."""
+        """The number of module paths when the rules' patterns were last compared with these paths."""
         self._num_renewals = 0
         self._turned_down = (0, "")
-        """The largest module that ran under no root: its number of parameters and its class name."""
+        """The largest module that ran without being recorded: its number of parameters and its class name."""
         self.discovery: Discovery | None = None
         if by_flag:
             self.discovery = Discovery(
@@ -108,11 +108,11 @@ class Recorder:
     # -- called by discovery ----------------------------------------------------------------------------------------
 
     def is_inside_root(self) -> bool:
-        """Return True if this thread is inside a root's call."""
+        """Return True if this thread is inside a call of a root (a model under hooks)."""
         return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
-        """Return True if an outermost module's call should be a root's: an optimizer trains the module or may soon."""
+        """Return True if a call of an outermost module should be recorded: an optimizer trains it, or may soon."""
         if self.is_over or is_data_worker():
             return False
         if self.capture is not None and (root := self.capture.root_of(module)) is not None:
@@ -133,7 +133,9 @@ class Recorder:
         return False
 
     def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Find or make the root of a module while the module's call is running; return changed arguments under jitter.
+        """Find or make the root (model under hooks) of a module whose call is running. Return its arguments if changed.
+
+        The setting `jitter` changes arguments. The result is None if the arguments stay as they are.
 
         Raises:
             SystemExit: with code 2, if a rule matches no module and no other model could be meant.
@@ -159,7 +161,7 @@ class Recorder:
         return args if moved is not None else None
 
     def _root_for(self, module: nn.Module) -> Root:
-        """Return the root that contains a module, or make the outermost model around the module a root."""
+        """Return the root that contains a module. If there is none, make the outermost model around it a root."""
         capture = self.capture
         if capture is not None and (root := capture.root_of(module)) is not None:
             return root
@@ -175,7 +177,7 @@ class Recorder:
         return self.add_root(model, None)
 
     def _stop_for_rules(self, module: nn.Module) -> None:
-        """Stop the launch if a rule can match no module, as its setting must be wrong; only before the first step."""
+        """Stop the launch before the first step if a rule can match no module: its setting must be wrong."""
         source = self.loaded.sources.get("rules", "default")
         if self.settings.roots == "any" or self._early.has_stepped or source == "default":
             return
@@ -268,13 +270,13 @@ class Recorder:
         self._ring.ask(kind, reason, step=step)
 
     def ask_for_error(self, error: BaseException) -> None:
-        """Record that an exception ends the training, and request that the ring writes the last steps."""
+        """Record that an exception ends the training, and request that the ring (the last steps) is written."""
         reason = f"{type(error).__name__}: {one_line(error)}"
         self.events.add(EXCEPTION, reason, level=logging.DEBUG)  # the program prints it
         self.ask(EXCEPTION, reason)
 
     def _undo_start(self) -> None:
-        """Undo a failed start (no memory for the pool, or no thread); training goes on without a recording."""
+        """Undo a failed start (no memory for the pool, or no thread). Training goes on without a recording."""
         self._is_closed = True
         self._early.unwatch_steps()
         self._forget_start()
@@ -296,7 +298,7 @@ class Recorder:
             self.discovery.start()
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Stop looking for roots once all trained parameters are in roots; a new optimizer starts the search again."""
+        """Stop looking for roots once they have all trained parameters. A new optimizer starts the search again."""
         assert self.recording is not None
         capture, optimizers, discovery = self.recording.capture, self.recording.optimizers, self.discovery
         capture.every_call_is_a_step = False
@@ -340,14 +342,14 @@ class Recorder:
     # -- called by attachments ---------------------------------------------------------------------------------------
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until all values observed so far are on disk; return False if the deadline came first."""
+        """Wait until all values observed so far are on disk. Return False if the deadline passes first."""
         if self.recording is None:
             return True
         self.recording.capture.fetch()
         return self.recording.writer.drain(deadline_s)
 
     def status(self) -> dict[str, Any]:
-        """Return what `_status.json` would contain now, with the run directory and the ledger. Any thread."""
+        """Return the content of `_status.json` as of now, with run directory and counts of rows. Any thread."""
         return {} if self.recording is None else self.recording.status()
 
     def run_dir(self) -> Path | None:
@@ -375,7 +377,7 @@ class Recorder:
     def _at_exit(self) -> None:
         """End the recording as the interpreter ends. After a third Ctrl-C, rows that need over `_LAST_S` are lost.
 
-        The ledger is closed however often Ctrl-C comes.
+        The counts of rows are completed however often Ctrl-C comes.
         """
         if os.getpid() != self._pid:
             return
@@ -416,7 +418,10 @@ class Recorder:
             self._termination.uninstall()
 
     def _say_why_nothing(self) -> None:
-        """Log why there was no root, on rank 0 of a program that neither failed nor only launched other programs."""
+        """Log why nothing was recorded. That no module was called is logged on rank 0 alone.
+
+        It is not logged if the program failed, or only launched other programs.
+        """
         if self._turned_down[0]:
             why = f"{self._turned_down[1]} ran, but no optimizer trains it"
             advice = "RECORDER_ROOTS=any records a process without an optimizer"
@@ -428,7 +433,7 @@ class Recorder:
         self.events.add("no_root", f"nothing was recorded: {why}; {advice}")
 
     def _finish(self) -> None:
-        """End the recording because the process is about to end, or wait until a running `close` is done."""
+        """End the recording because the process is about to end. If `close` is running, wait until it is done."""
         if not self._is_closed:
             self.close()
         elif self.recording is not None:

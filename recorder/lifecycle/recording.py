@@ -1,6 +1,6 @@
 """A recording that has begun: its capture, its writer, and the functions that the writer thread calls until the end.
 
-`Recorder` makes a `Recording` at the first root call. Nothing here may raise into training.
+`Recorder` makes a `Recording` at the first call of a model that it records. Nothing here may raise into training.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Recording:
         self._name_in_commands = ""
         """The run's name for commands; empty while the name is not known."""
         self._is_summed_up = threading.Lock()
-        """The thread that logs the summary acquires this lock, and nobody releases it."""
+        """Acquired by the thread that logs the summary, and never released: the summary is logged once."""
         self._estimate: Estimate | None = None
         """The estimate of bytes, which only rank 0 has."""
         if own_topology.rank == 0:
@@ -73,10 +73,10 @@ class Recording:
         self.commands = Commands(own_topology, events)
         """The commands that are sent to the run while it is under way."""
         self._carrier: Carrier | None = None
-        """The carrier of commands between nodes; None if the ranks have no common name for the run."""
+        """Carries commands between nodes; None for a single rank, or if the ranks have no common name for the run."""
         self._manifest_key: object = None
         self._last_manifest: Mapping[str, Any] = {}
-        """The manifest from just before the capture was closed, while there were still modules to describe."""
+        """The manifest from just before the capture was closed. There were still modules to describe then."""
         self._next_status_s = 0.0
         self._is_closed = False
         kernels = native.load(settings.native)
@@ -125,7 +125,8 @@ class Recording:
     def start(self, begun: Callable[[], None]) -> None:
         """Start the writer thread, call `begun`, and wait a while for the writer's directory, if the settings allow it.
 
-        So a disk that refuses to write is reported before the first step; a disk that is only slow delays nothing.
+        So a disk that refuses to write is reported before the first step. A slow disk delays the first step by
+        `_START_PATIENCE_S` at most.
         """
         writer, settings = self.writer, self._settings
         writer.set_manifest(self._manifest())
@@ -183,7 +184,7 @@ class Recording:
         self._ring.saw(records, measured)
 
     def _poll(self) -> dict[str, Any] | None:
-        """Log events, and return the manifest if it has changed. Called on the writer thread, often."""
+        """Log events. Return the manifest if it has changed. Called on the writer thread, often."""
         manifest, capture = None, self.capture
         try:
             self._events.say()
@@ -234,11 +235,11 @@ class Recording:
         return self._description.status(self.capture, self.commands, findings)
 
     def status(self) -> dict[str, Any]:
-        """Return what `_status.json` would contain now, with the run directory and the ledger. Any thread."""
+        """Return the content of `_status.json` as of now, with run directory and counts of rows. Any thread."""
         return {"run": str(self.run_dir), **self.writer.stats().ledger, **self._status()}
 
     def _answer(self) -> None:
-        """Update the answers to the commands that change rules. Any thread."""
+        """Update the answers to the commands that change rules. Called on any thread."""
         self.commands.answer_all(self.capture.rule_commands.answers())
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ class Recording:
         self._sum_up(report.ledger, until_s)
 
     def finish(self) -> None:
-        """Wait until a running `close` is done, or until the deadline, and log the summary."""
+        """Wait until a running `close` is done, or until the deadline. Log the summary."""
         until_s = time.monotonic() + self._settings.close_deadline_s
         report = self.writer.close(self._settings.close_deadline_s)
         self.stop_carrying()

@@ -1,8 +1,8 @@
-"""The ring of a rank: the rules that keep a ring, its memory, and the triggers that cause it to be written.
+"""The ring of a rank (values of the last steps, in memory), and the triggers that have it written to disk.
 
 `RingWatch` owns the memory, the `Triggers`, and the rules of `recorder check` that run in training. A finding of these
 rules may be a trigger. Code that finds a reason to write the ring only asks `Triggers`, on any thread. The writer
-thread then determines the window of steps, has its own ring write them, and sends the other ranks a command; no rank
+thread then determines the window of steps, has its own ring write them, and sends the other ranks a command. No rank
 waits. A rank that receives the command too late reports the steps that it no longer has. Nothing here may touch a
 tensor, wait, or raise into training.
 """
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 
 class RingWatch:
-    """Finds the reasons to write one rank's ring. Any thread may `ask`; the writer thread does the rest."""
+    """Finds reasons to write one rank's ring, the values of the last steps, to disk.
+
+    Any thread may `ask`; the writer thread does the rest.
+    """
 
     def __init__(self, loaded: Loaded) -> None:
         """Do nothing before `start`.
@@ -54,7 +57,7 @@ class RingWatch:
         """True if this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
         self.worst: Finding | None = None
-        """The worst finding of the rules, the first if several are equal; NaN and infinities are reported elsewhere."""
+        """The worst finding of the rules, or the first of equal ones. NaN and infinities are reported elsewhere."""
         self._findings: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
         self._has_said = False
@@ -79,10 +82,10 @@ class RingWatch:
         current_step: Callable[[], int | None],
         on_trouble: Callable[[str], None],
     ) -> RingMemory | None:
-        """Prepare for triggers if a rule keeps a ring on some rank; return this rank's memory for its ring, or None.
+        """Prepare for triggers if a rule keeps a ring on some rank. Return this rank's memory for its ring, or None.
 
         The ring takes a share of `pool`. `writer` keeps the ring's records, and writes them. A trigger that writes less
-        than it should becomes an event. `current_step` returns the step under way; None before there is one.
+        than it should becomes an event. `current_step` returns the step under way, or None before there is one.
         `on_trouble` takes a sentence about each finding that is worse than a note, on the writer thread.
         """
         settings, self._rank, self._on_trouble = self._settings, rank, on_trouble
@@ -111,7 +114,7 @@ class RingWatch:
         return self._make_memory(pool, window, writer) if has_ring else None
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Request that the steps around a step, by default the current one, are written; see `Triggers.ask`."""
+        """Request that the steps around `step`, by default the current step, are written; see `Triggers.ask`."""
         if self._triggers is not None:
             self._triggers.ask(kind, reason, step=self._current_step() if step is None else step)
 
@@ -122,7 +125,7 @@ class RingWatch:
                 self._checks.saw(staged, its)
 
     def probed(self, numbers: ProbedStep) -> None:
-        """Pass the probe's numbers of a step that is over to the rules that run in training. Training thread."""
+        """Pass the probe (one number of each value) of a finished step to the rules in training. Training thread."""
         if self._checks is not None:
             self._checks.probed(numbers)
 
@@ -174,7 +177,7 @@ class RingWatch:
         told["number"] += 1
 
     def findings(self, nonfinite: NonFiniteValue | None) -> list[dict[str, Any]]:
-        """Return the findings for the rank's status, the first non-finite value among them. Writer thread."""
+        """Return the findings for the rank's status, with the first non-finite value at the top. Writer thread."""
         found = list(self._findings.values())
         if nonfinite is not None:
             text = f"step {nonfinite.step}, {nonfinite.where}: not finite ({nonfinite.counts})"
@@ -188,7 +191,7 @@ class RingWatch:
             log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, self.worst.text)
 
     def _look_whether_off(self, capture: Capture) -> None:
-        """Turn the triggers off if capture has turned the ring off, which may happen after the first step."""
+        """Turn the triggers off if capture has turned the ring off. That may happen after the first step."""
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
@@ -199,16 +202,17 @@ _MAX_TEXT = 200
 _MAX_FINDINGS = 8
 """The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
 _MAX_ASKED = 64
-"""The most triggers that wait for the writer thread, which looks five times a second; more are only counted."""
+"""The most triggers that wait for the writer thread, which looks five times a second. More are only counted."""
 _DUE = ("exception", "signal", "user")
-"""The kinds of trigger that are obeyed even soon after another trigger, as the process ends or a person asks."""
+"""The kinds of trigger that are obeyed even soon after another trigger: the process ends, or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
-"""Ranks that find a reason for a dump at once notify the other ranks at different times: the fractional parts of
-multiples of the golden ratio. So most ranks are notified before their turn: of 4,096 about 20 send, within 4 s."""
+"""Ranks that find a reason for a dump at once notify the other ranks at different times. The times are fractional parts
+of multiples of the golden ratio. So most ranks hear of the dump before their turn: of 4,096 about 20 send, within 4 s.
+"""
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
 OWN_RULE = "own rule"
-"""The kind of trigger for a finding of a rule that the user wrote, whatever the rule's name."""
+"""The kind of trigger for a finding of any rule that the user wrote."""
 _ALWAYS = ("program", "user", OWN_RULE)
 
 
@@ -226,7 +230,7 @@ class _Unsent(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """A dump command that this rank has answered, and answers again once the command's window is over."""
+    """A dump command that this rank has answered. It is answered again once the command's window is over."""
 
     command: Command
     dump: Dump
@@ -234,18 +238,18 @@ class _Answered(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Triggers:
-    """The triggers of one rank. Any thread may `ask`; the writer thread does the rest.
+    """The triggers of one rank: reasons to write its ring, the values of the last steps.
 
-    A trigger that writes less than it should becomes an event.
+    Any thread may `ask`; the writer thread does the rest. A trigger that writes less than it should becomes an event.
     """
 
     settings: Settings
     rank: int
     world_size: int
     window: RingWindow
-    """The steps around a trigger that are written."""
+    """How many steps are written before and after the step of a trigger."""
     channel: Writer | None
-    """The writer, with the ring; None if only other ranks keep a ring, or once the ring is off."""
+    """The writer, with the ring. None if only other ranks keep a ring, or once the ring is off."""
     sender: Commands
     """The commands of the run, through which the other ranks are notified."""
     events: Events
@@ -265,8 +269,7 @@ class Triggers:
         self._quiet_until_s = float("-inf")
         self._step: int | None = None
         self._stepped_s: float | None = None
-        """The time of the last change of the step; None before a first change, because a first step compiles and may be
-        slow."""
+        """When the step last changed. None before the first change, because a first step compiles and may be slow."""
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
         """Request that the steps around `step` are written, by default the step under way. Any thread; never waits.
@@ -282,12 +285,12 @@ class Triggers:
         self._asked.append(_Asked(kind, one_line(reason)[:_MAX_TEXT] or kind, step))
 
     def turn_off(self) -> None:
-        """Write nothing from now on, because the ring has no room for its steps. Other ranks are still notified."""
+        """Write nothing from now on: the ring has no room for its steps. Other ranks are still notified."""
         self.channel = None
         self._why_nothing = "the ring is off, because it cannot hold its steps"
 
     def look(self, step: int) -> None:
-        """Determine the windows of the new triggers, and notify the other ranks. Writer thread; `step` is under way."""
+        """Determine the windows of new triggers, and notify the other ranks. `step` is under way. Writer thread."""
         self._look_for_hang(step)
         while self._asked:
             asked = self._asked.popleft()
@@ -350,7 +353,7 @@ class Triggers:
         self.events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
-        """Notify the other ranks of each due dump, unless another rank has sent a command for its steps first."""
+        """Notify the other ranks of each due dump. Skip a dump if another rank has sent a command for its steps."""
         due = [unsent for unsent in self._unsent if unsent.due_s <= now]
         self._unsent = [unsent for unsent in self._unsent if unsent.due_s > now]
         for _, command, dump in due:

@@ -1,9 +1,9 @@
 """Handles signals that end the process: data in memory is written first, and the process ends as without the recorder.
 
-A signal is taken over only if its action is the default one, and the program cannot notice: `signal.getsignal` returns
-SIG_DFL. Ignored signals and handlers of other code, in Python or in C, are never touched; when a Python handler runs, a
-thread of the recorder flushes the data at the same time. If the main thread is stuck in a collective and never runs a
-handler, the thread of the recorder ends the process, by the same signal.
+A signal is taken over only if its action is the default one. The program cannot notice: `signal.getsignal` returns
+SIG_DFL. Ignored signals and handlers of other code, in Python or in C, are never touched. While such a Python handler
+runs, a thread of the recorder flushes the data. If the main thread is stuck in a collective and never runs a handler,
+the thread of the recorder ends the process, by the same signal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SI
 """The signals that a thread causes itself by a fault. They must not be blocked."""
 
 _leftover_pipes: list[_Pipe] = []
-"""Pipes of former watches. Other code may restore one as wake-up descriptor, so pipes are reused, never closed."""
+"""Pipes of former watches. Other code may restore one as wake-up descriptor. So pipes are reused, and never closed."""
 _masks: dict[int, set[signal.Signals]] = {}
 
 
@@ -53,14 +53,14 @@ class _Pipe:
         return self.read_end.is_ours and self.write_end.is_ours
 
     def read(self) -> bytes:
-        """Return the bytes in the pipe, or wait for bytes; empty if the pipe is closed."""
+        """Wait for bytes in the pipe, and return them. Return no bytes if the pipe is closed."""
         with contextlib.suppress(OSError):
             if self.read_end.is_ours:
                 return os.read(self.read_end, 4096)
         return b""
 
     def write(self, number: int) -> None:
-        """Wake the watching thread, if the pipe has room."""
+        """Wake the watching thread, unless the pipe is full."""
         with contextlib.suppress(OSError):
             if self.write_end.is_ours:
                 os.write(self.write_end, bytes([number]))
@@ -99,7 +99,7 @@ def _die_of(number: int) -> None:
 
 
 def _action(number: int) -> int:
-    """Return the address of a signal's handler from the kernel; 0 is the default action, 1 means that it is ignored.
+    """Return the address of a signal's handler, from the kernel. 0 is the default action; 1 ignores the signal.
 
     Python does not know handlers that C code installs, for example by `faulthandler.register`.
     """
@@ -111,24 +111,24 @@ def _action(number: int) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class TerminationWatch:
-    """Handles the signals that end the process while a recording runs, with a watching thread; see `install`."""
+    """Handles the signals that end the process while a recording runs. It has a watching thread; see `install`."""
 
     flush: Callable[[], object]
-    """Brings the data in memory to disk, in bounded time; any thread may call it."""
+    """Brings the data in memory to disk, in bounded time. Called on any thread."""
     finish: Callable[[], object]
     """Does what `flush` does and ends the recording, because the process is about to end."""
     deadline_s: float
-    """The seconds for `finish`; the process ends soon after them, whatever `finish` does."""
+    """The seconds for `finish`. The process ends soon after them, whatever `finish` does."""
     ending: Callable[[int], object]
-    """Called with the signal just before `finish`; it must not wait."""
+    """Called with the signal just before `finish`. It must not wait."""
     trigger: int | None
     """A signal on which `triggered` is called. It ends the process only if the program's own handler does."""
     triggered: Callable[[], object]
-    """Called on a thread of the recorder or in the main thread, perhaps twice; it must not wait."""
+    """Called on a thread of the recorder or in the main thread, perhaps twice. It must not wait."""
 
     def __post_init__(self) -> None:
         self._handlers: dict[int, tuple[_Handler, int]] = {}
-        """For each signal the recorder's handler, and the address that the kernel has for the handler."""
+        """For each signal, the recorder's handler and the address that the kernel has for this handler."""
         self._pipe: _Pipe | None = None
         self._thread: threading.Thread | None = None
         self._is_ending = self._is_main_ending = False
@@ -177,7 +177,7 @@ class TerminationWatch:
         _die_of(number)
 
     def _watch(self) -> None:
-        """Run the watching thread: end the process on a signal that was taken over, flush on any other signal."""
+        """Run the watching thread. A signal that was taken over ends the process; any other signal causes a flush."""
         pipe = self._pipe
         assert pipe is not None
         while numbers := pipe.read():
@@ -239,7 +239,7 @@ class TerminationWatch:
         for number, (handler, action) in self._handlers.items():
             handler.watch = None
             if _signal.getsignal(number) is handler and _action(number) == action:
-                # The kernel's handler is reset first: Python warns of a signal that comes while a handler is being
+                # The kernel's handler is reset first. Python warns of a signal that comes while a handler is being
                 # removed.
                 ctypes.CDLL(None).signal(int(number), 0)
                 signal.signal(number, signal.SIG_DFL)
@@ -255,7 +255,7 @@ class TerminationWatch:
         self._pipe = None
 
     def hold(self) -> None:
-        """Block signals before a fork: a signal to the child would enter the parent's pipe, and end the parent."""
+        """Block signals before a fork. A signal to the child would enter the parent's pipe, and end the parent."""
         ours = {number for number in self._handlers if self._is_ours(number)}
         _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # type: ignore[assignment]
 
@@ -268,7 +268,7 @@ class TerminationWatch:
 
 
 def unhandled_exception() -> BaseException | None:
-    """Return the exception that ends the program, which the interpreter has stored because nothing caught it.
+    """Return the exception that ends the program, as the interpreter has stored it, or None.
 
     In an interactive session the result is None, because an exception ends one line only.
     """
