@@ -52,8 +52,7 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most reads a second of the store by all carriers, or of the run's directory by all nodes (512 nodes: each 2 s).
-"""
+"""The most reads a second of the store by all carriers, or of a run's directory by all nodes (512 nodes: each 2 s)."""
 _PATIENCE_S = 5.0
 """If the store has a command's number but no text for so many seconds, the rank that took the number counts as gone."""
 _LAST_S = 1.0

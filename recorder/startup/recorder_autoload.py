@@ -1,9 +1,9 @@
 """Runs at the end of ``import torch`` (entry point group ``torch.backends``) and starts `recorder` if the user asks.
 
-If ``RECORDER`` is off, it imports only `os` and `sys`, or, if the program has imported `recorder` before torch,
-registers the op that loaded artefacts may contain. It must never break ``import torch``: every failure except a wrong
-setting is one line on stderr. If a user's own ``recorder.py`` next to the script hides this package from ``import
-recorder``, the package is loaded under another name, so that both work.
+If ``RECORDER`` is off, it imports only `os` and `sys`. If the program has imported `recorder` before torch, it also
+registers the ops that loaded artefacts may contain. It must never break ``import torch``: every failure except a wrong
+setting is one line on stderr. A user's own ``recorder.py`` next to the script may hide this package from ``import
+recorder``. The package is then loaded under another name, so that both work.
 """
 
 import os
@@ -38,7 +38,7 @@ def start() -> None:
 
 
 def _package() -> str:
-    """Return the name under which this package can be imported, after importing it under another name if needed."""
+    """Return the name under which this package can be imported. If needed, import it under another name first."""
     import importlib.util
 
     own_folder = os.path.dirname(os.path.abspath(__file__))

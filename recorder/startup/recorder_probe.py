@@ -1,6 +1,6 @@
 """Watches a program for ``recorder prove``: digests of its complete state after each optimizer step, and its output.
 
-The start-up hook loads this module in all runs that are compared, with the recorder and without, so that its own effect
+The start-up hook loads this module in all runs that are compared, with the recorder and without. So its own effect
 cancels out. It imports nothing of the package, puts no hook on a module, issues no collective, and changes no state of
 the program. It ends the program, with exit code 0, after the requested number of steps.
 """
@@ -26,7 +26,7 @@ STEPS = "_RECORDER_PROBE_STEPS"
 RESUME = "_RECORDER_PROBE_RESUME"
 """The environment variable of ``prove --resume``: ``killed`` for the launch that is killed, else ``resumed``."""
 _WAIT_S = 60.0
-"""The most seconds that a rank waits at the end for the other ranks, which would be ended if it left early."""
+"""The most seconds that a rank waits at the end for the other ranks. They would be ended if it left early."""
 _TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"))
 
@@ -50,7 +50,7 @@ def start() -> None:
 
 
 class ProgramProbe:
-    """Counts the steps of the program's first optimizer, and writes a line of digests after a step of any optimizer."""
+    """Counts the steps of the program's first optimizer. Writes a line of digests after a step of any optimizer."""
 
     def __init__(self, folder: str, num_steps: int) -> None:
         self._folder = folder
@@ -61,16 +61,16 @@ class ProgramProbe:
         """The `id` of the optimizer whose steps are counted."""
         self._num_done = 0
         self._others_awaited: set[int] = set()
-        """The `id` of each other optimizer that stepped between the last two counted steps."""
+        """The `id` of each other optimizer that stepped between the last two steps of the first optimizer."""
         self._others_stepped: set[int] = set()
         self._models: list[weakref.ref[Any]] = []
-        """Weak references to models: a DDP module that outlives its process group can block the end of the process."""
+        """Weak references to models. A DDP module that outlives its process group can block the end of the process."""
         self._names: dict[int, str] = {}
         self._handle = register_optimizer_step_post_hook(self._after_step)
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Register the hook after a step again, so that it runs last and sees the state that other hooks leave."""
+        """Register the hook after a step again, so that it runs last and sees what other hooks have changed."""
         if not torch.compiler.is_compiling():
             self._handle.remove()
             self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -116,7 +116,7 @@ class ProgramProbe:
         raise SystemExit(0)
 
     def _look(self, optimizer: Any) -> dict[str, str]:
-        """Return digests of the program's state; a key is the kind and the name of a value, separated by a space."""
+        """Return digests of the program's state. A key is the kind and the name of a value, separated by a space."""
         seen: dict[str, str] = {}
         self._see_models(seen, [optimizer])
         for reference in self._models:
@@ -129,7 +129,7 @@ class ProgramProbe:
         return seen
 
     def _see_models(self, seen: dict[str, str], optimizers: list[Any]) -> None:
-        """Add digests of the models that these optimizers train, and of the optimizers' state, to `seen`."""
+        """Add to `seen` digests of the models that these optimizers train, and of the optimizers' state."""
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         if any(id(parameter) not in self._names for group in groups for parameter in group):
             self._find_models(groups)
@@ -245,8 +245,8 @@ def _see(seen: dict[str, str], name: str, value: Any) -> None:
 def _described(value: Any) -> str:
     """Describe a value: ``= 0.5`` for a single number, else by dtype, kind of content and digest.
 
-    The kind is ``zero`` (all elements are 0), ``bfloat16`` (float32 elements that are bfloat16 numbers) or ``-``. For a
-    chunk of a DTensor, the whole tensor's shape and the chunk's offsets and sizes follow.
+    The kind is ``zero`` (all elements are 0), ``bfloat16`` (float32 elements that are bfloat16 numbers) or ``-``. A
+    chunk of a DTensor is also described by the whole tensor's shape and by the chunk's offsets and sizes.
     """
     if not isinstance(value, torch.Tensor):
         return f"= {value!r}"
@@ -310,5 +310,5 @@ def _hash(text: bytes) -> str:
 
 
 def _legacy_state(state: Any) -> str:
-    """Return the digest of a state of NumPy's older random generators, as their `get_state` returns it."""
+    """Return a digest of the state of a NumPy random generator of the older kind, which `get_state` returns."""
     return _hash(repr([part.tolist() if hasattr(part, "tolist") else part for part in state]).encode())

@@ -1,6 +1,6 @@
 """Watches a program for ``recorder prove --resume``: what each optimizer step begins with, reads, and computes.
 
-The state is read when the first training forward of a step begins: at that moment a resumed process has restored all
+The state is read when the first training forward of a step begins. At that moment a resumed process has restored all
 that it will restore. The module imports nothing of the package, and changes no state of the program. It puts global
 hooks on forward passes, in all launches that are compared.
 """
@@ -27,11 +27,11 @@ _MODULE, _OPTIMIZER, _SCALER = torch.nn.Module, torch.optim.Optimizer, torch.amp
 _SCHEDULE, _LOADER = torch.optim.lr_scheduler.LRScheduler, _MultiProcessingDataLoaderIter
 _KINDS: tuple[type, ...] = (_MODULE, _OPTIMIZER, _SCALER, _SCHEDULE, _LOADER)
 _FLUSHED_S = 2.0
-"""The seconds that a process waits before it kills itself, so that the recorder's writer takes the rows to the disk."""
+"""The seconds that a process waits before it kills itself, so that the recorder's writer can bring rows to the disk."""
 
 
 class ResumeProbe(base.ProgramProbe):
-    """Writes a line for each update by an optimizer, with the state before the update, its batches and gradients."""
+    """Writes a line for each update by an optimizer: the state before the update, and its batches and gradients."""
 
     def __init__(self, folder: str, num_steps: int, *, is_killed: bool) -> None:
         super().__init__(folder, num_steps)
@@ -48,9 +48,9 @@ class ResumeProbe(base.ProgramProbe):
         self._kind_of: dict[type, type | None] = {}
         """For each type, its base class in `_KINDS`, `object` for another type with a `state_dict`, or None."""
         self._others: dict[int, str] = {}
-        """The names of objects beside the model, such as a moving average of the weights, by their `id`."""
+        """The names of objects beside the model, such as a moving average of the weights, by the objects' `id`."""
         self._generators: list[tuple[Any, int | None]] = []
-        """The random generators that were found last, each with its initial seed if it is torch's, else with None."""
+        """The random generators found last, each with its initial seed, or with None if it is not torch's."""
         hooks.register_module_forward_pre_hook(self._before_forward)
         hooks.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
 
@@ -71,7 +71,7 @@ class ResumeProbe(base.ProgramProbe):
                 self._look_before()
 
     def _after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Take the digest of the batch after the forward, as global hooks before it get no keyword arguments."""
+        """Take the digest of the batch. Done after the forward: global hooks before it get no keyword arguments."""
         if self._is_elsewhere():
             return
         self._depth -= 1
@@ -155,7 +155,7 @@ class ResumeProbe(base.ProgramProbe):
         self._see_variables(seen)
 
     def _see_variables(self, seen: dict[str, str]) -> None:
-        """Add digests of generators and of weight averages; note the generators made or seeded since the last call."""
+        """Add digests of generators and weight averages. Note the generators made or seeded since the last call."""
         types: tuple[type, ...] = (torch.Generator, random.Random)
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]
@@ -193,7 +193,7 @@ class ResumeProbe(base.ProgramProbe):
         return self._others[id(one)]
 
     def _tensors(self, name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors in a member of an object, with their names, without the model's own parameters."""
+        """Return the tensors in a member of an object, with their names. The model's own parameters are left out."""
         if isinstance(value, torch.Tensor):
             return [] if id(value) in self._names else [(name, value)]
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -233,7 +233,7 @@ def _samples(batch: list[torch.Tensor]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return the name of a weight without the number of its model and without the names that wrappers add."""
+    """Return a weight's name without the number of the model and without the names that wrappers add."""
     parts = name.split(".")
     added = {"module", *base._TRANSPARENT}
     return ".".join(one for one in parts if one not in added and not re.fullmatch(r"model_\d+", one))

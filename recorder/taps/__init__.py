@@ -1,4 +1,4 @@
-"""Taps: an op in the model that records a value wherever its graph goes, compiled, exported, traced or scripted."""
+"""Taps: ops in a model's graph that record values, wherever the graph goes: compiled, exported, traced or scripted."""
 
 from importlib import import_module
 from typing import Any

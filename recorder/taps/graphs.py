@@ -1,8 +1,8 @@
 """Taps in code that becomes a graph: decides which tensors go through the op ``recorder::tap``.
 
 The op returns a copy. If a tensor shares memory with another tensor that the program can reach, a copy would separate
-the two: an in-place change of one would no longer show in the other. Such a tensor is recorded without a copy, and its
-gradient is the total over all its uses. Nothing here may change what a model computes.
+the two: an in-place change of one tensor would no longer show in the other. Such a tensor is recorded without a copy,
+and its gradient is the total over all its uses. Nothing here may change what a model computes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..sites import full_name
 from . import ops
 
 _tracing_state = torch._C._get_tracing_state
-# FX's private flag is read (since torch 2.14 for each thread), as `is_fx_tracing` logs a warning at each call.
+# FX's private flag (since torch 2.14 one for each thread) is read, because `is_fx_tracing` logs a warning at each call.
 _is_fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", lambda: _symbolic_trace._is_fx_tracing_flag)
 _PLAIN = (str, bytes, int, float, bool, complex)
 _LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
-"""Whether dynamo can list a module's attributes; in torch 2.9 it can only look them up by name."""
+"""True if dynamo can list a module's attributes. In torch 2.9 it can only look them up by name."""
 
 
 def is_for_graph(value: Any) -> bool:
-    """Return True if the running code is being made into a graph, or is differentiated or batched by `torch.func`."""
+    """Return True if the running code becomes a graph, or is differentiated or batched by `torch.func`."""
     if torch.compiler.is_compiling():
         return ops.is_on or _is_exporting()
     return is_traced() or is_proxy(value) or (ops.is_on and in_functorch()) or _is_made_into_fx()
@@ -67,7 +67,7 @@ def _is_made_into_fx() -> bool:
 
 
 def allow_in_graph() -> None:
-    """Let dynamo put `pass_tap` into its graph untraced, because only running code knows which tensors share memory."""
+    """Let dynamo put `pass_tap` into its graph untraced. Only running code knows which tensors share memory."""
     import torch._dynamo
 
     torch._dynamo.allow_in_graph(pass_tap)
@@ -85,7 +85,7 @@ def _stored_names(kind: type[nn.Module]) -> list[str]:
 
 
 def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
-    """Tap the tensors of a module's output; return the same object if no tensor could be tapped."""
+    """Tap (record) the tensors of a module's output. Return `output` itself if no tensor could be tapped."""
     if not torch.compiler.is_compiling():
         if isinstance(output, torch.fx.Proxy):  # FX does not say whether the proxy is a tensor or a tuple
             return output.tracer.create_proxy("call_function", through, (output, where), {})
@@ -117,14 +117,14 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
 
 def tap_argument(value: Any, name: str, where: str) -> Any:
-    """Tap the tensors of a module's argument."""
+    """Tap (record) the tensors of a module's argument, and return the argument."""
     if not torch.compiler.is_compiling() and (is_proxy(value) or is_traced()):
         return see_one(value, name, where)
     return _map(value, name, lambda tensor, at: _watched(tensor, at, where))
 
 
 def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
-    """Record a tensor without a copy, as its module may change it in place; the gradient sums up all its uses."""
+    """Record a tensor without a copy, as its module may change it in place. Its gradient sums up all its uses."""
     if _is_tappable(tensor):
         torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
     return tensor
@@ -142,7 +142,7 @@ def tap_by_hand(tensor: Any, name: str) -> Any:
 
 
 def through(output: Any, where: str) -> Any:
-    """Record a module's output in a graph that runs without compilation, and return the output without a copy."""
+    """Record a module's output in a graph that runs without compilation. Return the output without a copy."""
     if not torch.compiler.is_compiling() and is_proxy(output):
         return _map(output, "", lambda value, name: _see_proxy(value, name, where))
     return _map(output, "", lambda tensor, name: torch.ops.recorder.see(tensor, name, where))
@@ -155,14 +155,14 @@ def _see_proxy(value: Any, name: str, where: str) -> Any:
 
 
 def see_one(value: Any, name: str, where: str) -> Any:
-    """Pass each tensor of a value to the op `see`, and return the value with the op's results as its tensors."""
+    """Pass each tensor of a value to the op `see`. Return the value with the op's results in their place."""
     return _map(value, name, lambda tensor, at: torch.ops.recorder.see(tensor, at, where))
 
 
 def pass_tap(
     tensor: torch.Tensor, others: Sequence[torch.Tensor], name: str, where: str, with_grad: bool
 ) -> torch.Tensor:
-    """Return the tensor after it has passed the op; the same tensor if it shares memory with one of `others`."""
+    """Return the op's copy of a tensor. Return the tensor itself if it shares memory with one of `others`."""
     if any(_shares_memory(tensor, other) for other in others):
         torch.ops.recorder.watch(tensor, name, where, 0, with_grad)
         return tensor
@@ -182,7 +182,7 @@ def _shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _with_grad() -> bool:
-    """Return True if code is compiled with gradients enabled; False for an export, which runs in its caller's mode."""
+    """Return True if code is compiled, not exported, with gradients enabled. Exports run in their caller's mode."""
     return torch.compiler.is_compiling() and not _is_exporting() and torch.is_grad_enabled()
 
 
@@ -204,12 +204,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _map(value: Any, name: str, visit: Callable[[Any, str], Any]) -> Any:
-    """Return a nested value with every tensor replaced; the same object where nothing was replaced."""
+    """Return a nested value with every tensor replaced. Return the same object if nothing was replaced."""
     return _mapped(value, name, visit)[0]
 
 
 def _mapped(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tuple[Any, bool]:
-    """Return a nested value with every tensor replaced, and whether a tensor was replaced.
+    """Return a nested value with every tensor replaced, and True if a tensor was replaced.
 
     The flag is needed because dynamo does not compare containers by identity.
     """

@@ -1,8 +1,8 @@
-"""Taps on modules: forward hooks that call the recorder's ops, so that all transforms of the model show values.
+"""Taps on modules: forward hooks that call the recorder's ops, so that a model in any form records values.
 
 The hook is a plain function whose name encodes everything that it does. So it is pickled, packaged and copied by name,
-is made again from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In eager code it does
-nothing, because there the recorder's own hooks see the value, without a copy. Nothing here depends on a recording.
+and is made again from its name (`__getattr__`). It has source that `torch.jit.script` can compile. In eager code it
+does nothing, because there the recorder's own hooks see the value, without a copy. Nothing here depends on a recording.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..system.text import one_line
 from . import graphs, ops
 
 _KEY = 0x7265636F72646572
-"""The key of our hook in a module's dict of hooks. Torch counts its keys and never reaches this one, so no other hook
+"""The key of our hook in a module's dict of hooks. Torch counts its keys and never reaches this one. So no other hook
 can replace ours when a model is loaded from a file.
 """
 _PREFIX = "recorder_tap_"
@@ -45,7 +45,7 @@ _models: dict[str, weakref.ref[nn.Module]] = {}
 
 
 class Where(NamedTuple):
-    """The module and site of the value that a tap records; as JSON text it is an argument of the op."""
+    """The module and site (output or input) of the value that a tap records. Its JSON text is an argument of the op."""
 
     root: str
     """The name under which the model was instrumented."""
@@ -64,7 +64,7 @@ class Where(NamedTuple):
     @classmethod
     @lru_cache(maxsize=65536)
     def from_text(cls, text: str) -> Where:
-        """Parse the text of a tap; raises ValueError if `Where.text` did not make the text."""
+        """Parse a text that `Where.text` has made. Raises ValueError for any other text."""
         try:
             parsed = cls(**json.loads(text))
         except TypeError as error:
@@ -79,7 +79,7 @@ class Where(NamedTuple):
 
 
 def tap_output_of(module: nn.Module, where: Where) -> None:
-    """Put a tap on a module's output; a module has at most one."""
+    """Put a tap on a module's output. A module has at most one there."""
     types = _script_types(module)
     hook: Any = OutputTap(where.text)
     if types is not None:
@@ -124,7 +124,7 @@ def name_for(model: nn.Module, name: str | None) -> str:
 
 
 def model_of(where: str) -> nn.Module | None:
-    """Return the live model that was instrumented in this process under the root name of a tap; else None."""
+    """Return the live model that this process instrumented under the root name in `where`, or None."""
     reference = _models.get(Where.from_text(where).root) if where else None
     return reference() if reference is not None else None
 
@@ -152,7 +152,7 @@ class _ObjectTap:
 
     @property
     def __name__(self) -> str:
-        """Raise if `torch.jit.script`, which cannot compile this hook, asks for the hook's name."""
+        """Raise if `torch.jit.script` asks for the hook's name, because it cannot compile this hook."""
         if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
             where = Where.from_text(self.where)
             raise TapError(
@@ -164,7 +164,7 @@ class _ObjectTap:
 
 
 class OutputTap(_ObjectTap):
-    """Forward hook of a module whose types TorchScript cannot express."""
+    """A forward hook on a module whose types TorchScript cannot express."""
 
     __slots__ = ()
 
@@ -173,7 +173,7 @@ class OutputTap(_ObjectTap):
 
 
 class InputTap(_ObjectTap):
-    """Forward pre-hook with kwargs, which taps the arguments."""
+    """A forward pre-hook with kwargs that taps the arguments."""
 
     __slots__ = ()
 
@@ -203,7 +203,7 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
 
 def __getattr__(name: str) -> Any:
-    """Make the hook of this name, when a tap is put on a module, or when a model with taps is loaded."""
+    """Make the hook of this name. Called when a tap is put on a module, and when a model with taps is loaded."""
     if not name.startswith(_PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packed = name.removeprefix(_PREFIX).upper()
@@ -236,7 +236,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_script_type(kind: object) -> bool:
-    """Return True if a text from a hook's name is a type that the recorder writes for TorchScript, and nothing else."""
+    """Return True if `kind`, a text from a hook's name, is a type that the recorder writes for TorchScript."""
     try:
         tree = ast.parse(kind, mode="eval").body if isinstance(kind, str) else None
     except (SyntaxError, MemoryError):
@@ -250,7 +250,7 @@ def _is_script_type(kind: object) -> bool:
 
 
 def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
-    """Return lines of TorchScript that tap the content of a variable `value` of type `kind`; `name` is an expression.
+    """Return lines of TorchScript that tap the tensors in variable `value` of type `kind`. `name` is an expression.
 
     Every tensor that a tap returns is put back into its place, because TorchScript drops calls whose result is unused.
     """
@@ -290,7 +290,7 @@ def _members(kind: str) -> list[str]:
 
 
 def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
-    """Return the types of a forward's arguments and result for TorchScript; an argument without a hint is a tensor.
+    """Return the types of a forward's arguments and result for TorchScript. An argument without a hint is a tensor.
 
     The result is None if TorchScript cannot express the types, or if there are several forwards.
     """

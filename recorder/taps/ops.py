@@ -1,15 +1,15 @@
 """The dispatcher ops that record a value wherever a graph goes: compiled, exported, traced, scripted, differentiated.
 
 ``recorder::tap`` hands ``x`` to the recorder, if one is on, and returns a copy, because compilers keep only functional
-ops. Its gradient passes through ``recorder::tap_grad``, which does the same. ``recorder::see`` returns ``x`` itself,
-for graphs that run as they are, such as TorchScript's. ``recorder::watch`` returns an empty tensor, for compilers that
-require a result; the program goes on with ``x`` itself. A tensor hook records the total gradient of ``x``, by
-``recorder::watch_grad`` if the graph includes the backward. Importing this module registers the ops; it imports torch
-alone, and must never raise out of an op for a reason of the recorder's own.
+ops. The gradient of ``x`` passes through ``recorder::tap_grad``, which does the same. ``recorder::see`` returns ``x``
+itself, for graphs that run as they are, such as TorchScript's. ``recorder::watch`` returns an empty tensor, for
+compilers that require a result, and the program goes on with ``x`` itself. A tensor hook records the total gradient of
+``x``. If the graph includes the backward, it does so by ``recorder::watch_grad``. Importing this module registers the
+ops. It imports torch alone, and must never raise out of an op for a reason of the recorder's own.
 
 Every op has a ``name`` and a ``where``, as in `recorder.taps.module_taps`. ``number`` distinguishes the taps of one
-graph, so that a gradient finds its value; ``with_grad`` says that the graph was made with gradients enabled, which
-compiled code no longer knows when it runs.
+graph, so that a gradient finds its value. ``with_grad`` is True if the graph was made with gradients enabled. Compiled
+code no longer knows this when it runs.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Sink(Protocol):
     ) -> None: ...
 
     def has_no_hook(self, where: str) -> bool:
-        """Return True if a module that runs eagerly is recorded only through its tap."""
+        """Return True if the module of the tap `where` has no hooks. Then the tap records even eager calls."""
 
 
 _numbers = itertools.count(1)
 sink: Sink | None = None
 is_on = False
-"""Whether there is a sink. Dynamo guards on this flag: once it changes, dynamo compiles again, with or without taps."""
+"""True if there is a sink. Dynamo guards on this flag: once it changes, dynamo compiles again, with or without taps."""
 
 
 def set_sink(new: Sink | None) -> None:
-    """Set the sink of the ops; None for no sink."""
+    """Set the sink of the ops, or None for no sink."""
     global sink, is_on
     sink, is_on = new, new is not None
 
@@ -82,7 +82,7 @@ def _gradient_arrived(name: str, where: str, number: int, gradient: torch.Tensor
 
 def _watch(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
     if sink is not None:
-        # Compiled code runs with gradients disabled, so `requires_grad` is set on its inputs only.
+        # Compiled code runs with gradients disabled. So `requires_grad` is set on its inputs only.
         has_gradient = x.requires_grad and (with_grad or torch.is_grad_enabled())
         number = next(_numbers) if has_gradient else number
         sink.tapped(x.detach(), name, where, number, with_grad)
@@ -111,7 +111,7 @@ class _GraphGradientHook:
 
 @contextlib.contextmanager
 def _next_level() -> Iterator[None]:
-    """Run below autograd. Under further `torch.func` transforms, enable gradients, as a forward disables them."""
+    """Run the block below autograd. In `torch.func` transforms, enable the gradients that a forward disables."""
     with contextlib.ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(torch.enable_grad())
@@ -121,7 +121,7 @@ def _next_level() -> Iterator[None]:
 
 
 class _Tap(_SingleLevelFunction):
-    """The autograd formula of ``recorder::tap``, which the dispatcher calls once for each functorch transform."""
+    """The autograd formula of ``recorder::tap``. The dispatcher calls it once for each functorch transform."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *key: Any) -> torch.Tensor:
@@ -206,7 +206,7 @@ def _becomes_graph(x: torch.Tensor) -> bool:
 
 
 def _differentiable(function: Any, op: Any) -> Any:
-    # The formula is written by hand, as `torch.func` refuses one made by `torch.library.register_autograd`.
+    # The formula is written by hand. `torch.func` refuses one made by `torch.library.register_autograd`.
     functorch = torch._C._functorch
 
     def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
@@ -226,7 +226,7 @@ def _differentiable(function: Any, op: Any) -> Any:
 
 
 def _batched(op: Any, dim: int | None) -> Any:
-    """Return the vmap rule of ``op``: it records the batch as one value, with the batch dim first."""
+    """Return the vmap rule of ``op``, which records the batch as one value, with the batch dim first."""
 
     def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int | None]:
         return op(x.movedim(in_dims[0], 0), *key), dim

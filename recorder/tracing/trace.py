@@ -171,7 +171,7 @@ class Trace:
 
 
 def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:
-    """Return the paths of modules that run inside a graph, each with the reason why its hooks do not run."""
+    """Return the reason why no hooks run, for each module inside a graph, by module path."""
     compiled: list[str] = []
     reasons = {}
     for node in nodes:
@@ -205,9 +205,9 @@ class _TracedModuleHooks:
         self._sees_inputs = any(values_of(site) == "input" for site in self.seen.sites)
         self._signature: tree.Signature | None = None
         self._num_graphless = 0
-        """The number of calls with gradients disabled, as reentrant checkpoints make them."""
+        """The number of calls with gradients disabled. Reentrant checkpoints make such calls."""
         self._open: dict[int, list[int | None]] = {}
-        """For each thread, the indexes of calls that have begun and not ended; None for a call that is not kept."""
+        """For each thread, the indexes of the calls that have begun and not ended; None for a call that is not kept."""
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -266,7 +266,7 @@ class _TracedModuleHooks:
                 self._see("output", "grad_output", name, tensor, call)
 
     def _begin(self) -> int | None:
-        """Count a call that begins; return its index, or None for a call whose values are not kept."""
+        """Count a call that begins, and return its index. Return None for a call whose values are not kept."""
         seen = self.seen
         if _is_in_backward():
             return self._recomputed_call()
@@ -278,7 +278,7 @@ class _TracedModuleHooks:
         return seen.num_calls - 1
 
     def _recomputed_call(self) -> int | None:
-        """Return the index of the call that a recompute repeats; None if unknown, or if the forward made the graph."""
+        """Return the index of the call that is recomputed. None if unknown, or if the forward made the graph."""
         seen = self.seen
         seen.num_recomputed += 1
         if self._num_graphless and seen.num_calls > 1:
@@ -319,7 +319,7 @@ class _TracedModuleHooks:
 
 
 def _is_forced_eager() -> bool:
-    """Return True if compiled functions run eagerly; else our hooks would make a function compile twice."""
+    """Return True if compiled functions run eagerly. Otherwise our hooks would make a function compile twice."""
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
     return getattr(stance, "stance", None) == "force_eager"
 
@@ -329,7 +329,7 @@ def _is_in_backward() -> bool:
 
 
 class _Hook(tree.Hook):
-    """A hook of a trace, as torch registers it. While a compiler traces the hook, it returns at once."""
+    """A hook of a trace, as torch registers it. It does nothing while a compiler traces it."""
 
     __slots__ = ("_see",)
     _why_not_scripted = "torch.jit.script cannot compile the hooks of a trace; script the model outside its block"
@@ -353,7 +353,7 @@ class _GradientArrives:
         self._values = weakref.ref(values)
         self._key = key
         self.handle: Any = None
-        """The handle of a hook on a leaf tensor. The hook outlives the graph, so it is removed once it has fired."""
+        """The handle of this hook on a leaf tensor, which outlives the graph. The hook is removed once it has fired."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         values = self._values()

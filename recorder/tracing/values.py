@@ -36,11 +36,11 @@ class Key(NamedTuple):
     site: str = "output"
     """``input``, ``output``, ``grad_input``, ``grad_output``, ``param``, ``buffer`` or ``grad``."""
     name: str = ""
-    """The argument, the path in a nested value, or the parameter; in a look-up ``""`` also means the only value."""
+    """The argument, the path in a nested value, or the parameter. In a look-up, ``""`` also means the only value."""
     call: int = 0
     """The index of the module's call in the trace, from 0."""
     repeat: int = 0
-    """The index of the tensor among tensors with an otherwise equal key, from 0; for example 1 at a second backward."""
+    """The index of the tensor among tensors with an otherwise equal key, from 0. At a second backward it is 1."""
 
     @property
     def short(self) -> str:
@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TracedModule:
-    """The sites of one module whose values a trace should keep, and counts of the module's calls."""
+    """The sites of one module (such as output) whose values a trace keeps, and counts of the module's calls."""
 
     path: str
     class_name: str
@@ -66,11 +66,11 @@ class TracedModule:
     num_calls_elsewhere: int = 0
     """The number of calls in other threads than the trace's."""
     num_recomputed: int = 0
-    """The number of calls that were recomputed within a backward."""
+    """The number of calls that were recomputed in a backward."""
 
 
 class Values(Mapping[Any, torch.Tensor]):
-    """The tensors of a trace by `Key`, in the order in which they were computed; a key may be shortened.
+    """The tensors of a trace by `Key`, in the order in which they were computed. A key may be shortened.
 
     ``values["layers.0"]`` is the first call's result, ``values["layers.0", "input"]`` its only argument, and
     ``values["layers.0", "output", "hidden", 1]`` a part of the second call's result. Each value is a detached copy,
@@ -88,7 +88,7 @@ class Values(Mapping[Any, torch.Tensor]):
         self._aliases = aliases
         self._keeps_graph = keeps_graph
         self.is_asking = False
-        """True while `grad` runs the graph, so that hooks ignore the gradients, which are not the program's."""
+        """True while `grad` runs the graph. Hooks then ignore the gradients, which are not the program's."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         """Keep a copy of a tensor, or the reason why it cannot be copied. Called from any thread."""
@@ -301,7 +301,7 @@ class Values(Mapping[Any, torch.Tensor]):
         return f"{len(self)} values, {sum(map(_num_bytes, self._tensors.values())):,} bytes"
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Return the titles, and a row for each value; of many values, the middle ones are left out."""
+        """Return the titles, and a row for each value. If there are many values, the middle ones are left out."""
         keys = list(self._tensors)
         shown = keys if len(keys) <= _MAX_ROWS else keys[: _MAX_ROWS * 3 // 4] + keys[-_MAX_ROWS // 4 :]
         rows = [_row(key, self._tensors[key]) for key in shown]
@@ -324,7 +324,7 @@ class _NotKeptError(Exception):
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor as a tensor of the same class without a graph; no mode of the caller intercepts the copy."""
+    """Return a copy of the same class without a graph. No mode of the caller intercepts the copying."""
     functorch = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(tensor):
         raise _NotKeptError("seen inside vmap, grad or another function transform, outside which it has no meaning")
@@ -334,8 +334,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         raise _NotKeptError("seen while a CUDA graph was captured")
     if _is_plain(tensor) and not tensor.is_meta and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise _NotKeptError("its memory was freed, as FSDP does between uses")
-    # The modes are disabled, too, because selective checkpointing counts the operations of a forward, and would not
-    # find this copy in the recompute.
+    # The modes are disabled, too: selective checkpointing counts the operations of a forward, and would not find this
+    # copy in the recompute.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -363,7 +363,7 @@ def _row(key: Key, tensor: torch.Tensor) -> tuple[str, str, str, str, str]:
     mean = absmax = ""
     if _is_plain(tensor) and tensor.numel() and not tensor.is_meta:
         try:
-            # float8 and other types have no arithmetic. Complex numbers are not converted, as their mean is complex.
+            # float8 and other types have no arithmetic. Complex numbers are not converted: their mean is complex.
             wide = tensor if tensor.is_complex() else tensor.to(torch.float64 if tensor.is_cpu else torch.float32)
             mean, absmax = f"{wide.mean().item():.4g}", f"{wide.abs().max().item():.4g}"
         except RuntimeError:
