@@ -1,4 +1,4 @@
-"""The command line, which prints results for people and programs. Only this room prints.
+"""The command line, which prints results for people and programs. No other part of the package prints.
 
 The command line needs no pandas, and keeps pyarrow from importing pandas. `hide_pandas` must never be called in the
 process of a user's program.
@@ -24,6 +24,6 @@ def show_pandas() -> None:
 
 
 def hide_pandas() -> None:
-    """Keep pyarrow from importing pandas to check the types of arguments: the import costs each command 0.4 s."""
+    """Keep pyarrow from importing pandas, which it does to check the types of arguments. The import takes 0.4 s."""
     if "pandas" not in sys.modules:
         sys.meta_path.insert(0, _Hidden)

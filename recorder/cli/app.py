@@ -1,7 +1,7 @@
-"""The command line: finds the command, runs it, and turns what it returns or raises into an exit code.
+"""The command line: finds a command, runs it, and turns its result or error into an exit code.
 
-Exit codes: 0 fine, 1 a finding, 2 misuse or unreadable input, 130 interrupted. An error of the package is one line on
-stderr, without a traceback, and with --json also a document on stdout.
+Exit codes: 0 fine, 1 a finding, 2 misuse or unreadable input, 130 interrupted. An error of the package is printed as
+one line on stderr, without a traceback. With --json, a document on stdout has the error, too.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .output import LineHandler, print_json, print_reply
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
 _READER_GONE = 141
-"""The exit code if the reader of the output is gone; a shell shows it for any program that SIGPIPE ends."""
+"""The exit code if the reader of the output is gone. A shell shows this code for any program that SIGPIPE ends."""
 _MISUSE = 2
 _INTERRUPTED = 130
 _COMPLETION = ("--install-completion", "--show-completion")
 _SHELL_IS_NAMED = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
-"""The environment variable that, while it is set, makes typer's completion options take the name of a shell."""
+"""While this environment variable is set, typer's completion options take the name of a shell."""
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""The base class of errors in the usage of commands: from typer's own copy of click, or from click without a copy."""
+"""The base class of errors in the usage of commands. It comes from typer's own copy of click, or from click itself."""
 _SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
 
 
 class _Commands(TyperGroup):
-    """The group of all commands: help and completion read `COMMANDS`, and a call imports only its own command.
+    """The group of all commands. Help and completion read `COMMANDS`. A call imports only the file of its command.
 
     Importing all commands takes half a second, most of it for pyarrow.
     """
@@ -53,7 +53,7 @@ class _Commands(TyperGroup):
         self.commands = {name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Replace the placeholder of a command, which has only a summary, by the command from its file."""
+        """Replace the placeholder of a command, which has only a summary, by the command in its file."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else load_command(name), rest
 
@@ -71,7 +71,7 @@ def load_command(name: str) -> Any:
 
 
 def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option ``--json`` to a command that returns a `Reply`, and print the reply. Change no other command."""
+    """Return a command with an added option ``--json`` that prints its `Reply`. Return other commands unchanged."""
     signature = inspect.signature(command, eval_str=True)
     if signature.return_annotation is not Reply:
         return command

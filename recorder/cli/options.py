@@ -1,8 +1,8 @@
-"""The options that several commands share, the completions for a shell, and the workers that `--scheduler` names.
+"""The options that several commands share, the completions for a shell, and the workers of `--scheduler`.
 
-The completions are names of runs and paths of modules. Completing opens no shard. A word is offered only if it is
-harmless to every shell, because the name of a module is untrusted input. The code that finds runs is imported when the
-shell asks for completions.
+Completions are names of runs and paths of modules. Completing opens no shard. A word is offered only if it is harmless
+to every shell, because the name of a module is untrusted input. The code that finds runs is imported when the shell
+asks for completions.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def out_option(metavar: str, help: str) -> Any:
 
 
 def local_path(text: str) -> Path:
-    """Return the path of a file or directory on a disk; raise LookupFailedError for a path in an object store."""
+    """Return the path of a file or directory on a disk. Raise LookupFailedError for a path in an object store."""
     from ..run.finding import scheme_of
 
     if not text:
@@ -173,7 +173,7 @@ SchedulerOption = Annotated[
 
 @contextmanager
 def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
-    """Yield a function that maps over ranges of steps, in this process or on the workers of a cluster."""
+    """Yield a function that maps over ranges of steps, either in this process or on the workers of a cluster."""
     from ..run.step_ranges import map_serially, spread_over
     from ..system.executors import open_cluster
 
@@ -185,7 +185,7 @@ def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
 
 
 def refuse(why: str, **options: object) -> None:
-    """Raise LookupFailedError, whose message ends with `why`, if an option was given that would have no effect."""
+    """Raise LookupFailedError if an option was given that would have no effect. The message ends with `why`."""
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise LookupFailedError(f"{' and '.join(given)}: {why}")

@@ -1,6 +1,7 @@
 """Writes to a terminal or a pipe: replies, tables, JSON, progress bars, one-line errors.
 
-Every text from a file passes `printable`: untrusted input must never bring a control sequence or markup to a terminal.
+Every text from a file passes `printable`, because untrusted input must never bring a control sequence or markup to a
+terminal.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "differs": "b
 _MIN_PROSE = 24
 _MIN_TEXT = 8
 _MAX_JOINT_WIDTH = 24
-"""A column whose cells may be folded is at most this wide when folded, unless a word of its title is wider."""
+"""The greatest width of a column whose cells are folded, unless a word of the column's title is wider."""
 _JOINTS = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
 """Matches the parts of a path or a name between which it may be folded."""
 _PIPE_LINES = 100
 _MAX_WIDTH = 10_000
 _BESIDE_ROWS = 7
-"""The lines of a terminal that a table which is followed leaves for titles and rules."""
+"""The lines of a terminal that a live table leaves for titles and rules."""
 
 
 def print_table(table: Table) -> None:
-    """Print a table: fitted to a terminal or to the width in ``COLUMNS``, and complete in a pipe."""
+    """Print a table. On a terminal, or with ``COLUMNS``, it is fitted to the width. In a pipe it is complete."""
     columns = os.environ.get("COLUMNS", "")
     is_terminal, is_fitted = sys.stdout.isatty(), columns.isdecimal() and 0 < int(columns) < _MAX_WIDTH
     if not is_terminal and not is_fitted:
@@ -57,7 +58,7 @@ def print_table(table: Table) -> None:
 def fitted(table: Table, width: int) -> list[Any]:
     """Return what rich prints of a table on a terminal of this width.
 
-    If the table is too wide, its ruled lines are dropped first; then cells are folded, and columns are left out. The
+    If the table is too wide, its ruled lines are dropped first. Then cells are folded, and columns are left out. The
     titles of columns that are left out are named below the table.
     """
     from rich.text import Text
@@ -89,12 +90,12 @@ def fitted(table: Table, width: int) -> list[Any]:
 
 
 def follow(live: LiveTable) -> None:
-    """Show a table on a terminal, and replace it until it is complete."""
+    """Show a live table on a terminal, and update it until it is complete."""
     from rich.console import Console, Group
     from rich.live import Live
 
     console = Console(highlight=False)
-    # Ctrl-C is the usual way to end it.
+    # Ctrl-C is the usual way to end a live table.
     with Live(console=console, auto_refresh=False) as shown, suppress(KeyboardInterrupt):
         for table in live.tables(lambda: max(console.height - _BESIDE_ROWS, 1)):
             shown.update(Group(*fitted(table, console.width)), refresh=True)
@@ -141,7 +142,7 @@ class _ColumnWidths(NamedTuple):
     of_words: int
     """The column's width if the title is folded between words."""
     least: int
-    """The column's width if cells are folded as well; the same as `of_words` for columns that must not fold."""
+    """The column's width if cells are folded as well. Equal to `of_words` for columns that must not fold."""
 
     @classmethod
     def of(cls, column: TableColumn, cells: Sequence[str]) -> _ColumnWidths:
@@ -162,7 +163,7 @@ class _ColumnWidths(NamedTuple):
 
 
 def _fit(measured: dict[int, _ColumnWidths], width: int) -> dict[int, int]:
-    """Return the width of each column that is kept, with gaps of two characters; no word and no number is broken.
+    """Return the width of each column that is kept. Gaps have two characters. No word and no number is broken.
 
     First titles are folded, then prose. Then columns with a `drop` are left out, and then texts are folded. If the line
     is still too wide, columns are left out from the right.
@@ -183,7 +184,7 @@ def _fit(measured: dict[int, _ColumnWidths], width: int) -> dict[int, int]:
 
 
 def _narrow(widths: dict[int, int], leasts: dict[int, int], width: int) -> None:
-    """Narrow columns, the widest first and each down to its least width, until the line fits."""
+    """Narrow columns until the line fits. The widest column is first, and each goes down to its least width."""
     for number in sorted(leasts, key=lambda number: -widths[number]):
         excess = max(_line_width(widths) - width, 0)
         widths[number] = max(widths[number] - excess, min(widths[number], leasts[number]))
@@ -249,7 +250,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; yield a function that takes the number of bytes, or `unit`s, just done."""
+    """Show a progress bar on a terminal. Yield a function that takes the number of bytes, or `unit`s, just done."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return

@@ -48,8 +48,8 @@ def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
 def other_run(typed: str, given: Mapping[str, Run], option: str = "") -> Run:
     """Open a run that is compared with other runs.
 
-    LookupFailedError is raised if the run is one of `given`, whatever path or link leads to it. The keys of `given` are
-    the names of those runs in the message, and `option` is the option that `typed` belongs to.
+    Raise LookupFailedError if the run is one of `given`, whatever path or link leads to it. The keys of `given` are the
+    names of those runs in the message. `option` is the option that `typed` belongs to.
     """
     run = open_run(typed)
     for what, one in given.items():
@@ -60,7 +60,7 @@ def other_run(typed: str, given: Mapping[str, Run], option: str = "") -> Run:
 
 
 def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> list[Run]:
-    """Open runs that are compared with other runs, each of them once; raises what `other_run` raises."""
+    """Open runs that are compared with other runs. Raise LookupFailedError if a run comes twice, or is in `given`."""
     runs: dict[str, Run] = {}
     for one in typed:
         runs[f"{option} {one}"] = other_run(one, {**given, **runs}, option)
@@ -68,7 +68,7 @@ def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> l
 
 
 def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
-    """Yield the run, or each run of the folder, that `path` names; `problems` gets texts on runs that cannot be opened.
+    """Yield the run, or each run of the folder, that `path` names. Add texts to `problems` for unreadable runs.
 
     Merged runs are left out, because their values are those of the runs that they were merged from.
     """

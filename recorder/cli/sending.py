@@ -1,4 +1,4 @@
-"""Sends a command to a run that is recording, and prints which ranks received it: for ``set`` and ``dump``."""
+"""Sends a command of ``set`` or ``dump`` to a run that is recording, and prints which ranks received it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..daemon.destination import Destination
 
 _LEAD_S = 2.0
-"""A command takes effect no sooner than this many seconds, plus those that ranks need to find it, after it is sent."""
+"""A command takes effect at least this many seconds after it is sent, plus the time that ranks need to find it."""
 _LOOKS_PER_S = 250
 """The most scans for commands per second by all nodes together, as `lifecycle.commands` limits them."""
 _RANKS_OF_A_NODE = 8
@@ -34,11 +34,11 @@ _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0
 """The seconds that daemons need to carry a command and its answers: twice their `status_s` of 5 s, and a margin."""
 _YOUNG_S = 8.0
-"""A rank is young while its speed was measured over fewer seconds than this: the first steps are the slowest."""
+"""A rank is young while its speed was measured over fewer seconds than this. The first steps are the slowest."""
 _WATCHED_S = 0.5
-"""The speed of a rank that started recently is measured over at least this many seconds."""
+"""The speed of a young rank is measured over at least this many seconds."""
 _PACE_S = 10.0
-"""The most seconds to wait for the speed of a young run: a few times `status_interval_s`, which is 2 s."""
+"""The most seconds to wait for the speed of a young run. It is a few times `status_interval_s`, which is 2 s."""
 _SILENT = ("silent", "starting")
 
 
@@ -53,10 +53,9 @@ class Target:
     ranks: Sequence[RankNow]
     """The ranks that may receive a command."""
     store: Destination | None = None
-    """The store in which the run was found, from which daemons carry commands; None if it was found where it records.
-    """
+    """The store in which the run was found, whose commands daemons carry. None for a run found where it records."""
     key: bytes = b""
-    """The key that signs a command for daemons; empty if daemons require no signature."""
+    """The key that signs a command for daemons. Empty if daemons require no signature."""
 
     @property
     def attempt(self) -> int:
@@ -65,7 +64,7 @@ class Target:
 
     @property
     def step(self) -> int | None:
-        """The estimated present step of the fastest rank, from the ranks' last status; None if no status has a step."""
+        """The estimated present step of the fastest rank, from the ranks' last statuses. None if none has a step."""
         steps = [
             rank.status.step + math.ceil(min(rank.silent_s, 60.0) * rank.status.steps_per_s)
             for rank in self.ranks
@@ -74,10 +73,10 @@ class Target:
         return max(steps, default=None)
 
     def step_ahead(self, at: str | None, option: str = "--at") -> int:
-        """Return the first step of a command from the text `at`, which belongs to the option `option`.
+        """Return the first step of a command from the text `at` of the option `option`.
 
-        ``+20`` means 20 steps ahead, or more if the ranks cannot receive the command sooner; None means the first step
-        that begins after every rank can have received the command. CommandError is raised if `at` is not a step, if the
+        ``+20`` means 20 steps ahead, or more if the ranks cannot receive the command sooner. None means the first step
+        that begins after every rank can have received the command. Raise CommandError if `at` is not a step, if the
         step has passed, or if the run's present step is unknown.
         """
         text = "" if at is None else at.strip()
@@ -99,7 +98,8 @@ class Target:
     def _pace(self, option: str) -> tuple[int, float]:
         """Return the estimated present step of the fastest rank, and its steps per second.
 
-        A young run's statuses have no speed, or the speed of its slow first steps; then the speed is measured here.
+        The statuses of a young run have no speed, or the speed of its slow first steps. The speed is then measured
+        here.
         """
         until_s = time.monotonic() + _PACE_S + (0.0 if self.store is None else _CARRYING_S)
         ranks, began = self.ranks, dict[str, tuple[float, int]]()
@@ -121,7 +121,7 @@ class Target:
         return max(rank.status.step + math.ceil(min(rank.silent_s, 60.0) * fastest) for rank in shown), fastest
 
     def send(self, command: Command) -> Command:
-        """Write a command where ranks, or the daemons of their nodes, find it; return the command with its number."""
+        """Write a command where ranks, or the daemons of their nodes, find it. Return the command with its number."""
         if self.store is None:
             assert isinstance(self.run, Path), "what lies in an object store was shipped there"
             return send(self.run, command)
@@ -131,7 +131,7 @@ class Target:
 
 
 def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -> float | None:
-    """Return a rank's steps per second; None for a young rank whose step was not watched for long enough.
+    """Return a rank's steps per second. Return None for a young rank that was not watched for long enough.
 
     `shown_s` is the monotonic time of the rank's status. `began` has the first time and step that were read of each
     writer.
@@ -150,8 +150,8 @@ def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -
 def find_target(path: str | None, key_file: str | None) -> Target:
     """Find a run that can receive a command.
 
-    CommandError is raised if the run is over, if no rank has begun to record it, or if `key_file` is given for a run
-    that is not in a store. Without `key_file` the key comes from the environment, if it names one.
+    Raise CommandError if the run is over, if no rank has begun to record it, or if `key_file` is given for a run that
+    is not in a store. Without `key_file` the key comes from the environment, if it names one.
     """
     location, manifest = find_run(path)
     name = manifest.name or location.name
@@ -201,9 +201,10 @@ class _Heard:
 
 
 def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_done: bool = False) -> Reply:
-    """Send a command; return a reply that waits until every rank has answered, and prints the answers.
+    """Send a command. Return a reply that waits until every rank has answered, and prints the answers.
 
-    With `until_done` the reply waits until every rank has carried out the command, and not only accepted it.
+    With `until_done` the reply waits until every rank has carried out the command, and not only accepted it. It waits
+    no longer than `timeout_s`.
     """
     text = describe(command)
     command = target.send(replace(command, by=sender(), attempt=target.attempt))

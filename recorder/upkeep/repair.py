@@ -1,8 +1,8 @@
-"""Repairs a run whose writers died: seals open shards, rebuilds indexes, removes half-written files.
+"""Repairs a run whose writers died: seals open shards, rebuilds indexes, and removes half-written files.
 
-A repair must never touch a writer that may be alive, never overwrite a file, and never remove the only copy of a row: a
-sealed shard is on the medium under its final name before the open shard is removed, and a damaged file is kept under a
-name that readers ignore. So a repair may be killed at any instant and run again.
+A repair must never touch a writer that may be alive, never overwrite a file, and never remove the only copy of a row. A
+sealed shard is on the disk under its final name before the open shard is removed. A damaged file is kept under a name
+that readers ignore. So a repair may be killed at any instant and run again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from ..write.file import Disk, PageMemory, publish
 from ..write.shard import BatchFile, Index, IpcFormat
 
 _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
-"""The names of half-written files that a killed writer or repair leaves."""
+"""Matches the names of half-written files that a killed writer or a killed repair leaves."""
 _MEMORY_BYTES = 8 << 20
 _QUIET_S = 60.0
-"""A writer whose files changed within this many seconds counts as alive, even under `assume_dead`."""
+"""A writer that changed a file within this many seconds may be alive, even under `assume_dead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Outcome:
     ``lost`` (for good) or ``failed`` (the disk refused)."""
     path: Path
     text: str
-    """The reason for the action, or the part of the file that it concerns, for people."""
+    """For people: the reason for the action, or the part of the file that the action concerns."""
     rows: int = 0
     num_bytes: int = 0
 
@@ -70,9 +70,9 @@ def repair_run(
 ) -> Iterator[Outcome]:
     """Repair the files of dead writers, and yield an outcome for each action.
 
-    With `is_dry` nothing is changed. With `assume_dead` a writer that was quiet for a minute is repaired even if it ran
-    on another host, or if its process id is in use. `report` is called with the bytes of shards handled. WriteError is
-    raised if another repair of the run is under way.
+    With `is_dry` nothing is changed. With `assume_dead` a writer that was quiet for a minute is repaired, even if it
+    ran on another host, or if its process id is in use. `report` is called with the bytes of shards handled. Raise
+    WriteError if another repair of the run is under way.
     """
     with contextlib.ExitStack() as stack:
         if not is_dry:
@@ -93,7 +93,7 @@ def repair_run(
 
 
 def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
-    """Return why a writer must not be touched; empty if the writer may be repaired."""
+    """Return why a writer must not be touched. Empty if the writer may be repaired."""
     if writer.state == "closed":
         return ""
     host, pid = writer.manifest.host, writer.manifest.pid
@@ -197,7 +197,7 @@ class _Repair:
             yield from self._check_index(final, is_new=True)
 
     def _remove_twin(self, path: Path, final: Path, salvaged: Salvaged, damage: list[str]) -> Iterator[Outcome]:
-        """Handle an open shard whose final name is taken: by the shard itself, an earlier repair or a foreign file."""
+        """Handle an open shard whose final name is taken: by a link to it, an earlier repair or a foreign file."""
         if not self._disk.is_same(path, final):
             missing = _rows_missing(path, salvaged, final)
             if missing:
@@ -211,7 +211,7 @@ class _Repair:
         yield self._remove(path, f"{final.name} has all of it")
 
     def _seal(self, path: Path, final: Path, salvaged: Salvaged) -> tuple[int, list[str]]:
-        """Copy an open shard's batches into a sealed shard; return the number of rows, and texts about lost batches."""
+        """Copy an open shard's batches into a sealed shard. Return the number of rows, and texts on lost payloads."""
         shard = Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)
         names = salvaged.layout.schema.names
         damage: list[str] = []

@@ -1,4 +1,4 @@
-"""Checks every byte of a run: checksums, seals, footers, indexes and ledgers. Must never write."""
+"""Checks every byte of a run: checksums, seals, footers, indexes, and counts of rows. It must never write."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from ..system.text import counted, size
 Each = Callable[[Callable[[ShardRows], list["VerifyResult"]], Iterable[ShardRows]], Iterable[list["VerifyResult"]]]
 """A function like `map`, which may call its function in several threads."""
 _MAX_THREADS = 4
-"""The most threads that check shards. Half of the time for a batch goes into its checksum, which releases the GIL."""
+"""The most threads that check shards. Half of a batch's time goes into its checksum, which releases the GIL."""
 
 
 class VerifyResult(NamedTuple):
     """A finding of `verify`: a fault, or a remark for the user."""
 
     is_fault: bool
-    """False if the finding is no damage, such as the truncated last write of a killed process, or a missing index."""
+    """False if the finding is not damage, such as the cut last write of a killed process, or a missing index."""
     text: str
 
 
 def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[VerifyResult]:
-    """Read every byte of a run and yield the findings. A run that is still recording may be verified, too."""
+    """Read every byte of a run, and yield the findings. The run may still be recording."""
     is_over = all(writer.state != "recording" for writer in run.writers)
     store = store_of(run.path)
     with _threads() if store is LOCAL else nullcontext(map) as each:  # a store has its own threads
@@ -84,7 +84,7 @@ def verify_reply(run: Run, progress: Progress) -> Reply:
 
 @contextmanager
 def _threads() -> Iterator[Each]:
-    """Yield a `map` that works in threads: the checksum of a payload releases the interpreter lock."""
+    """Yield a `map` that works in threads. Computing the checksum of a payload releases the interpreter lock."""
     with ThreadPoolExecutor(min(available_cores(), _MAX_THREADS), "recorder-verify") as pool:
         try:
             yield pool.map
@@ -167,7 +167,7 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
 
 
 def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch | VerifyResult]]:
-    """Yield a shard's batches with their numbers, each read once; for a damaged batch yield a finding instead."""
+    """Read each batch of a shard once, and yield it with its number. Yield a finding in place of a damaged batch."""
     for number, block in shard.blocks.items():
         try:
             yield number, shard.read(number, shard.schema.names)
@@ -177,7 +177,7 @@ def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch 
 
 
 class _SealedFile:
-    """One pass over all bytes of a sealed file, including the bytes that no column's checksum covers."""
+    """One pass over all bytes of a sealed file. It includes the bytes that no column's checksum covers."""
 
     def __init__(self, path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
         """Read the beginning and the end of the file. Arguments and errors are those of `open_sealed`."""
@@ -193,9 +193,9 @@ class _SealedFile:
         self._crc = crc32c(checked.whole, self._crc)
 
     def check_end(self) -> None:
-        """Compare the checksum of the whole file with the checksum in the footer; raise CorruptError if they differ.
+        """Compare the checksum of the whole file with the checksum in the footer. Raise CorruptError if they differ.
 
-        Files of older writers have no checksum of the whole file: there, only `_check_footer` checks the end.
+        Files of older writers have no checksum of the whole file. Only `_check_footer` checks the end of such a file.
         """
         with self._source as source:
             end = self._blocks[-1].end
@@ -237,7 +237,7 @@ def _check_footer(
 
 
 def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tuple[Any, list[VerifyResult]]:
-    """Return a shard's index as a table, None if it is missing or damaged, and the findings about the index."""
+    """Return a shard's index and the findings about it. The index is a table, or None if missing or damaged."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
         file = _SealedFile(path, extra=POSITION_FIELDS, without=("data",))
@@ -263,7 +263,7 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
 
 
 def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Location) -> Iterator[VerifyResult]:
-    """Compare an index with the metadata columns of its shard's batches, up to the first unreadable batch."""
+    """Compare a shard's index with the metadata columns of its batches, up to the first unreadable batch."""
     start = 0
     positions: list[tuple[int, int]] = []
     for number in numbers:
@@ -286,7 +286,7 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
 
 
 def _apart(batch: Any, path: Location) -> Any:
-    """Return the batch so that it keeps no payload in memory: from a store it is copied, and its message freed."""
+    """Return a batch that keeps no payload in memory. A batch from a store is copied, so that its message is freed."""
     if store_of(path) is LOCAL:  # the file is mapped
         return batch
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)

@@ -1,1 +1,1 @@
-"""The live page: a small server on this machine that follows runs, and the blocks that it draws for them."""
+"""The live page. A small server on this machine follows runs, and draws the blocks of their pages."""

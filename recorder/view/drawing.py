@@ -1,8 +1,8 @@
-"""Draws a run while it grows: new rows keep the blocks of the run's page up to date.
+"""Draws a run while it grows. New rows keep the blocks (named data) of the run's page up to date.
 
-The cost of a scan of the run depends on the data that is new since the last scan, not on the size of the run. Rows of
-steps that may be incomplete are drawn, and removed again before the steps are drawn anew. This module must never keep
-rows, only the data that the page draws.
+The cost of a scan depends on the data that is new since the last scan, not on the size of the run. Rows of steps that
+may be incomplete are drawn, and are removed again before the steps are drawn anew. This module must never keep rows. It
+keeps only the data that the page draws.
 """
 
 from __future__ import annotations
@@ -46,23 +46,22 @@ _READ_ROWS = 120_000
 _WINDOW_ROWS = 20000
 """The approximate number of rows that are in memory together while they are drawn."""
 _CUT_ROWS = 40_000
-"""The rows in memory while batches of many steps are cut into ranges, which needs less memory per row than drawing."""
+"""The rows in memory while batches of many steps are cut into ranges. This needs less memory per row than drawing."""
 _WHOLE_AFTER_S = 1.5
-"""A step counts as complete this many seconds after a later one: both kinds of shard are flushed every second."""
+"""A step is complete this many seconds after a later one was seen. Both kinds of shard are flushed every second."""
 _LOOKS_APART = 10
 """The pause between listings while much is to be read, in durations of a listing (seconds for 4,096 ranks)."""
 _MAX_OPEN_ROWS = 60_000
-"""The most rows of steps that may be incomplete. With more, a rank is far behind: its rows are drawn as they come."""
+"""The most rows of steps that may be incomplete. With more, a rank is far behind, and is not waited for."""
 _MAX_TOGETHER_ROWS = 40_000
 """The most rows, over all ranks, of the batches that are read to assemble global values. The small batches of a live
-run are below the limit, the full batches of a long history are not.
-"""
+run are below the limit. The full batches of a long history are not."""
 _MAX_GLOBAL_STEP_ROWS = 5_000
-"""With more rows in a step, a run gets no global values: assembling them would take longer than a training step."""
+"""A run with more rows in a step gets no global values. Assembling them would take longer than a training step."""
 _SLOW_S = 4.0
 """The seconds between updates of blocks that are computed anew from everything: ranks, histograms, images."""
 _PROBE_APART = 20
-"""The pause between readings of the probe, as a multiple of a reading's duration: each reads the whole probe."""
+"""The pause between readings of the probe, in durations of a reading. Each reading reads the whole probe."""
 _FOUND_NOTHING = "The rules found nothing in what is recorded so far"
 _MAX_DOCTOR_ROWS = 300_000
 """A run that has ended is checked by `recorder doctor` only if it has at most this many rows."""
@@ -71,7 +70,7 @@ _BAD_STATES = ("killed", "failed", "silent")
 
 
 class Drawing:
-    """The blocks of one run. One thread calls `refresh`; one lock guards `refresh` and `blocks_since`."""
+    """The blocks of one run's page. One thread calls `refresh`. A lock of the owner guards it and `blocks_since`."""
 
     def __init__(self, location: Location, manifest: RunManifest) -> None:
         """Prepare, without reading the run yet."""
@@ -79,7 +78,7 @@ class Drawing:
         self.name = manifest.name or location.name
         self._typed = shortest_text_of(location, self.name) if isinstance(location, Path) else str(location)
         self.epoch = 0
-        """Counts up whenever every column has changed, after which a page needs all blocks anew."""
+        """Counts up whenever every column has changed. A page then needs all blocks again."""
         self.version = 0
         """Counts up with each change of the blocks."""
         self._rules = [*RULES, *installed_rules()[0]]
@@ -91,9 +90,9 @@ class Drawing:
         self.state = "reading"
         """What is known of the run: ``reading`` (for the first time), ``live``, ``over``, or ``gone`` (deleted)."""
         self._looking: Generator[None, None, bool] | None = None
-        """The generator of a scan that is paused; None if no scan is under way."""
+        """The generator of a paused scan. None if no scan is under way."""
         self._look_at_s = 0.0
-        """The monotonic time of the next listing of the run; while there is much to read, listings are delayed."""
+        """The monotonic time of the next listing of the run. While there is much to read, listings are delayed."""
         self._checked: list[DoctorLine] | None = None
         self.growing = GrowingRun(self.location, manifest)
         self.axes = Axes()
@@ -108,11 +107,11 @@ class Drawing:
         self._found: list[Finding] = []
         """The findings of rules in the rows that were drawn."""
         self._judged: Sequence[Finding] = ()
-        """The findings when all rows were last judged together with the probe; the next judging replaces them."""
+        """The findings when all rows and the probe were last judged together. The next judging replaces them."""
         self._num_judged = 0
-        """The number of findings in `_found` when all rows were last judged together with the probe."""
+        """The number of findings in `_found` when all rows and the probe were last judged together."""
         self._num_unjudged = ""
-        """How many rules could not be judged when all rows were last judged with the probe, in words."""
+        """In words, how many rules could not be judged when all rows and the probe were last judged together."""
         self._probe_at_s = 0.0
         self._probe_seen: object = ()
         """The state of the probe, and the number of rows, when the probe was last read."""
@@ -129,7 +128,7 @@ class Drawing:
         self.epoch += 1
 
     def refresh(self) -> bool:
-        """Scan the run, or continue the scan under way; return True if there is more to do at once."""
+        """Scan the run, or continue a paused scan. Return True if there is more to do at once."""
         try:
             if self.state == "gone":
                 return self._is_another()
@@ -143,7 +142,7 @@ class Drawing:
         return True
 
     def _look(self) -> Generator[None, None, bool]:
-        """Scan the run and draw new rows, yielding between large pieces; return True if there are more rows to read."""
+        """Scan the run and draw new rows. Yield between large pieces. Return True if there are more rows to read."""
         began_s, is_new = time.monotonic(), False
         if began_s >= self._look_at_s:
             is_new = self.growing.look()
@@ -224,7 +223,7 @@ class Drawing:
         return whole
 
     def _begin_version(self) -> None:
-        """Begin a version, so that pages get the changes from now on, and remove all values that were not final."""
+        """Begin a version. Pages get the changes from now on. Remove all values that were not final."""
         self.version += 1
         if self.collected is not None:
             for cube in self.collected.growing_cubes:
@@ -253,7 +252,7 @@ class Drawing:
                     yield
 
     def _look_at_probe(self, is_due: bool) -> None:
-        """Draw the probe's numbers, at the steps that are drawn, and judge the whole run with them, if it `is_due`."""
+        """If it `is_due`, draw the probe's numbers at the steps that are drawn, and judge the whole run with them."""
         began_s, self._probe_seen = time.monotonic(), self._probe_now if is_due else self._probe_seen
         run = Run(self.location, self.manifest) if is_due and self.growing.num_rows <= _MAX_DOCTOR_ROWS else None
         if run is None or self.collected is None or not any(writer.probe_shards for writer in run.writers):
@@ -304,7 +303,7 @@ class Drawing:
         self._make_room(run, steps)
 
     def _make_room(self, run: Run, steps: Sequence[int]) -> None:
-        """Make room for new series and new steps. With a probe, every step gets a column, because the probe has it."""
+        """Make room for new series and steps. With a probe, which has every step, every step gets a column."""
         axes = self.axes
         if self.collected is None or len(axes.index) != self._num_series:
             self._num_series = len(axes.index)
@@ -329,7 +328,7 @@ class Drawing:
         return 0 if self.collected is None else sum(cube.num_halved for cube in self.collected.growing_cubes)
 
     def _add_global(self, run: Run, steps: tuple[int, int], table: Any, *, is_final: bool) -> None:
-        """Add global values of all ranks at these steps, unless the batches that hold the steps have too many rows."""
+        """Add the values of all ranks together at these steps. Do nothing if the steps' batches have too many rows."""
         assert self.collected is not None
         if not self.collected.lanes.has_global or run.is_merged:
             return

@@ -1,11 +1,11 @@
-"""The server of `recorder view`: pages, news of runs as server-sent events, and panes (saved pictures).
+"""The server of `recorder view`. It sends pages and news of runs (server-sent events), and saves panes (pictures).
 
 Each run that a page shows has a thread, which draws the run's new rows while a page is open. A run that cannot be read,
 or a slow store, must never hold up other runs.
 
-Every address begins with a secret token. `Host` must be this machine or a numeric address, which stops DNS rebinding,
-and `Origin`, if sent, must be this server. Only panes can be changed. The server must never use a part of an address as
-a path.
+Every address begins with a secret token. `Host` must be this machine or a numeric address, which stops DNS rebinding.
+`Origin`, if sent, must be this server. Only panes can be changed. The server must never use a part of an address as a
+path.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from ..storage.locations import Location, ObjectPath, location_of, store_of
 from .drawing import Drawing
 
 _ASK_S = 0.1
-"""The seconds between checks whether a run has news; a check compares two texts."""
+"""The seconds between checks whether a run has news. A check compares two texts."""
 _ALIVE_S = 15.0
-"""An empty line is sent after this many seconds: proxies cut silent connections, and a closed browser is noticed."""
+"""A comment is sent after this many silent seconds. Proxies cut silent connections, and a closed browser is noticed."""
 _AGAIN_MS = 1000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -65,7 +65,7 @@ _HEADERS = {
 
 
 class Guard:
-    """Refuses requests that come from other sites or lack the token, before any other code handles them."""
+    """Refuses requests that lack the token or come from other sites. It runs before all other code of the server."""
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
         self._app, self._token = app, token
@@ -111,8 +111,8 @@ class ViewServer:
     ) -> None:
         """Prepare the server, and serve nothing yet.
 
-        `listener` is a socket bound to `host`. The token is the first part of every address; by default a new, secret
-        one is made. `certificate` is a PEM file with a certificate and its key, for TLS.
+        `listener` is a socket bound to `host`. `token` is the first part of every address. By default, a new secret
+        token is made. `certificate` is a PEM file with a certificate and its key, for TLS.
         """
         self._watching, self._listener = watching, listener
         self.token = token or secrets.token_urlsafe(18)
@@ -146,7 +146,7 @@ class ViewServer:
             self._watching.close()
 
     def stop(self) -> None:
-        """Make the server end; any thread may call this."""
+        """Make the server end. Any thread may call this."""
         self._server.should_exit = True
 
     async def _front(self, request: Request) -> Response:
@@ -239,18 +239,18 @@ def _missing() -> Response:
 
 
 _LOOK_S = 0.5
-"""The seconds between scans of a run in a directory: with a flush a second, a step is drawn 2 s after its end."""
+"""The seconds between scans of a run in a directory. With a flush a second, a step is drawn 2 s after its end."""
 _STORE_LOOK_S = 5.0
 """The seconds between scans of a run in an object store. A scan needs several requests, which cost money."""
 _OVER_LOOK_S = 5.0
 """The seconds between scans of a run that is over or gone, because it may begin again."""
 _AT_MOST = 0.5
-"""The largest share of one core that a run's thread uses."""
+"""The largest fraction of one core that a run's thread uses."""
 _CLOSE_S = 0.3
 _INDEX_S = 10.0
 _MAX_LISTED = 500
 _MAX_GLANCED, _MAX_GLANCED_ROWS = 60, 300_000
-"""The number of newest runs whose rows are read for the list of runs, and the most rows that such a run may have."""
+"""How many of the newest runs are read for the list of runs, and the most rows that such a run may have."""
 _GLANCE_S = 10.0
 """The seconds between two readings of a recording run's losses for the list of runs."""
 _MAX_LOSSES = 60
@@ -274,7 +274,7 @@ class WatchedRun:
         self._panes_version = 1
         self._why_not_saved = why_not_saved(location)
         self.problem = ""
-        """Why the run cannot be drawn; empty if it can be drawn."""
+        """Why the run cannot be drawn. Empty if it can be drawn."""
         self._thread = threading.Thread(target=self._follow, name=f"recorder-view {location.name}", daemon=True)
         self._thread.start()
 
@@ -296,7 +296,7 @@ class WatchedRun:
 
     @property
     def now(self) -> str:
-        """A text that identifies the present state of the run's page; each update changes the text."""
+        """A text that identifies the present state of the run's page. Each update changes the text."""
         drawing = self._drawing
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 
@@ -312,7 +312,7 @@ class WatchedRun:
         return now, is_all, blocks
 
     def save(self, panes: Any) -> str | None:
-        """Keep the panes that a page has now; return why the panes cannot be saved with the run, or None."""
+        """Keep the panes that a page has now. Return None, or why the panes cannot be saved with the run."""
         with self._lock:
             self._panes = checked_panes(panes)
             self._panes_version += 1
@@ -355,14 +355,14 @@ class Watching:
         """By a run's directory, the run's state when it was last read, and its losses and findings for the list."""
         self._glancing: threading.Thread | None = None
         self._judging: set[str] = set()
-        """The directories of runs that are over and whose rows are still to be read for the list."""
+        """The directories of ended runs whose rows are still to be read for the list of runs."""
         self._index: dict[str, dict[str, Any]] = {}
         self._index_at_s = 0.0
         self._is_closed = False
         self._lock = threading.Lock()
 
     def find(self, name: str) -> WatchedRun | None:
-        """Return the run whose directory has this name; None if there is no such run."""
+        """Return the run whose directory has this name, or None if there is no such run."""
         with self._lock:
             if name in self._watched:
                 return self._watched[name]
@@ -381,7 +381,7 @@ class Watching:
         return next((one.location for one in self._runs() if one.location.name == name), None)
 
     def _fleet(self) -> dict[str, dict[str, Any]]:
-        """Return a fleet's summaries, kept for 10 s: reading costs a request a node, and they change twice a minute."""
+        """Return a fleet's summaries, kept for 10 s. Reading costs a request a node. They change twice a minute."""
         if isinstance(self.folder, ObjectPath) and time.monotonic() >= self._index_at_s:
             self.folder = self.folder.anew()
             self._index, self._index_at_s = fleet_runs(self.folder), time.monotonic() + _INDEX_S
@@ -432,7 +432,7 @@ class Watching:
             time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most
 
     def found(self, run: WatchedRun) -> tuple[list[str] | None, bool]:
-        """Return the rules' findings in a run that is over, as texts, and whether the rules are about to be asked.
+        """Return the rules' findings in a run that is over, as texts, and True if the rules are still to be asked.
 
         The findings are None if the rules were not asked.
         """
@@ -477,7 +477,7 @@ def _listed_of_fleet(path: str, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _losses(run: Run) -> list[float | None]:
-    """Return the first writer's losses at a few dozen steps, None for nonfinite ones; empty if no loss was recorded."""
+    """Return the first writer's losses at a few dozen steps. A nonfinite loss is None. Empty without any loss."""
     names, losses = ("site", "name", "mode", "mean"), list[float]()
     for batch in (batch for writer in run.writers[:1] for shard in writer.shards for batch in shard.columns(names)):
         is_loss = (pc.field("site") == "scalar") & (pc.field("mode") == "train") & (pc.field("name") == "loss")

@@ -1,10 +1,10 @@
-"""The commands, several of one subject in a file: their options, their help, and the question that each asks.
+"""The commands, with their options and their help. A file holds the commands of one subject.
 
-The file of a command NAME holds a function ``NAME_command``, whose signature gives the command's options and whose
-docstring is the command's help. The function returns a `Reply`, which `app` prints and for which `app` adds the option
-``--json``; a function that prints by itself returns an exit code. `EXAMPLES` has, by command, two or more lines that a
-reader may type; `tests/cli/test_help_examples.py` runs them. `SETTINGS`, if present, are passed to typer. A file is
-imported when one of its commands is called.
+A command NAME is a function ``NAME_command``. The signature gives the command's options, and the docstring is the
+command's help. If the function returns a `Reply`, `app` adds the option ``--json`` and prints the reply. A function
+that prints by itself returns an exit code. `EXAMPLES` has two or more lines for each command that a reader may type.
+`tests/cli/test_help_examples.py` runs them. `SETTINGS`, if present, are passed to typer. A file is imported when one of
+its commands is called.
 """
 
 from __future__ import annotations

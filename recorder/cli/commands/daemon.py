@@ -31,7 +31,7 @@ EXAMPLES = {
 }
 
 _SILENT_S = 60
-"""If a daemon's state is older than this many seconds, the time of the state is printed, too."""
+"""A daemon's state that is older than this many seconds is printed with its time."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
@@ -90,7 +90,7 @@ def daemon_command(
 
 
 def _option(item: Field[Any]) -> inspect.Parameter:
-    """Return the command-line option for a setting of the daemon. Its value is None if the option is not given."""
+    """Return the command-line option for a setting of the daemon. An option that is not given is None."""
     doc, metavar, default = item.metadata["doc"], item.metadata["metavar"], item.default
     kind = list[str] if isinstance(default, tuple) else str if metavar else type(default)
     shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""
@@ -107,7 +107,7 @@ daemon_command.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 
 
 def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, once: bool) -> NoReturn:
-    """Ship until the daemon ends, and end this process with the daemon's exit code; the daemon logs what it does."""
+    """Ship until the daemon ends. End this process with the daemon's exit code. The daemon logs what it does."""
     from ...daemon.daemon import Daemon
     from ...daemon.telemetry import log_to_stderr
 

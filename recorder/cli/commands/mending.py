@@ -124,7 +124,7 @@ def _merge(
 
 @contextmanager
 def _workers(num_workers: int) -> Iterator[Executor | None]:
-    """Start worker processes for a merge; they are spawned, because forked processes would inherit Arrow's locks."""
+    """Start worker processes for a merge. They are spawned, because forked processes would inherit Arrow's locks."""
     if num_workers < 1:
         yield None
         return
@@ -134,7 +134,7 @@ def _workers(num_workers: int) -> Iterator[Executor | None]:
 
 
 def _begin_worker() -> None:
-    """Make a worker end with the merge: quietly on an interrupt, and also if the merging process is killed."""
+    """Prepare a worker process. It ends quietly on an interrupt, and also if the merging process is killed."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     hide_pandas()
     _prepare()
@@ -146,9 +146,9 @@ def _begin_worker() -> None:
 def _prepare() -> None:
     """Tune the memory of this process for merging, its only task.
 
-    glibc keeps the memory of freed payloads, because otherwise the kernel would zero the same pages for each payload,
-    which takes 10 % of a merge. The garbage collection before each window of steps skips the objects that exist now,
-    which saves 9 % of the processor time.
+    glibc keeps the memory of freed payloads. Otherwise the kernel would zero the same pages for each payload, which
+    takes 10 % of a merge. The objects that exist now are frozen. The garbage collection before each window of steps
+    then skips them, which saves 9 % of the processor time.
     """
     gc.freeze()
     set_malloc(M_MMAP_THRESHOLD=PART_BYTES, M_TRIM_THRESHOLD=_KEPT_BYTES)

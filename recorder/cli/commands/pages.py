@@ -106,7 +106,7 @@ _PNG = ".png"
 
 
 def _damaged(*runs: Run | None) -> list[str]:
-    """Return a line for each damaged run. Damage is known only once a run's rows and probe were read."""
+    """Return a line for each damaged run. Damage is known only after a run's rows and its probe were read."""
     told = [(run.name, damage(run)) for run in runs if run is not None]
     return [f"note: {name} is damaged, and what cannot be read was left out: {text}" for name, text in told if text]
 

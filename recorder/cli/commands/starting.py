@@ -1,4 +1,4 @@
-"""What is typed before there is a run: help, settings, and the launch of a training."""
+"""The commands that are typed before there is a run: help, settings, and the launch of a training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def init_command(
 
 
 def example() -> str:
-    """Return a TOML file of comments: a setting with its default takes effect once its leading ``# `` is removed."""
+    """Return a TOML file of comments. A setting has its default value once its leading ``# `` is removed."""
     rows = [
         f"## Settings of recorder; {CONFIG_FILE} names this file. A line takes effect without its leading '# '.",
         "",
@@ -116,7 +116,7 @@ def _table(settings: list[Explained]) -> Table:
 
 
 def lines(value: Any, name: str = "") -> list[str]:
-    """Return the lines that print a setting: a line for each item of a list; bytes also in a larger unit."""
+    """Return the lines that print a setting. A list has a line for each item. Bytes are also in a larger unit."""
     if name.endswith("_bytes") and type(value) is int:
         return ["0 (automatic)" if value == 0 and name == "pool_bytes" else bytes_of_setting(value)]
     if isinstance(value, list):

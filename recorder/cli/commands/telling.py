@@ -1,4 +1,4 @@
-"""Sends commands that change what a run under way records, or that make the run write its ring."""
+"""Sends commands that change what a run under way records, or make the run write the steps in its memory."""
 
 from __future__ import annotations
 
