@@ -1,6 +1,6 @@
-"""Answers `recorder layouts` and `recorder show --where`: how values are split over ranks, and how that is known.
+"""Answers `recorder layouts` and `recorder show --where`: how values are split over ranks, and how this is known.
 
-The module must never read a payload where the rows decide.
+The module must never read a payload if the rows decide.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _MOMENT = ("micro_step", "call", "repeat")
 _OF_STAGES = ("root", "micro_step")
 """The columns in which chunks of one value may differ between pipeline stages."""
 _CONTRADICTIONS = ("replicas_differ", "inconsistent", "layout_changes")
-"""The kinds of findings in which the ranks' values contradict what is known of their layout."""
+"""The kinds of findings in which the ranks' values contradict their known layout."""
 
 
 class SameLayout(NamedTuple):
-    """The values that are split over ranks in one way, which is known from one source."""
+    """The values that are split over ranks in one way, known from one source."""
 
     layout: str
-    """The placements over the mesh of the ranks that share a batch, then the dim along which batches are joined."""
+    """The placements on the mesh of the ranks that share a batch, and the dim along which batches are joined."""
     ground: str
-    """How the layout is known, in the words of the column `layout_source`, or why the ranks' values are not joined."""
+    """The source of the layout, as in the column `layout_source`, or the reason why the ranks' values stay apart."""
     num_values: int
-    """The number of values, where each module, site and name is one value."""
+    """The number of values. A value is a module, a site and a name."""
     example: str
 
 
@@ -46,17 +46,18 @@ class Layouts(NamedTuple):
     first_step: int
     last_step: int
     ways: list[SameLayout]
-    """The layouts that values have, the layout of the most values first."""
+    """The layouts of the values. The layout that most values have comes first."""
     num_values: int
-    """The number of values. A value of changing layout counts once here, and once in each of its layouts."""
+    """The number of values. A value that changes its layout counts once here, but once in each of its layouts."""
     contradiction: RowFinding | None
     num_contradictions: int
 
 
 def layouts(run: Run) -> Layouts:
-    """Return how a run's values are split, by its first steps: at least one, and at most 200,000 rows over all ranks.
+    """Return how the values of a run are split over ranks at the first steps.
 
-    Raises: NotARunError: the run is a merge, whose tensors are whole.
+    Reads at least one step, and further steps up to 200,000 rows over all ranks. Raises NotARunError if the run is a
+    merge, whose tensors are whole.
     """
     if (source := run.manifest.merged_from) is not None:
         raise NotARunError(f"{run.path}: is the merge of run {source.run_id}, and its tensors are whole; give that run")
@@ -76,7 +77,7 @@ def layouts(run: Run) -> Layouts:
         last_step=max(steps, default=first),
         ways=sorted(ways, key=lambda way: -way.num_values),
         num_values=len({value for values in examples.values() for value in values}),
-        # Of several contradictions at one step, `min` takes the first in the order of execution.
+        # If a step has several contradictions, `min` takes the first in the order of execution.
         contradiction=min(wrong, key=lambda one: one.step, default=None),
         num_contradictions=len(wrong),
     )
@@ -120,10 +121,10 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
 
 
 def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None) -> Reply:
-    """Return the reply of ``show --where`` about one site at one step, by default outputs at the last step.
+    """Return the output of ``show --where``, about one site at one step: by default the outputs at the last step.
 
-    The exit code is 1 if a chunk is missing or does not fit. A value that was recorded several times in the step is
-    shown once, as it was first recorded.
+    The exit code is 1 if a chunk is missing or does not fit. If a value was recorded several times in the step, only
+    the first record is shown.
     """
     if wanted.module is None:
         raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
@@ -152,9 +153,9 @@ def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: i
 
 
 def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
-    """Return for each value the columns, of its first recording, that distinguish it from the other values.
+    """Return the columns that distinguish each value's first record from the records of the other values.
 
-    `is_named` means that the table was filtered by name, so that the site may have values of other names.
+    `is_named` is True if the table was filtered by name. Then the site may have values of other names.
     """
     of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
     of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]

@@ -1,4 +1,4 @@
-"""Answers `recorder show`: one module over steps and ranks, or a summary of several. Must never read a payload."""
+"""Answers `recorder show`: one module over steps and ranks, or a summary of several modules. Never reads a payload."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .stats import REASON_COLUMNS, WHY, inner_leaves, with_why
 _SITES = ("output", *(site for site in SITES if site != "output"))
 """The sites in the order of printing: outputs first, because most questions are about outputs."""
 _KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
-"""The columns that have the same value in all rows of a series."""
+"""The columns that identify a series: the rows of one value over time."""
 _MOMENT = ("attempt", "step", "micro_step", "call", "repeat")
 _ALWAYS_SHOWN = ("site", "step", "rank")
 _SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
@@ -38,7 +38,7 @@ _SERIES_DROPS = ("dtype", "histogram", "rows", "shape", "root", "scope", "mode",
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _DEAD = "dead units"
 _MAX_UNIT_STEPS = 1000
-"""Units (channels, neurons) are read of at most this many newest steps, step by step, so that few are in memory."""
+"""Units (channels, neurons) are read only at this many last steps. They are read step by step, to save memory."""
 _LIBRARY = "site-packages/torch/"
 _VALUES_INSIDE = ("values", "_values", "_masked_data")
 """The names of the inner tensors that hold the elements of a composite tensor unchanged."""
@@ -49,9 +49,9 @@ Row = dict[str, Any]
 
 
 def show_reply(run: Run, wanted: Selection, *, last: int, statistic: str | None) -> Reply:
-    """Return the reply about one module, with its `last` steps, or about several.
+    """Return the output of `recorder show`, about one module at its `last` steps, or about several modules.
 
-    LookupFailedError is raised if there is no such statistic, or no such module, or nothing to show.
+    Raises LookupFailedError if there is no such statistic, no such module, or nothing to show.
     """
     if statistic is not None and statistic not in _NUMBERS:
         raise LookupFailedError(f"--statistic {statistic}: choose of {', '.join(_NUMBERS)}{hint(statistic, _NUMBERS)}")
@@ -62,7 +62,7 @@ def show_reply(run: Run, wanted: Selection, *, last: int, statistic: str | None)
 
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:
-    """Return the modules with rows that match a selection, by default all. LookupFailedError: no module matches."""
+    """Return the modules with rows that match a selection (by default all). Raise LookupFailedError if none matches."""
     paths = wanted.modules(run.module_paths)
     if not paths and wanted.module is not None:
         command = shlex.join(["recorder", "show", shortest_text_of(run.path, run.name)])
@@ -72,7 +72,7 @@ def modules_meant(run: Run, wanted: Selection) -> list[str]:
 
 
 def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = None) -> Any:
-    """Return the selected rows, one row for each tensor; Arrow filters modules before Python filters other columns."""
+    """Return the selected rows, one row for each tensor. Arrow filters by module before Python filters the rest."""
     expression = pc.field("part") == 0
     if wanted.module is not None:
         expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))
@@ -177,7 +177,7 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
 
 def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
-    """Return a table with a line for each series: its last values, its trend, and its last histogram if recorded."""
+    """Return a table with a line for each series: the last values, the trend, and the last histogram if recorded."""
     of_tensors = statistic or "absmax"
     keys = _worth_showing(_KEY, [member.key for member in series])
     lines: list[list[str]] = []
@@ -202,7 +202,7 @@ def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
 
 
 def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
-    """Draw the last histogram of each series, all in the same powers of two; also return a legend for the lines."""
+    """Return a line that draws the last histogram of each series, and a legend. All have the same powers of two."""
     newest = [
         next((one for row in reversed(member.rows) if (one := histogram_of_row(row)) is not None), None)
         for member in series
@@ -236,7 +236,7 @@ def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statist
 
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
-    """Return how many of each row's units are always zero, as ``dead/all``, by the row's key; read step by step."""
+    """Return, by the key of each row, how many of its units (channels) are always zero, as a text ``dead/all``."""
     num_dead_of_all = {}
     is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
     for step in steps[-_MAX_UNIT_STEPS:]:
@@ -256,7 +256,7 @@ def _table(
     titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str, subtitle: str = "",
     drops: Sequence[str] = (), dull: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table; a last column of empty reasons is left out, and with `dull` also columns of only zero counts."""
+    """Return a table. A last column of empty reasons is left out. With `dull`, columns of only zero counts are, too."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
     return table_of(
@@ -268,7 +268,7 @@ def _table(
 
 
 def _as_observed(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by step and, within a step, in the order of execution; the ranks of one value stay together."""
+    """Sort rows by step, and in each step by the order of execution. The ranks of one value stay together."""
     seen: dict[tuple[Any, ...], int] = {}
     positions: dict[tuple[Any, ...], int] = {}
     for row in sorted(rows, key=lambda row: row["seq"]):
@@ -310,9 +310,9 @@ def _first_bad(run: Run, wanted: Selection) -> dict[tuple[str, str], Row]:
 
 
 def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Row], statistic: str) -> list[Row]:
-    """Return an entry for each module, in the order of execution; Arrow does the counting.
+    """Return an entry for each module, in the order of execution. Arrow does the counting.
 
-    An entry shows the largest statistic of the last step's rows, or for `min` the smallest.
+    An entry has the largest statistic in the rows of the last step. For the statistic `min` it has the smallest.
     """
     columns = ["root", "module_path", "site", "name", "step", "rank", statistic, "nan_count", "inf_count"]
     table = rows_of(run, wanted, list(dict.fromkeys([*columns, *REASON_COLUMNS])))
@@ -369,7 +369,7 @@ def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
 
 
 def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
-    """Return the columns that are always printed, that have a name, or that distinguish lines of one site and name."""
+    """Return the columns to print: the columns always shown, and columns that tell lines of one value apart."""
     values = {(key["site"], key["name"]) for key in keys}
     always = (*_ALWAYS_SHOWN, *(["name"] if any(name for _, name in values) else []))
     return [

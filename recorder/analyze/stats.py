@@ -1,4 +1,4 @@
-"""Combines the statistics of rows over steps, ranks and modules, and says why a row has no statistics.
+"""Combines the statistics of recorded rows over steps, ranks and modules. Says why a row has no statistics.
 
 The module also makes the output of `recorder stats`. It must never read a payload.
 """
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",), "rank": ("rank",), "name": ("name",)}
 """For each word of `by`, the columns by which rows are grouped."""
 _NEVER_MIXED = ("site", "phase", "mode", "scope")
-"""Rows that differ in these columns have numbers of different meaning, and are never combined."""
+"""Rows that differ in these columns are never combined, because their numbers have different meanings."""
 INNER = "inner"
-"""The column, in grouped statistics, with the name of an inner tensor of a composite tensor, such as ``indices``.
-Numbers of different inner tensors are never combined."""
+"""The column of grouped statistics that names an inner tensor, such as the ``indices`` of a sparse tensor. Numbers of
+different inner tensors are never combined."""
 _VALUE = (
     "step", "micro_step", "call", "repeat", "attempt", "rank", "mode", "phase", "scope", "root", "module_path", "site",
     "name", "dtype", "shape", "numel",
 )  # fmt: skip
 _NUMBERS = (*STATISTICS, *COUNTS)
 HISTOGRAM = "histogram"
-"""The column of histograms, which is read on request; a group has the sum of its rows' histograms."""
+"""The column of histograms, which is read only on request. A group has the sum of the histograms of its rows."""
 WHY = "why"
-"""The column that says why a row has no statistics or no global tensor; null if it has both."""
+"""The column that says why a row has no statistics or belongs to one rank. Null if neither is so."""
 REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
 _HAS_ALL, _HAS_COUNTS, _IS_EMPTY, _HAS_NONE = range(4)
 _OTHER_REASONS = tuple(name for name in REASON_COLUMNS if name not in (*_VALUE, *_NUMBERS))
@@ -60,17 +60,17 @@ class Statistics(NamedTuple):
     """The result of `statistics`."""
 
     table: Any
-    """A `pa.Table`. Ungrouped, it has one row for each value; `why` says why a row has no statistics or no global
-    tensor. Grouped, it has the keys, `inner` if there are tensors inside composite tensors, `rows`, `rows_without` (the
-    number of rows without statistics, which no other number includes), `numel`, the statistics and the counts."""
+    """A `pa.Table`. Without groups, it has one row for each value; `why` says why a row has no statistics or belongs to
+    one rank. With groups, it has the keys, `inner` if there are inner tensors, `rows`, `rows_without` (the number of
+    rows without statistics, which no other number includes), `numel`, the statistics and the counts."""
     notes: list[str]
     """Notes on rows that are not in the table, with the reason, and on values that lack ranks."""
     problems: Sequence[str] = ()
-    """In statistics across ranks: texts about contradictions in the rows, or in the layouts that the caller gave."""
+    """For statistics across ranks, texts about contradictions in the rows, or in the layouts that the caller gave."""
     is_whole: bool = True
-    """False if a part of the run is damaged, or values lack ranks."""
+    """False if a part of the run is damaged, or if values lack ranks."""
     damage: Sequence[str] = ()
-    """Texts about damage on disk, because of which rows are missing."""
+    """Texts about damaged files, whose rows are missing."""
 
 
 def stats(
@@ -88,10 +88,10 @@ def stats(
     partial: bool = False,
     long: bool = False,
 ) -> pandas.DataFrame:
-    """Return statistics as a pandas frame; see `statistics`. ``frame.attrs["notes"]`` says which rows are left out.
+    """Return the statistics of a run as a pandas frame.
 
-    ``frame.attrs["problems"]`` has contradictions in the run. Without `by`, the column `why` says why a row has no
-    statistics, or belongs to a single rank.
+    ``frame.attrs["notes"]`` says which rows are left out. ``frame.attrs["problems"]`` has contradictions in the run.
+    Without `by`, the column `why` says why a row has no statistics, or belongs to a single rank.
 
     Args:
         run: from `open_run`.
@@ -101,12 +101,12 @@ def stats(
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
         by: what combined rows have in common: ``step``, ``module``, ``site``, ``name``, ``rank``. Rows of different
-            phases or modes are never combined, nor rows of different inner tensors of a composite tensor, such as the
-            indices and values of a sparse tensor (column `inner`), nor rows of several ranks without `across_ranks`.
-        across_ranks: whether to return the statistics of the global tensors, replicas counted once.
+            phases or modes are never combined, nor rows of different inner tensors, such as the indices and values of
+            a sparse tensor (column `inner`), nor rows of several ranks without `across_ranks`.
+        across_ranks: whether to return the statistics of the ranks' tensors put together. Replicas count once.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' chunks of some values lie in the global tensor; see `Run.view`.
-        partial: whether a value that lacks ranks gets the present ranks' statistics, or none and a reason in `why`.
+        partial: whether a value that lacks ranks gets the statistics of the present ranks, or only a reason in `why`.
         long: whether to return one row for each number, for plotting, with the columns step, rank, root, module_path,
             site, name, statistic, value, and micro_step, call, repeat, mode, phase where rows differ in them.
 
@@ -133,9 +133,9 @@ def statistics(
     with_histograms: bool = False,
     mapper: Mapper = map_serially,
 ) -> Statistics:
-    """Return the statistics of each value, or combined over all values that agree in `by`, as `pa.Table`.
+    """Return the statistics of each value. With `by`, combine the statistics of all values that agree in `by`.
 
-    `mapper` computes groups of rows in each range of steps; the groups of all ranges are combined here. With
+    `mapper` computes groups of rows in each range of steps. The groups of all ranges are combined in this process. With
     `with_histograms` the table has the column `HISTOGRAM`.
 
     Raises:
@@ -176,9 +176,9 @@ def statistics(
 class _RangeAnswer(NamedTuple):
     tables: list[Any]
     left_out: list[Any]
-    """If rows are grouped: tables of the values that only have rows of single ranks, and so belong to no group."""
+    """If rows are grouped, tables of the values that only have rows of single ranks, and so are in no group."""
     without: Counter[str]
-    """If rows are grouped: by reason, the number of rows without statistics."""
+    """If rows are grouped, the number of rows without statistics, by the reason."""
     num_rows: int
     partial: MissingRanks
     problems: Problems
@@ -195,7 +195,7 @@ class _RangeAnswer(NamedTuple):
 
 
 class _RangeStatistics:
-    """Computes statistics of a range of steps: of the ranks' own rows, of a merged run's rows, or of global tensors."""
+    """Computes the statistics of a range of steps, from the rows of single ranks, of a merged run, or of all ranks."""
 
     def __init__(
         self, run: Run, selection: Selection, options: GlobalOptions, keys: Sequence[str], more: Sequence[str]
@@ -205,7 +205,7 @@ class _RangeStatistics:
         self._view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
 
     def __call__(self, *steps: int) -> _RangeAnswer:
-        """Return the statistics of a range of steps: (first, last), or for ranks' own rows (attempt, first, last)."""
+        """Return the statistics of the steps (first, last), or of (attempt, first, last) for rows of single ranks."""
         problems, partial = Problems(self._selection), MissingRanks()
         if self._view is None:
             attempt, first, last = steps
@@ -248,7 +248,7 @@ def as_long(table: Any) -> Any:
 
 
 def inner_leaves(table: Any) -> Any:
-    """Return the name of each row's inner tensor in a composite tensor, such as ``indices``; null for other rows."""
+    """Return the name of each row's inner tensor, such as ``indices`` of a sparse tensor. Null for other rows."""
     is_inner = holds(table.column("note"), lambda note: "inner_of" in note_members(note))
     leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
     return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
@@ -269,7 +269,7 @@ def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
 
 
 def _without_rank_rows(table: Any) -> tuple[Any, Any]:
-    """Return the rows of global tensors, and the values that have rows of single ranks only."""
+    """Return the rows of global tensors, and the values that only have rows of single ranks."""
     is_rank = table.column("rank").is_valid().to_numpy()
     groups = group_rows(table, VALUE_KEY)
     has_global = np.zeros(groups.num_groups, np.bool_)
@@ -363,9 +363,9 @@ def reply_of(
 ) -> Reply:
     """Return the output of `recorder stats`. The exit code is 1 if something is damaged, missing or contradictory.
 
-    The question is asked once the reply is printed, because only a table shows histograms. `sort` is written ``l2`` or
-    ``l2:asc``, ``-l2`` or ``l2:desc``; LookupFailedError is raised if it names no column or no direction. `top` and
-    `last` are numbers of rows; 0: all. `mapper` is entered for the question alone.
+    The statistics are computed when the reply is printed, because only a table needs histograms. `sort` is written
+    ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``. LookupFailedError is raised if `sort` names no column or no direction.
+    `top` and `last` are numbers of rows; 0 means all rows. `mapper` is entered only while statistics are computed.
     """
     answers: list[Statistics] = []
 
@@ -409,7 +409,7 @@ def reply_of(
 
 
 def _order(table: Any, sort: str) -> tuple[str, str]:
-    """Return the column and Arrow's word for the direction of ``--sort``: ``-l2`` and ``l2:desc`` are descending."""
+    """Return the column of ``--sort`` and the direction as Arrow names it. ``-l2`` and ``l2:desc`` are descending."""
     column, _, order = sort.removeprefix("-").partition(":")
     column = next((name for name, title in _TITLES.items() if title == column), column)
     column = f"{column}_count" if f"{column}_count" in COUNTS else column
@@ -428,7 +428,7 @@ def _is_worth_showing(table: Any, name: str) -> bool:
 
 
 def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, has_types: bool) -> Table:
-    """Return the table to print. With `has_types` each row is one value, which has one dtype."""
+    """Return the table to print. `has_types` is True if each row is one value, which has one dtype."""
     drawn, subtitle = _drawn(table, has_types=has_types)
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
     has_why = WHY in table.column_names and table.column(WHY).null_count < table.num_rows
@@ -452,7 +452,7 @@ def _title(name: str) -> str:
 
 
 def _drawn(table: Any, *, has_types: bool) -> tuple[dict[str, list[str]], str]:
-    """Return cells, by column name, with each row's histogram and count of subnormal values; and the legend."""
+    """Return cells by column name: each row's histogram and count of subnormal values. Also return the legend."""
     histograms = [
         histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
         for data in (table.column(HISTOGRAM).to_pylist() if HISTOGRAM in table.column_names else ())

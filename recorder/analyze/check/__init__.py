@@ -1,1 +1,1 @@
-"""Finds what is wrong with a training, by the rules of `recorder.checks` over all rows of a run."""
+"""Finds what is wrong with a training. The rules of `recorder.checks` judge all rows of the recorded run."""

@@ -1,4 +1,4 @@
-"""Applies check rules to a run, one of which compares replicas, and makes the output of `recorder check`.
+"""Applies check rules to a recorded run, and makes the output of `recorder check`.
 
 The output has a sentence for each finding, with a command that shows more. With ``--list`` it has the rules instead.
 """
@@ -35,7 +35,7 @@ from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
 
 _LEAST_COMMON = 2
-"""A baseline run with fewer than 1/`_LEAST_COMMON` of the judged run's values is taken for another model or sites."""
+"""A baseline run with fewer than 1/`_LEAST_COMMON` of the judged run's values has another model or other sites."""
 
 
 class Checked(NamedTuple):
@@ -49,10 +49,10 @@ class Checked(NamedTuple):
     num_rows: int
     """The number of recorded rows that were judged."""
     num_probed: int
-    """The number of (value, step) pairs without a row that were judged by the number that the probe recorded."""
+    """The number of values without a row that were judged by the probe, which has one number per value and step."""
     steps: list[int]
     notes: list[str]
-    """Notes on the rows and rules that were left out."""
+    """Notes on rows and rules that were left out."""
 
     @property
     def num_judged(self) -> int:
@@ -60,7 +60,7 @@ class Checked(NamedTuple):
 
     @property
     def num_unjudged(self) -> str:
-        """How many of the rules could not judge the run, as a text such as ``3 of 20 rules``."""
+        """The number of rules that could not judge the run, as a text such as ``3 of 20 rules``."""
         return f"{len(self.unjudged)} of {counted(self.num_rules, 'rule')}"
 
 
@@ -79,11 +79,11 @@ def check(
         run: the recorded run of the training.
         rules: the names of the rules to apply; empty for all rules.
         thresholds: numbers that replace the default thresholds, by rule and setting.
-        own: rules besides the recorder's own rules and the rules that packages install as entry points.
+        own: more rules, besides the recorder's rules and the rules that packages install as entry points.
         baselines: runs of the same training that went well. The rules `unusual` and `invariant` compare the run with
             them. A finding that a rule also makes in these runs is only a note.
         widths: runs of the same training at other widths, for the rule `width`.
-        mapper: reads ranges of steps of `run`, in this process or in others. The rules run in this process.
+        mapper: reads ranges of steps of `run`, in this process or in worker processes. The rules run in this process.
 
     Raises:
         ConfigError: `rules` has an unknown name (the message suggests the nearest name), or a rule of `own` has the
@@ -129,7 +129,7 @@ def check(
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
-    """Remove advice to add a recording rule that the run had already, or that needs buffers if the model has none."""
+    """Remove useless advice to add a recording rule: the run had the rule, or the model has no buffers for the rule."""
     modules = run.modules.values()
     has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
@@ -153,7 +153,7 @@ def _selects_all(rule: Rule, wanted: Rule) -> bool:
 def _learnt(
     baselines: Sequence[Run], rules: Sequence[type[CheckRule]], settings: Mapping[str, dict[str, float]]
 ) -> tuple[Normal, list[set[SeriesKey]]]:
-    """Return the `Normal` learnt from baseline runs and their findings, and the set of series keys of each run."""
+    """Return what the baseline runs show as normal, with their findings, and the names of each run's values."""
     normal, values = Normal(), []
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])
@@ -171,7 +171,7 @@ def _learnt(
 
 
 def _without_parts(findings: Sequence[Finding]) -> list[Finding]:
-    """If ranks share one batch and never had equal parameters, remove both findings: ranks hold parts of one model."""
+    """Remove the findings ONE_BATCH and NEVER_EQUAL if a root has both: then its ranks hold parts of one model."""
     said = (ONE_BATCH, NEVER_EQUAL)
     of_batch, of_parts = ({one.root for one in findings if one.what.startswith(what)} for what in said)
     return [one for one in findings if one.root not in of_batch & of_parts or not one.what.startswith(said)]
@@ -209,7 +209,10 @@ def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[
 
 
 def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
-    """Return a text if a baseline run has too few of the judged run's values below the root; else an empty text."""
+    """Return a text if a baseline run has too few of the judged run's values below the root; else an empty text.
+
+    `series` are the values of the judged run, and `known` the values of the baseline run.
+    """
     inner = [key for key in series if key.module_path] or list(series)
     num = sum(key in known for key in inner)
     if num * _LEAST_COMMON >= len(inner):
@@ -259,7 +262,7 @@ _MAX_PATH = 80
 _MAX_DETAIL = 240
 _MAX_FOLLOWING = 400
 MAX_FINDINGS = 40
-"""The largest number of findings that `recorder check` prints; ``--json`` has all findings."""
+"""The largest number of findings that `recorder check` prints. ``--json`` has all findings."""
 _MAX_RANKS = 8
 _MAX_WANTS = 6
 _INDENT = " " * 8
@@ -271,8 +274,8 @@ _OTHER = "something else"
 def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, is_verbose: bool) -> Reply:
     """Return the output of `recorder check`. `typed` is the text by which the user named the run on the command line.
 
-    A damaged run, or a finding of at least the severity `fails_from`, makes the exit code 1, unless `fails_from` is
-    None. With `is_verbose` the output names each rule that did not judge the run, and what the rule needs.
+    The exit code is 1 if the run is damaged or a finding has at least the severity `fails_from`. It is always 0 if
+    `fails_from` is None. With `is_verbose` the output names each rule that did not judge the run, and its needs.
     """
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems))
@@ -299,7 +302,7 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
 
 
 def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Reply:
-    """Return the output of `recorder check --list`: each rule, and each threshold in force."""
+    """Return the output of `recorder check --list`, which has all rules and the thresholds that apply."""
     titles = ("rule", "setting", "threshold", "unit", "source")
     settings = [
         [rule.name, one.name, number(thresholds.get(rule.name, {}).get(one.name, one.default)), one.unit, one.source]
@@ -321,7 +324,7 @@ def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Rep
 
 
 class JoinedFindings(NamedTuple):
-    """Findings that state the same about several values, joined into one sentence."""
+    """Findings of one kind about several values. The output has one sentence for all of them."""
 
     worst: Finding
     paths: list[str]
@@ -373,13 +376,13 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
 
 
 def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
-    """Yield each finding that no other finding explains, with the list of the findings that follow from it."""
+    """Yield each finding that has no other finding as its cause, with the findings that follow from it."""
     for one in joined(one for one in findings if not one.cause):
         yield one, list(joined(follower for follower in findings if follower.cause in one.words))
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
-    """Join findings that state the same at one site, if they are of modules whose values have the same names."""
+    """Join findings of one kind at one site. Findings of two modules are joined if their values have equal names."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
@@ -394,7 +397,7 @@ def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
 
 
 def sentence(one: JoinedFindings) -> str:
-    """Return one sentence: the rule, the module, the steps, the ranks, the fault, and the number with its threshold."""
+    """Return a sentence with the rule, module, steps, ranks and fault, and with the number and its threshold."""
     parts, worst = where_of(one), one.worst
     if not worst.site:
         return parts["what"]
@@ -414,7 +417,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def where_of(one: JoinedFindings) -> dict[str, str]:
-    """Return the parts of the sentence about a finding, as table cells: what, module, value, step, rank and size."""
+    """Return the sentence about a finding as table cells: what, module, value, step, rank and size."""
     worst = one.worst
     if not worst.site:
         return {"what": f"{worst.rule}: {worst.what}"}
@@ -433,7 +436,7 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
 
 
 def command_of(typed: str, one: JoinedFindings) -> str:
-    """Return the command that shows the numbers of a finding; empty if the finding does not concern a value."""
+    """Return the command that shows the numbers of a finding. Empty if the finding does not concern a value."""
     worst = one.worst
     if not worst.site:
         return ""

@@ -1,8 +1,8 @@
-"""Reads the rows of a run for rules, one range of steps after another, as columns of numbers. It reads no payload.
+"""Reads the rows of a run for check rules, as columns of numbers, one range of steps after another. Reads no payload.
 
-Rows of recomputed forwards are left out, because they repeat values of the forward. Of a step that a restart repeated,
-only the rows of the newer attempt are read. If a value has no row at a step, the probe's number of the value at this
-step becomes a row. Some columns are numbers computed from the bytes of histograms and of sums of units (channels). They
+Rows of recomputed forwards are left out, because they repeat values of the forward. If a restart repeated a step, only
+the rows of the newer attempt are read. The probe has one number of each value at every step. This number becomes a row
+where the value has no row. Some columns are computed from the bytes of histograms and of sums of units (channels). They
 are null in a row without these bytes, or if the number cannot be computed. No Python loop runs over rows.
 """
 
@@ -33,7 +33,7 @@ from ...run.step_ranges import Attempts, Mapper, cut_rows, first_parts, map_seri
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
-"""The most rows of all ranks in one range of steps. They are in memory together. A single step may have more."""
+"""The most rows, over all ranks, in one range of steps. They are in memory together. A single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
@@ -42,7 +42,7 @@ _WHOLE = "global_numel"
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
-"""A range that contains every step, so that the steps of rows need not be compared with its ends."""
+"""A range that contains every step. With this range, the steps of rows are not compared with the range."""
 
 Steps = tuple[int, int]
 Floats = npt.NDArray[np.float64]
@@ -55,12 +55,12 @@ _NO_ENDS = (0, 0)
 
 
 class RunRows:
-    """The rows of a run as rules read them, with the catalog that describes the series of the rows.
+    """The rows of a run as check rules read them, with a catalog that describes the values.
 
-    `columns` names columns to read besides the usual statistics; a name that the format does not have is ignored.
-    `steps` is (first, last), where the last is excluded; None means all steps. `catalog` may be the catalog of earlier
+    `columns` names columns to read besides the usual statistics. A name that the format does not have is ignored.
+    `steps` is (first, last), without the step `last`. None means all steps. `catalog` may be the catalog of earlier
     rows of the run. The probe is read only if `steps` is None, because a block of the probe is written long after its
-    first step. `mapper` reads ranges of steps in this process or in others; the probe is read in this process.
+    first step. `mapper` reads ranges of steps in this process or in others, but the probe is read in this process.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class RunRows:
         self.steps: set[int] = set()
         """The steps of the rows yielded so far."""
         self.num_probed = 0
-        """The number of rows yielded so far that come from the probe; `num_rows` counts only the other rows."""
+        """The number of rows yielded so far that come from the probe. `num_rows` does not count these rows."""
         self.probe_notes: list[str] = []
-        """Sentences that say which steps of the probe are not among the rows."""
+        """Sentences that say which steps of the probe were left out."""
         self.num_superseded = 0
         """The number of rows left out because a restart repeated their steps."""
         self._view = run.view()
@@ -115,7 +115,7 @@ class RunRows:
                 yield pa.concat_tables(tables).unify_dictionaries()
 
     def of_table(self, table: Any) -> Rows:
-        """Convert a table with the columns of `columns_read` to `Rows`; each step must be of one attempt only."""
+        """Convert a table with the columns of `columns_read` to `Rows`. Each step must be of a single attempt."""
         return self._as_rows(self._recorded.of(table))
 
     def _ranges(self) -> list[Steps]:
@@ -135,7 +135,7 @@ class RunRows:
                 yield from self._probed(writer, steps)
 
     def _probed(self, writer: RecordedWriter, steps: Steps) -> Iterator[Any]:
-        """Yield a writer's probe as rows; within a step, in the order in which the writer first saw the values."""
+        """Yield a writer's probe as rows. A step's rows are in the order in which the writer first saw the values."""
         assert self._probe is not None
         excess = self._probe.num_numbers / MOST_PROBED
         num_steps = self._probe.last_step + 1 - self._probe.first_step
@@ -172,7 +172,7 @@ class RunRows:
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any) -> tuple[Integers, Integers, Integers]:
-        """Return three numbers of each row: its series, its rank's part of the batch, its rank's piece of the model."""
+        """Return three numbers per row: of the value, the rank's part of the batch, the rank's piece of the model."""
         groups = group_rows(table, _KEY)
         series_of = []
         for row in table.select((*_KEY, *_ABOUT, _WHOLE)).take(pa.array(groups.firsts)).to_pylist():
@@ -248,10 +248,10 @@ def _is_only_one(keys: Sequence[Integers], flags: Flags) -> Flags:
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
-    """Return, by root and rank, the index of the rank's part of the batch, and the index of its piece of the model."""
+    """Return, by root (model) and rank, the indices of the rank's part of the batch and its piece of the model."""
     pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
-    """By `id` of a group of ranks, and by rank, the index of the piece of the model that the rank holds."""
+    """For each group of ranks, by its `id`, the index of the piece of the model that each rank holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
             if writer.rank is None or (root.name, writer.rank) in pairs:
@@ -273,7 +273,7 @@ def _dead_share(units: ManyUnits) -> Floats:
 
 
 def _largest(units: ManyUnits) -> Floats:
-    """Return, for each row, the largest magnitude of any unit, relative to the median rms of the nonzero units."""
+    """Return the largest magnitude in each row, divided by the median rms of the row's nonzero units (channels)."""
     sizes = np.sqrt(units.sum_sq / np.maximum(units.num_values, 1)[:, None])
     num = np.count_nonzero(sizes, axis=1)
     is_told = (num >= 2) & np.isfinite(sizes).all(axis=1)
@@ -289,9 +289,9 @@ def _subnormal_share(histograms: Histograms, ends: Integers) -> Floats:
 
 
 def _top_share(histograms: Histograms, ends: Integers) -> Floats:
-    """Return, for each row, the share of the nonzero values that are infinite or in the dtype's highest power of two.
+    """Return the share of each row's nonzero values that are infinite or in the dtype's highest power of two.
 
-    Of these large values only positive ones count, because large negative values may be a mask.
+    Only positive values count as such, because large negative values may be a mask.
     """
     counts = histograms.counts[:, 1] * (histograms.exponents >= ends[:, 1:])
     return _share(counts.sum(axis=1) + histograms.infinite[:, 1], histograms)
@@ -305,7 +305,7 @@ def _share(counts: Integers, histograms: Histograms) -> Floats:
 _OF_UNITS = {"units.dead_share": _dead_share, "units.largest": _largest}
 _OF_HISTOGRAMS = {"histogram.subnormal_share": _subnormal_share, "histogram.top_share": _top_share}
 SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram")
-"""Maps the name of each number that is computed from bytes to the column that has these bytes."""
+"""For each number that is computed from bytes, the column that has these bytes."""
 
 
 def columns_of(names: Sequence[str], table: Any) -> list[Any]:
@@ -323,7 +323,7 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
                     columns[name][units.rows] = _OF_UNITS[name](units)
         if of_histograms:
             ends_of = [*(NORMAL_EXPONENTS.get(dtype, _NO_ENDS) for dtype in dtypes), _NO_ENDS]
-            # For each row, the exponents of the smallest normal number and of the largest number of its dtype.
+            # For each row, the exponents of the smallest normal number and of the largest number of the dtype.
             ends = np.array(ends_of, np.int64)[dtype_of]
             rows = _there(table, "histogram", ends[:, 0] < ends[:, 1])
             for histograms in histograms_of(table.column("histogram"), rows):
@@ -337,7 +337,7 @@ def _there(table: Any, column: str, chosen: npt.NDArray[np.bool_]) -> Integers:
 
 
 def shape_or_none(text: str) -> tuple[int, ...] | None:
-    """Parse a shape from an untrusted text; return None if the text is no shape."""
+    """Parse a shape from an untrusted text. Return None if the text is no shape."""
     with suppress(RunError):
         return parse_shape(text)
     return None

@@ -1,4 +1,4 @@
-"""Compares the replicas of a run for the rule `replica`: by fingerprints and statistics of rows, else by the probe."""
+"""Compares the replicas of a run for the check rule `replica`: by fingerprints and statistics, else by the probe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER_EQUAL = "ranks have held different ones from the first record on"
 
 
 def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
-    """Compare the replicas of a run; the first difference at each site is a finding. `mapper` reads ranges of steps."""
+    """Return the first difference of replicas at each site, as findings. `mapper` reads ranges of steps."""
     if len(run.ranks) < 2 and not run.is_merged:
         return Replicas((), Replica.needs)
     search = compare_replicas(run, mapper)
@@ -48,7 +48,7 @@ def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str
     severity = Severity.WARNING if one.is_assumed else Replica.severity
     what = NEVER_EQUAL if one.was_never_equal else what
     since = probed.step if probed is not None and probed.step < value.step else None
-    # The largest group counts as right. If two groups are the largest, nobody can say which group is right.
+    # The largest group of equal ranks counts as right. If two groups are the largest, nobody can say which is right.
     has_odd = len(one.groups) > 1 and len(one.groups[0]) > len(one.groups[1])
     ranks = [rank for ranks in one.groups[has_odd:] for rank in ranks]
     return _of(value.step, value.key, ranks, details, severity, what, float(len(one.groups)), since)
