@@ -72,7 +72,7 @@ class Assembler:
         return Encoder("auto", kernels=native.load(is_native_wanted()))
 
     def tensor(self, position: int) -> Tensor | None:
-        """Return the tensor of one rank whose part 0 is at `position`; None if a part's payload was not recorded."""
+        """Return the tensor whose part 0 is in the row at `position`; None if a part's payload was not recorded."""
         if position not in self._tensors:
             self._tensors[position] = self._find_tensor(position)
         return self._tensors[position]
@@ -110,7 +110,7 @@ class Assembler:
         return out
 
     def local(self, position: int) -> npt.NDArray[np.uint8]:
-        """Return all decoded bytes of the tensor of one rank whose part 0 is at `position`."""
+        """Return all decoded bytes of one rank's tensor, whose part 0 is in the row at `position`."""
         chunks = [self._decode(part) for part in self._whole(position).positions]
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
@@ -188,7 +188,7 @@ class Assembler:
         return chunks[0] if len(chunks) == 1 else np.concatenate([*chunks, np.empty(0, items)])
 
     def _reduce(self, fill: Fill, op: str, positions: Sequence[int], dtype: str, low: int, high: int) -> Items:
-        """Reduce elements of several ranks in float64, and round the result once; integers are reduced as integers."""
+        """Reduce elements of several ranks in float64, and round once. Integers are reduced as integers."""
         terms = []
         for chunk, factor in fill.terms:
             tensor = self._whole(positions[chunk])
@@ -295,7 +295,7 @@ _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "pr
 
 
 def _as_runs(plan: Plan) -> list[Fill] | None:
-    """Return the plan's fills in the order in which they make up the flattened tensor; None if they do not."""
+    """Return the fills (copied regions) in order if they are consecutive runs of the flattened tensor; else None."""
     if not all(fill.is_copy for fill in plan.fills):
         return None
     runs = []

@@ -1,8 +1,8 @@
 """Infers from rows whether the ranks have equal values of a leaf, and which dim of the leaf is the batch.
 
-A leaf is a tensor that is recorded repeatedly under one name. Its layout is inferred from all sampled steps together:
-at a single step, NaN, constants and slices repeated along the batch are equal in copies and in batches, and prove
-nothing. The result must never depend on the step or the part of the run for which it is needed.
+A leaf is a tensor that is recorded repeatedly under one name. Its layout is inferred from all sampled steps together. A
+single step may prove nothing: NaN, constants and slices repeated along the batch are equal whether the ranks have
+copies or parts of the batch. The result must never depend on the step or the part of the run for which it is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..read.metadata import NONE
 from .row_groups import GroupedRows
 
 _MAX_LOOKED_AT = 6
-"""The most moments (step, micro-step, stage) at which a leaf's values are compared; each may be evidence."""
+"""The most moments (step, micro-step, stage) at which the values of a leaf (a named tensor) are compared."""
 Flags = npt.NDArray[np.bool_]
 ChunkKeys = tuple[tuple[int, int], ...]
 """The rank and the micro-batch of each of some chunks. The micro-batch is 0 without a pipeline."""
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 
 class Observation(Enum):
-    """What the ranks' values of a leaf at one moment say about its layout: are they copies, or parts of a batch?"""
+    """What the ranks' values of a leaf (a named tensor) at one moment show: copies, or parts of a batch."""
 
     NOTHING = 0
     """The values prove nothing: copies and parts of a batch could both have these values."""
@@ -58,7 +58,7 @@ class Observation(Enum):
 
 
 class BatchDims(NamedTuple):
-    """The sizes of the ranks' parts of the batch at one moment, and the dims of a leaf that have these sizes."""
+    """The ranks' batch sizes at one moment, and the dims of a tensor that have these sizes."""
 
     sizes: tuple[int, ...]
     dims: frozenset[int]
@@ -70,7 +70,7 @@ class BatchDims(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The values of all leaves at the sampled steps. Each value is named by its index in this sample."""
+    """The values of all leaves (named tensors) at the sampled steps. A value is named by its index here."""
 
     grouped: GroupedRows
     leaves: Mapping[Leaf, Integers]
@@ -97,7 +97,7 @@ class Leaves:
         self._varying: dict[tuple[str, str, str], bool] = {}
         self._dims: dict[Leaf, int | None] = {}
         self._kin: dict[Leaf, list[Leaf]] | None = None
-        """Lists of leaves that differ only in mode and call. The key is the leaf without mode and call."""
+        """Leaves (named tensors) that differ only in mode and call, listed by the leaf without mode and call."""
         self._of_kin: dict[Leaf, list[BatchDims]] = {}
         """For a leaf without mode and call: the batch dims at a few moments of all leaves that differ only in these."""
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
@@ -241,7 +241,7 @@ def _a_few(numbers: Sequence[int]) -> list[int]:
 class _Inputs:
     def __init__(self, num_void: int) -> None:
         self.num_before = self.num_so_far = num_void
-        """The number of void or doubtful values before the call's first input, and up to its last input so far."""
+        """The number of void or doubtful values (weak evidence) before the call's first and after its last input."""
         self.are_void = self.are_equal = True
         self.has_void = False
 
@@ -271,7 +271,7 @@ class _VoidSearch:
     """Flags void values, which say nothing about their layout, and doubtful values. Values are judged in order."""
 
     def __init__(self, sample: Sample) -> None:
-        """Flag the values that are void whatever values come before them, such as constants."""
+        """Flag the values that are void (no evidence of a layout) by themselves, such as constants."""
         self._sample = sample
         self._grouped = grouped = sample.grouped
         sites, paths = grouped.labels["site"], grouped.labels["module_path"]
@@ -287,7 +287,7 @@ class _VoidSearch:
             self.is_void[number] = moment is not None and moment.are_single and bool(moment.dims)
         self.is_doubtful: Flags = np.zeros(len(self.is_void), bool)
         self.is_seed = self.is_void | grouped.is_zero
-        """True for void values and zeros. Zeros of either sign are unequal, but a module's outputs for them are not."""
+        """True for void values and for zeros. Zeros may differ in sign, but a module's outputs for them are equal."""
         self.is_open = self._is_equal & ~self.is_void & ~grouped.has_nan
         """True for the values that `judge` may still flag, depending on the values before them."""
         dtypes = [grouped.chunks[code].dtype for code in grouped.codes[grouped.starts].tolist()]
@@ -369,7 +369,7 @@ class LeafAcrossSteps(ChunkValues):
 
 
 class Comparison(LeafAcrossSteps):
-    """What the sampled steps and the rows of one value say about its layout. Payloads are read only if needed."""
+    """What the sampled steps and one value's rows say about the value's layout. Payloads are read only if needed."""
 
     def __init__(
         self,

@@ -265,7 +265,7 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Refuse to join parameters of single ranks that differ, and values computed with such parameters."""
+    """Refuse to join parameters that differ and belong to one rank each, and values computed with such parameters."""
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
         return plan, differing

@@ -73,7 +73,7 @@ class GroupedValues(NamedTuple):
     keys: Integers
     """For each value, the id of its key (root, module, site, name, mode, phase, step and so on)."""
     forward_keys: Integers
-    """For each gradient, the key of its activation; no value has it if it was not recorded. Else -1."""
+    """For each gradient, the key of its activation, or if that was not recorded, a key that no value has. Else -1."""
     order: Integers
     """The indexes of the values in the order of execution."""
 
@@ -241,7 +241,7 @@ _COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements"
 
 
 class Wanted(NamedTuple):
-    """A module's site at one step; the sharded dim of the tensors there is wanted."""
+    """The tensors whose sharded dim is wanted: those of a module at one site and step."""
 
     root: str
     module_path: str
@@ -252,7 +252,7 @@ class Wanted(NamedTuple):
 class _ShardedDim(NamedTuple):
     dim: int
     size: int
-    """The size of this rank's chunk along the dim if only this mesh axis cut the tensor."""
+    """The size that this rank's chunk would have along the dim if no other mesh axis cut the tensor."""
     ranks: Ints
     """The ranks along the mesh axis, including this rank; empty if the row does not name them."""
 
@@ -267,9 +267,10 @@ class _StepCuts(NamedTuple):
 
 
 class ShardingInference:
-    """Infers along which dim plain tensors (no DTensors) are cut, from rows of the same step that name positions.
+    """Infers along which dim plain tensors (no DTensors) are cut.
 
-    `counts` flags the rows that may be used. `is_linear` says whether a module is a linear layer.
+    The evidence is in rows of the same step that state where a chunk lies in its tensor. `counts` flags the rows that
+    may be used. `is_linear` says whether a module is a linear layer.
     """
 
     def __init__(
@@ -370,7 +371,7 @@ def _is_of(cut: _ShardedDim, ranks: Ints) -> bool:
 
 
 def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
-    """Return how each mesh axis cuts this chunk. Return nothing if an axis neither shards nor replicates the tensor."""
+    """Return how each mesh axis cuts this chunk. Empty if an axis neither shards nor replicates the tensor."""
     shape, coordinate, ranks = mesh_of(chunk)
     placements = parse_placements(chunk.placements)
     if not len(shape) == len(coordinate) == len(placements) or (ranks and len(ranks) != math.prod(shape)):

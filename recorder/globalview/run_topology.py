@@ -98,7 +98,7 @@ class Topology:
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """Return the ranks that share a root with a writer: its data-parallel ranks, or else its model-parallel."""
+        """Return the ranks that share a root with a writer: its data-parallel or else its model-parallel ranks."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -194,7 +194,7 @@ class Topology:
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _ranks(self, named: ParallelRanks | None, world_size: int | None) -> Ranks:
-        """Return the ranks that a manifest names. Return none if they are more than the run has ranks."""
+        """Return the ranks that a manifest names. Empty if there are more of them than the run has."""
         largest = world_size or self._world_size or MAX_RANKS
         return named.ranks if named is not None and len(named.ranks) <= largest else ()
 
@@ -492,7 +492,7 @@ class OwnParameters:
 
 
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
-    """Return, by parameter and rank, a key that is equal for equal first tensors; None if nothing tells."""
+    """Return a key of each parameter's first record, by rank. Equal tensors have equal keys; None if unknown."""
     first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):

@@ -172,7 +172,7 @@ _SOURCES = {
 
 
 _POSITIONS = {"dtensor": "the placements of DTensors", "marked": "the framework's marks"}
-"""For a row's `layout_source`, the words for what names the position of the row's chunk in the tensor."""
+"""For a row's `layout_source`, in words: what states where the row's chunk lies in the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class LayoutChunk:
     placements: str
     """The placements on the device mesh, such as ``Shard(0) Replicate``; empty for a plain tensor."""
     offsets: Ints | None
-    """The index of the chunk's first element in the global tensor; None without one, or if the chunk is no box."""
+    """The index of the chunk's first element in the global tensor; None if there is none, or the chunk is no box."""
     micro_step: int
     """The index of the micro-batch, in a pipeline."""
     is_copy: bool
@@ -255,7 +255,7 @@ class TensorLayout:
         return lines + (["  ..."] if len(meshes) > _MAX_MESHES else [])
 
     def _cut(self) -> list[str]:
-        """Draw the tensor as a box with the ranks that have each chunk. At most two dims may be cut."""
+        """Draw the tensor as a box with the ranks that have each chunk. It must be cut along one or two dims."""
         if self.global_shape is None or any(chunk.offsets is None for chunk in self.pieces):
             return []
         starts = [sorted({(chunk.offsets or ())[d] for chunk in self.pieces}) for d in range(len(self.global_shape))]
@@ -299,7 +299,7 @@ class TensorLayout:
 
 
 def _together(chunks: Sequence[LayoutChunk]) -> str:
-    """Return the ranks that have one region, as text: ``0,2``, or ``0+1`` for partial sums without their copies."""
+    """Describe the ranks of one region of the tensor: ``0,2``, or ``0+1`` for partial sums (without their copies)."""
     summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
     return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
 

@@ -189,7 +189,7 @@ class ValueRows(NamedTuple):
     """The rows of one value, in data-parallel order, and what the manifests say about the ranks."""
 
     first: int
-    """The position of the row of the value's lowest rank."""
+    """The position of the value's row with the lowest rank."""
     step: int
     key: ValueKey
     stage: Stage | None

@@ -245,11 +245,11 @@ def _choose(
 
 
 _MIN_BITS = 10
-"""Integer tensors with less information than this, in bits, may be equal by chance, such as a few classes."""
+"""Integer tensors with fewer bits of information than this, such as a few samples' classes, may be equal by chance."""
 
 
 class EqualContent(Enum):
-    """What it proves that tensors are equal, by what they contain."""
+    """What equal tensors prove, depending on their content."""
 
     NOTHING = 0
     """A constant, NaN, or too few integers: the tensors may be equal by chance."""
@@ -290,7 +290,7 @@ def content_of(items: npt.NDArray[Any]) -> EqualContent:
 
 
 class Sampler:
-    """Infers the layouts of leaves from the values of the sampled steps."""
+    """Infers the layouts of leaves (named tensors) from their values at the sampled steps."""
 
     def __init__(self, reader: ValueReader) -> None:
         self._reader = reader

@@ -314,7 +314,7 @@ _MAX_BYTES = 16 << 20
 _MAX_TEXT = 300
 _STATES = ("unclosed", "silent", "recording", "closed", "empty")
 _QUIET_S = 300.0
-"""The age in seconds from which on a node's document means that the node has stopped recording."""
+"""A node is assumed to have stopped recording when its document is this old, in seconds."""
 
 
 def is_fleet(folder: Location) -> bool:
@@ -325,7 +325,7 @@ def is_fleet(folder: Location) -> bool:
 
 
 def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
-    """Return the fleet index's summaries of the runs in a folder, by path. Return none if the folder has no index.
+    """Return the fleet index's summaries of the runs in a folder, by path. Empty if the folder has no index.
 
     If several nodes have parts of one run, their summaries of this run are added up.
     """

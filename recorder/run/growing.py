@@ -40,7 +40,7 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _ShardsOfKind:
-    """One writer's shards of one kind, and how far they were read. Their rows are in the order of steps."""
+    """One writer's shards of one kind (such as statistics), and how far they were read, in the order of steps."""
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)

@@ -257,7 +257,7 @@ def _is_over(ranks: Sequence[RankNow]) -> bool:
 
 
 def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
-    """Return a table of all ranks in order, or if they are too many, of the worst and slowest ranks and a summary."""
+    """Return a table of all ranks in order. If they are too many, show the worst and slowest and a summary."""
     shown, rest = ranks, []
     if len(ranks) > max_rows:
         by_trouble = sorted(ranks, key=_trouble)

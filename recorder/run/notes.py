@@ -173,7 +173,7 @@ def _outcomes(command: Command, answers: dict[int, Answer], *, is_over: bool) ->
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """Return the missing ranks of each global tensor's row, as JSON. Other rows get an empty text."""
+    """Return the ranks that each row's global tensor lacks, as JSON. The text is empty if it lacks none."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
     missing[table.column("rank").is_valid().to_numpy()] = ""
@@ -181,7 +181,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Return the table without the statistics of rows that lack ranks. They would cover the other ranks only."""
+    """Return the table without the statistics of rows that lack ranks. These would cover the other ranks only."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -210,7 +210,7 @@ class MissingRanks:
     def __init__(self) -> None:
         self._num_values = 0
         self._found: dict[str, tuple[int, int, int]] = {}
-        """For each set of missing ranks (as JSON): the number of values without them, their first and last step."""
+        """By missing ranks, as JSON: how many values lack them, and the first and last step of these values."""
 
     def add(self, table: Any) -> None:
         """Count the values of a table, which must have the columns `rank`, `step` and `note`."""
@@ -241,7 +241,7 @@ class MissingRanks:
 
 
 KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
-"""The values of two columns that this version of the format knows. A later version may have more."""
+"""For two columns, the values that this version of the format knows. A later version may have more."""
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
@@ -347,11 +347,11 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Replaces a function that reads payloads, so that none is read. None means that the result is unknown."""
+    """Replaces a function that reads payloads, so that none is read. It returns None, which means unknown."""
 
 
 class Unsealed(NamedTuple):
-    """The rows in open shards of writers that have stopped, and the open shards that have rows, as counts."""
+    """Counts of the rows in open shards of writers that have stopped, and of the shards that have such rows."""
 
     num_rows: int
     num_files: int

@@ -33,8 +33,8 @@ PROBE_SCHEMA = pa.schema(
         *((name, pa.int64()) for name in (*_COUNTS, "global_numel")),
     ]
 )
-"""The columns of the probe's table. `l2` and the counts cover all calls of a step; `l2` covers only finite elements.
-`global_numel` is the number of elements of the global tensor if the value is a chunk of it, or null."""
+"""The columns of the probe's table. `l2` and the counts cover all calls of a step. `l2` leaves out NaN and infinite
+elements. `global_numel` is the number of elements of the global tensor if the value is a chunk of it, or null."""
 
 
 def read_probe(writers: Iterable[RecordedWriter]) -> Any:
@@ -119,7 +119,7 @@ def _blocks(shard: ShardRows, site: str) -> Iterator[tuple[list[dict[str, Any]],
 
 
 class TokenBlock(NamedTuple):
-    """A row of ``keep=tokens``: the tokens that one value had in several calls, one call after the other."""
+    """A row of ``keep=tokens``: the numbers of one value from several calls, one call after the other."""
 
     attempt: int
     rank: int

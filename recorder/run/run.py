@@ -117,7 +117,7 @@ class Run(RecordedRun):
         return read_probe(writer for writer in self.writers if rank in (None, writer.rank))
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
-        """Return a view that joins the rows of all ranks to the tensors of the complete model.
+        """Return a view that joins the rows of all ranks into the tensors of the complete model.
 
         Args:
             loss: how each rank's loss follows from its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.

@@ -27,7 +27,7 @@ PER_RANK = ("*=per_rank",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rows that a user selects. A field that is None selects all rows."""
+    """The rows that a user selects. A field that is None does not restrict the rows."""
 
     module: str | None = None
     """Patterns of module paths, separated by commas, as in rules. ``''`` is the root."""
@@ -121,7 +121,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalOptions:
-    """Options for joining the rows of ranks to global tensors; see `Run.view`."""
+    """Options for joining the rows of ranks into global tensors; see `Run.view`."""
 
     across_ranks: bool = False
     loss: str = "mean"

@@ -46,7 +46,7 @@ _BEGIN_S = 60.0
 """A writer without a status counts as silent when its directory is this many seconds old."""
 
 _SETTLED_NS = 2_000_000_000
-"""A file that was unchanged for this long when it was read gets another time stamp by any later change."""
+"""If a file was unchanged for this long when it was read, any later change gives it another time stamp."""
 
 ENDED = ("closed", "killed", "failed")
 """The states of writers that have ended. A writer never leaves them."""
@@ -157,7 +157,7 @@ class _StatusFile:
     read_ns: int = 0
     """When the status was last read. After a change just before that, a later change may have the same time stamp."""
     members: dict[str, Any] | None = None
-    """The status as the document of the writer's node has it. None if no node has such a document."""
+    """The status in the document of the writer's node (host). None if no node has such a document."""
 
 
 class RunWatch:
