@@ -99,7 +99,7 @@ def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> 
 def decide_activation(
     chunks: Sequence[RankChunk], *, batch: Batch, values: ChunkValues, num_expected: int
 ) -> Plan | NoPlan:
-    """Plan inputs, outputs and taps (values in compiled graphs) of data-parallel ranks: as one batch, or as copies.
+    """Plan inputs, outputs and taps (tensors that the program names) of data-parallel ranks: as a batch, or as copies.
 
     A tensor that is equal on ranks with different batches does not depend on the batch, whatever its sizes. Equality is
     judged over all steps and not at one step: see `Replication`.

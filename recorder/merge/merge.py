@@ -1,6 +1,6 @@
-"""Runs a merge from beginning to end: plan, workers, resumption, publication and report.
+"""Runs a merge from beginning to end: planning, workers, resuming, publishing and the report.
 
-A merge must never change the source, and never pass an open run to a worker: each worker opens the run itself.
+A merge must never change the source run. It must never pass an open run to a worker: each worker opens the run itself.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from .unit import (
 )
 
 _SHARDS_PER_UNIT = 200
-"""A task has one more unit per this many shards of the run: a worker opens the run for each task, at 0.3 ms a shard."""
+"""A task gets one more unit per so many shards of the run, because a worker opens the run per task, at 0.3 ms a
+shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
-"""The seconds between attempts to find the output folder, as a network file system may show it a few seconds late."""
+"""The seconds between attempts to find the output folder. A network file system may show it a few seconds late."""
 _TASKS_PER_WORKER = 2
-"""The number of tasks per worker: one runs while the other waits, in case this thread is too busy to submit more."""
+"""The number of tasks per worker. The second one waits, in case this thread is too busy to submit another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +56,15 @@ class MergeReport:
     path: Path
     num_units: int
     num_kept_units: int
-    """The number of units that an earlier call finished from the same rows."""
+    """The number of units of work that an earlier merge finished from the same rows."""
     num_tensors: int
     num_rows: int
     source_bytes: int
-    """The number of decoded payload bytes of the source run."""
+    """The decoded payload bytes of the source run."""
     merged_bytes: int
     """The part of `source_bytes` that this call merged."""
     written_bytes: int
-    """The number of bytes of the merged shards, including the shards of kept units."""
+    """The bytes of all merged shards, including those of kept units."""
     elapsed_s: float
     findings: Summary
 
@@ -84,7 +85,7 @@ class _Job:
     num_workers: int
     call: str
     is_alone: bool
-    """True if each worker is a process on this machine, which keeps the run open from one task to the next."""
+    """True if each worker is a process of this machine. It then keeps the run open between tasks."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,14 +103,14 @@ def merge_run(
     layouts: Sequence[str] = (),
     progress: Progress = lambda title, total_bytes: nullcontext(lambda num_bytes: None),
 ) -> MergeReport:
-    """Write the global view of a run as a run of its own, or bring such a merged run up to date.
+    """Write the global view of a run (the tensors of all ranks put together) as a run, or bring such a run up to date.
 
     Args:
-        run: the source; it is not changed, and may still be recorded.
+        run: the source. It is not changed, and may still be recorded.
         out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
-        executor: shares the units with this thread, if there is more than one unit. It is not shut down.
+        executor: shares the units of work with this thread, if there is more than one unit. It is not shut down.
         num_workers: the number of tasks that the executor runs at once.
-        helps: True if this thread builds units too; False if it only distributes units.
+        helps: True if this thread builds units too. False if it only distributes units.
         loss: as in `Run.view`.
         layouts: as in `Run.view`.
         progress: makes the progress bar.
@@ -187,9 +188,9 @@ def _hand_out(
     report: Report,
     stop: Callable[[], None],
 ) -> list[Unit]:
-    """Let the executor build units, and build units from the end of the list with `build`, until all are taken.
+    """Let the executor build units from the front of the list, and `build` from the end, until none is left.
 
-    On failure `stop` makes the workers fail too. Return the units that no worker built, because the run had changed
+    On failure `stop` makes the workers fail too. Return the units that no worker built because the run had changed
     since this process opened it.
     """
     size = 1 if job.is_alone else 1 + job.num_shards // _SHARDS_PER_UNIT
@@ -198,8 +199,8 @@ def _hand_out(
     left: list[Unit] = []
     try:
         while waiting or running:
-            # Only a few tasks are submitted at a time: Python 3.11's pool hangs over cancelled tasks when a worker
-            # dies. This thread takes the last task, because it would otherwise wait at the end for a worker with two
+            # Only a few tasks are submitted at a time, because Python 3.11's pool hangs over cancelled tasks when a
+            # worker dies. This thread takes the last task. Otherwise it would wait at the end for a worker with two
             # tasks.
             while len(waiting) > (build is not None) and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
@@ -220,7 +221,7 @@ def _hand_out(
 
 
 def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
-    """Build units in any process or thread, with a run opened there; return the units that differ in that run."""
+    """Open the run in this process or thread, and build units. Return units that differ in the run opened here."""
     builder, output = (_open_once if job.is_alone else _open)(job)
     left = []
     for unit in units:
@@ -291,9 +292,9 @@ _KINDS = {
     "between_stages": "kept per rank, because it goes from one pipeline stage to another",
     "superseded": "left out, because a newer attempt recorded the same steps",
 }
-"""The text for each kind of finding. A kind without a text is printed by its name."""
+"""For each kind of finding, its text. A kind without a text is printed by name."""
 _OF_WRITERS = ("stranger", "superseded")
-"""The kinds of findings that count units of work, not rows, so that their counts are not printed as numbers of rows."""
+"""The kinds of findings that count units of work and not rows, so their counts are not printed as rows."""
 _NO_FINDINGS = "no findings (of ranks that are missing, replicas that differ, and layouts that contradict each other)"
 
 

@@ -1,7 +1,7 @@
-"""The output directory of a merge: its manifests, its units, and the moment at which readers get the units.
+"""The output directory of a merge: its manifests, its units of work, and their publication for readers.
 
-If `_run.json` exists, the published units are one complete merge. The file is removed first and written last whenever
-units are published or removed, so no reader finds an incomplete merge. Finished units wait in `_merging`. This module
+If `_run.json` exists, the published units are one complete merge. Before units are published or removed, the file is
+removed, and it is written last. So no reader finds an incomplete merge. Finished units wait in `_merging`. This module
 must never touch a directory that is not a merge of this very run with these very options.
 """
 
@@ -33,24 +33,24 @@ from .unit import is_unit_name
 
 _MERGING = "_merging"
 _PRIVATE = 0o700
-"""The mode of directories: only the owner may enter them, as in a recording."""
+"""The mode of directories. Only the owner may enter them, as in a recording."""
 _DISK = Disk()
 _SOURCE = "source"
-"""The name of a writer without rows. Its manifest represents the manifests of the source's writers."""
+"""The name of a writer that has no rows, but a manifest that stands for those of the source run's writers."""
 
 
 class Output:
-    """The directory of a merged run. `call` is the name that the process with the lock has chosen for its workers."""
+    """The directory of a merged run. `call` names the folder in which this merge and its workers build units."""
 
     def __init__(self, path: Path, call: str | None = None) -> None:
         self.path = path
         self.call = call or f"_{os.getpid()}-{os.urandom(6).hex()}"
-        """The name of the folder in which this call builds units; once the folder is gone, a late worker fails."""
+        """The name of the folder in which this call builds units. A late worker fails once the folder is gone."""
         self._merging = path / _MERGING
 
     @property
     def is_whole(self) -> bool:
-        """True if readers find a run in the directory."""
+        """True if the directory is a complete run for readers."""
         return (self.path / RUN_MANIFEST).is_file()
 
     def units(self) -> set[str]:
@@ -58,7 +58,7 @@ class Output:
         return self._published() | {name for name in _names(self._merging) if self._is_waiting(name)}
 
     def manifest_of(self, unit: str) -> dict[str, Any]:
-        """Return the manifest of the global rows of a finished unit; empty if it cannot be read."""
+        """Return the manifest of a finished unit's global rows. Return an empty one if it cannot be read."""
         for folder in (self._merging / unit / GLOBAL_DIR, self.path / GLOBAL_DIR / unit):
             with contextlib.suppress(RunError):
                 return read_json(folder / WRITER_MANIFEST)
@@ -66,7 +66,7 @@ class Output:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Path]:
-        """Let any process build units inside the ``with`` block. A process that builds after the block fails."""
+        """Let any process build units inside the ``with`` block. After the block, building a unit fails."""
         folder = self._merging / self.call
         folder.mkdir(mode=_PRIVATE, parents=True)
         try:
@@ -77,37 +77,37 @@ class Output:
     def stop_building(self) -> None:
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         with contextlib.suppress(OSError):
-            # The folder is renamed as a whole, because a worker might make new files while files are removed.
+            # The folder is renamed first, because a worker might make new files while files are removed.
             os.rename(self._merging / self.call, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def begin(self) -> Path:
-        """Make a folder to build a unit in; any process may call this while the merge is `building`."""
+        """Make a folder to build a unit in. Called in any process while the merge is `building`."""
         folder = self._merging / self.call / f"{os.uname().nodename}-{os.getpid()}-{os.urandom(6).hex()}"
         folder.mkdir(mode=_PRIVATE)
         return folder
 
     def finish(self, folder: Path, unit: str) -> None:
-        """Keep the unit in `folder`, which must be complete and synced, as a finished unit."""
+        """Keep `folder` as a finished unit. Its files must be complete and synced."""
         _DISK.sync_directory(folder)
         try:
             os.rename(folder, self._merging / unit)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._is_waiting(unit):
                 raise
-            # A worker that was presumed dead has finished the unit after all; both workers wrote the same bytes.
+            # A worker that was presumed dead has finished the unit after all. Both workers wrote equal bytes.
             shutil.rmtree(folder, ignore_errors=True)
         _DISK.sync_directory(self._merging)
 
     def clear(self, wanted: Collection[str] | None = None) -> None:
-        """Remove the unfinished units of a killed merge, and finished units that are neither `wanted` nor published."""
+        """Remove the unfinished units of a killed merge. Remove finished units unless `wanted` or published."""
         for name in _names(self._merging):
             if not self._is_waiting(name) or (wanted is not None and name not in wanted):
-                # Errors are ignored, because a worker of a killed merge may still write to this folder.
+                # Errors are ignored: a worker of a killed merge may still write to this folder.
                 shutil.rmtree(self._merging / name, ignore_errors=True)
 
     def publish(self, wanted: Collection[str], source: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Publish exactly the finished units in `wanted`, with the manifests `source` and `run`."""
+        """Publish the finished units in `wanted` and no others, with the manifests `source` and `run`."""
         published = self._published()
         waiting = [name for name in wanted if name not in published or self._is_waiting(name)]
         stale = [published - set(wanted), self._debris(wanted)]
@@ -141,7 +141,7 @@ class Output:
         return {name for name in _names(self.path / GLOBAL_DIR) if is_unit_name(name)}
 
     def _is_waiting(self, name: str) -> bool:
-        """Return True if a name in `_merging` is a finished unit: even half-published, it has its global directory."""
+        """Return True if a name in `_merging` is a finished unit. It keeps its global directory until published."""
         return is_unit_name(name) and (self._merging / name / GLOBAL_DIR).is_dir()
 
     def _debris(self, wanted: Collection[str]) -> list[Path]:
@@ -153,7 +153,7 @@ class Output:
         return [name for name in _names(self.path) if parse_rank_dir(name) is not None]
 
     def _publish(self, unit: str) -> None:
-        """Move a unit's directories to their final paths, the global directory last, as the sign of completion."""
+        """Move a unit's directories to their final paths. The global directory moves last: it marks completion."""
         folder = self._merging / unit
         for name in sorted(_names(folder), key=lambda name: (name == GLOBAL_DIR, name)):
             (self.path / name).mkdir(mode=_PRIVATE, exist_ok=True)
@@ -182,10 +182,10 @@ class Output:
 
 @contextlib.contextmanager
 def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Output]:
-    """Create or continue the directory of a merge of a run with some options, and lock it inside the block.
+    """Create or continue the directory of a merge, and lock it inside the ``with`` block.
 
-    WriteError is raised, and nothing is touched, if the directory holds anything else, cannot be written, or if another
-    merge is running there.
+    Raises WriteError if the directory has other content or cannot be written, or if another merge is running there.
+    Then nothing is touched.
     """
     path = Path(os.path.abspath(path))
     _check_path(path, run)
@@ -248,7 +248,7 @@ def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
 
 
 def _check_links(path: Path) -> None:
-    """Raise an error for symbolic links, through which files outside the directory might be changed or removed."""
+    """Raise WriteError for symbolic links, through which files outside the directory might be changed or removed."""
     for folder, folders, files in os.walk(path):
         for where in (os.path.join(folder, name) for name in (*folders, *files)):
             if os.path.islink(where):
@@ -281,7 +281,7 @@ _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 
 
 def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `_run.json`, with the path of the source and the options of the merge."""
+    """Return the content of `_run.json`, including the path of the source run and the options."""
     merged_from = {"run_id": run.run_id, "created_ns": run.manifest.created_ns, **options}
     return {
         **_FORMAT,
@@ -302,7 +302,7 @@ def of_units(run: Run) -> dict[str, Any]:
 
 
 def of_source(run: Run) -> dict[str, Any]:
-    """Return the `_writer.json` of the writer without rows: modules, rules, events and ledgers of the source run."""
+    """Return the `_writer.json` of the writer without rows: modules, rules, events and row counts of the source."""
     informative = {
         name: next((members[name] for writer in run.writers if name in (members := writer.manifest.members)), None)
         for name in _INFORMATIVE
@@ -330,7 +330,7 @@ def of_source(run: Run) -> dict[str, Any]:
 
 
 def _rewritable(value: Any, depth: int = 0) -> Any:
-    """Return untrusted JSON in a form that can be written: without NaN, and of bounded depth."""
+    """Return untrusted JSON without NaN and without very deep parts, so that it can be written."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict | list) and depth > _MAX_DEPTH:
@@ -341,7 +341,7 @@ def _rewritable(value: Any, depth: int = 0) -> Any:
 
 
 def _roots(run: Run) -> list[dict[str, Any]]:
-    """Return the roots with the modules of all writers: pipeline stages are one root in several processes."""
+    """Return the roots (recorded models) of all writers. The stages of a pipeline become one root."""
     roots: dict[str, dict[str, Any]] = {}
     modules: dict[str, dict[str, Any]] = {}
     unshared_of: dict[str, dict[str, str]] = {}
@@ -357,7 +357,7 @@ def _roots(run: Run) -> list[dict[str, Any]]:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """Return the events of all writers; an event that several ranks share appears once, with its ranks."""
+    """Return the events of all writers. An event of several ranks appears once, with its ranks."""
     events: dict[tuple[str, str], dict[str, Any]] = {}
     for writer in run.writers:
         for event in writer.manifest.events:

@@ -1,4 +1,4 @@
-"""Writes rows of the global view as a writer directory of sealed shards, in batches of some MiB with checksums.
+"""Writes the rows of a merge into sealed shards of a writer directory, in batches of some MiB with checksums.
 
 The writer must never hold more payload than one batch, and never write outside the given directory.
 """
@@ -32,13 +32,13 @@ _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""A batch of statistics is written when its payloads, which only scalars have, reach this many bytes."""
+"""A batch of statistics is written once its payloads reach so many bytes. Only scalars have payloads there."""
 _SMALL_BYTES = 1024
-"""A scalar's payload of up to this many bytes is stored with the statistics."""
+"""A scalar's payload of at most so many bytes is stored with the statistics."""
 
 
 class WriterMemory:
-    """The buffers from which a process writes shards; its writer directories use the buffers one after the other."""
+    """The buffers from which a process writes shards. Its writer directories use them one after the other."""
 
     def __init__(self) -> None:
         self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
@@ -46,7 +46,7 @@ class WriterMemory:
 
 
 class MergedDirectory:
-    """Builds a writer directory from the record batch `rows`: `add` some rows, then `finish`, then `describe`."""
+    """Builds a writer directory. Call `add` for some rows of the batch `rows`, then `finish`, then `describe`."""
 
     def __init__(self, path: Path, rows: Any, memory: WriterMemory) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class MergedDirectory:
         self._lanes = {kind: _KindWriter(self, kind) for kind in _LAYOUTS}
 
     def add(self, row: int, part: PayloadPart | None, number: int = 0, why: str | None = None) -> None:
-        """Add a row with part `number` of its payload. A row without a payload gets the reason `why` in its note."""
+        """Add a row with part `number` of its payload. If a row has no payload, `why` goes to its note."""
         is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() in NUMBERS)
         self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
         if self.num_rows == 0:
@@ -80,14 +80,14 @@ class MergedDirectory:
             lane.close()
 
     def describe(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest with the ledger; afterwards the names in the directory are durable."""
+        """Write the manifest with the row counts. After that, the names in the directory are durable."""
         own = {
             "format": FORMAT_NAME,
             "version": list(FORMAT_VERSION),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "attempt": self._max_attempt,
-            # Readers order the units of a step by their start, so the start is the time of the first row.
+            # Readers order the writer directories of a step by their start, so the start is the time of the first row.
             "started_ns": self._first_ns,
             "closed_ns": time.time_ns(),
             "state": "closed",
@@ -96,12 +96,12 @@ class MergedDirectory:
         replace_manifest(self.disk, self.path / WRITER_MANIFEST, {**manifest, **own})
 
     def abandon(self) -> None:
-        """Close the open files, so that the caller can remove the directory."""
+        """Close the open files. The caller may then remove the directory."""
         for lane in self._lanes.values():
             lane.abandon()
 
     def ledger(self, about_to_write: int = 0) -> dict[str, Any]:
-        """Return the ledger as it will be once a batch of `about_to_write` rows is written."""
+        """Return the row counts as they will be after the next batch, of `about_to_write` rows."""
         written = self.num_written_rows + about_to_write
         retired = {"rows": 0, "bytes": 0}
         return {"observed": self.num_rows, "written": written, "dropped": {}, "retired": retired}
@@ -166,7 +166,7 @@ class _KindWriter:
     def _clear(self) -> None:
         self._waiting: list[_WaitingRow] = []
         self._ends = [0]
-        """The end of each waiting row's payload in bytes, after a leading 0."""
+        """The byte offset at which each waiting row's payload ends, after a leading 0."""
         self._payload_crc = 0
         self._unit_bytes = 0
 
@@ -176,7 +176,7 @@ class _KindWriter:
         directory = self._directory
         if self._file is None:
             path = directory.path / open_name(shard_name(self._kind, self._next_number))
-            # The writes go to the page cache: the user reads the shards next, and the kernel writes them to the disk
+            # The file is written through the page cache: the user reads it next, and the kernel writes it to the disk
             # later.
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
         payload = None
@@ -259,7 +259,7 @@ def _array(kind: pa.DataType, values: Sequence[int], is_there: list[bool] | None
 
 
 def _clean(column: pa.Array) -> pa.Array:
-    """Return a column whose validity bitmap begins at a byte and has zeros in its unused bits."""
+    """Return a column whose validity bitmap starts at a whole byte and has zeros in its unused bits."""
     if column.null_count == 0:
         return column
     validity, *rest = column.buffers()

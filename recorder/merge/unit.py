@@ -1,7 +1,7 @@
-"""The units of a merge: cuts a run into units by the shards' indexes, merges and recognizes units, counts findings.
+"""Units of work of a merge: planning them from the shards' indexes, merging them, and counting findings.
 
-A unit is written as closed writer directories in a folder, never outside the folder. Planning opens no payload, and
-merging never holds all payload of a unit. A row that cannot be read from the source becomes a finding.
+A unit is written as closed writer directories in a folder, and never outside the folder. Planning opens no payload, and
+merging never holds all payload of a unit. A source row that cannot be read becomes a finding.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ..run.run import Run
 from .shards import MergedDirectory, WriterMemory, as_batch
 
 _PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
-"""The members of a root in a manifest that say how the root's ranks share the work."""
+"""The parts of a root (a recorded model) in a manifest that say how ranks share the work."""
 UNIT_BYTES = 256 << 20
-"""The most decoded payload bytes of a unit, over all ranks: they take a second of work, the most that a kill loses."""
+"""The most decoded payload bytes of a unit, over all ranks. They take about a second, so a kill loses no more."""
 UNIT_ROWS = 100_000
-"""The most rows of a unit, over all ranks, to bound the memory for the columns."""
+"""The most rows of a unit, over all ranks. The limit bounds the memory for columns."""
 ROWS_PER_WRITER = 4096
-"""The rows per writer that a unit may have even above `UNIT_ROWS`, because shards are read batch by batch."""
+"""The rows per writer that a unit may always have, even above `UNIT_ROWS`. Shards are read batch by batch."""
 UNIT_FORMAT = 3
-"""A number that is raised when merges of the same inputs change; units with a lower number are built again."""
+"""The version of what a merge makes of given inputs. Units of an earlier version are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
 Counts = npt.NDArray[np.int64]
 
 
 class Window(NamedTuple):
-    """Steps that are merged together, `first <= step < last`, cut into units of about equal payload."""
+    """Steps that are merged together, `first <= step < last`. Their rows are cut into units of about equal payload."""
 
     first: int
     last: int
@@ -54,18 +54,18 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A part of a window, merged into writer directories of one name: a global one, and one for each rank with rows."""
+    """A unit of work: a part of a window. It becomes a global writer directory, and one for each rank with rows."""
 
     window: Window
     share: int
-    """The index of this unit among the units of its window, from 0 to the window's `num_units` - 1."""
+    """The index of this unit among the units of its window."""
     digest: str
-    """A hash of everything that decides the result: the shards of the window's steps, their writers, the options."""
+    """A hash of all that decides the result: the shards with the window's steps, their writers, and the options."""
     payload_bytes: int
 
     @property
     def name(self) -> str:
-        """The name of the unit's directories; two units with the same name have the same content."""
+        """The name of the unit's directories. Units with equal names have equal content."""
         first, last, num_units = self.window
         return f"steps{first:09d}to{last:09d}-{self.share + 1:02d}of{num_units:02d}-{self.digest}"
 
@@ -76,7 +76,7 @@ def is_unit_name(name: str) -> bool:
 
 
 class Inputs:
-    """The numbers of rows and bytes of each step in each shard, and everything else that decides the global view."""
+    """The inputs of a merge: rows and bytes of each step in each shard, and all else that decides the global rows."""
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self._constant = [UNIT_FORMAT, options]
@@ -96,12 +96,12 @@ class Inputs:
         order = np.argsort(step, kind="stable")
         self._step, self._shard = step[order], np.concatenate(shards)[order]
         self._rows, self._bytes = rows[order], num_bytes[order]
-        # If the recorder counted the steps itself, a later process of a rank replaces all earlier ones.
+        # If the recorder counted the steps itself, a rank's later process replaces all earlier ones.
         is_counted = any(writer.is_counted for writer in run.writers)
         self._constant.append(self._writers if is_counted else None)
 
     def windows(self, kept: Sequence[Window] = ()) -> Iterator[Window]:
-        """Yield windows that cover every step: the `kept` windows, and between them as few as the bounds allow."""
+        """Yield windows that cover every step: the `kept` ones, and as few others as the bounds allow."""
         kept = sorted(kept)
         sizes = StepSizes.sum([StepSizes(self._step, self._rows, self._bytes)])
         max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._writers))
@@ -117,7 +117,7 @@ class Inputs:
                     yield Window(first, last, num_units)
 
     def units(self, window: Window) -> list[Unit]:
-        """Return the units of a window; the rows that this run has in the window decide their digests and sizes."""
+        """Return the units of a window. Their digests and sizes follow from this run's rows in the window."""
         begin, end = np.searchsorted(self._step, window[:2])
         digest = self._digest(begin, end)
         payload_bytes = int(self._bytes[begin:end].sum())
@@ -131,7 +131,7 @@ class Inputs:
         return [self.shards[number] for number in np.unique(self._shard[begin:end]).tolist()]
 
     def kept_windows(self, names: Collection[str]) -> list[Window]:
-        """Return the windows whose units are all among `names` and were merged from exactly this run's rows."""
+        """Return the windows whose units are all among `names` and were merged from the rows that this run has."""
         candidates: set[Window] = set()
         for name in names:
             match = _NAME.fullmatch(name)
@@ -149,7 +149,7 @@ class Inputs:
         rows = np.zeros(len(shards), np.int64)
         np.add.at(rows, index.reshape(-1), self._rows[begin:end])
         listed = [(*self._shards[shard], count) for shard, count in zip(shards.tolist(), rows.tolist(), strict=True)]
-        # Writers are identified by name: their indexes change when a lower rank starts to write.
+        # Writers are identified by name, because their indexes change when a lower rank starts to write.
         named = sorted([*self._writers[number][:2], *rest] for number, *rest in listed)
         writers = [self._writers[number] for number in sorted({number for number, *_ in listed})]
         text = json.dumps([self._constant, writers, named], separators=(",", ":"), sort_keys=True)
@@ -174,7 +174,7 @@ _NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitReport:
-    """The result of a unit, which is also in the unit's manifest. Sizes are in bytes."""
+    """The result of a unit. It is also written to the unit's manifest. Sizes are in bytes."""
 
     num_tensors: int
     num_rows: int
@@ -182,11 +182,11 @@ class UnitReport:
     written_bytes: int
     findings: Summary
     damage: list[str]
-    """Messages about damage in the shards of the source run that hold the unit's steps."""
+    """Messages about damage in the source shards that contain the unit's steps."""
 
     @property
     def is_damaged(self) -> bool:
-        """True if another merge may give more rows once the source is repaired."""
+        """True if another merge may find more rows once the source is repaired."""
         return bool(self.damage) or CORRUPT in self.findings
 
 
@@ -200,7 +200,7 @@ class _Loaded(NamedTuple):
 
 
 class UnitBuilder:
-    """Merges units of one run; `manifest` has the members that all units' manifests share. Not thread-safe."""
+    """Merges units of one run. `manifest` has what all units' manifests share. Not thread-safe."""
 
     def __init__(self, run: Run, view: GlobalView, inputs: Inputs, manifest: Mapping[str, Any]) -> None:
         self._run = run
@@ -211,19 +211,19 @@ class UnitBuilder:
         self._loaded: _Loaded | None = None
 
     def is_as_planned(self, unit: Unit) -> bool:
-        """Return True if the run, as opened here, has exactly the rows from which the unit was planned."""
+        """Return True if the run, as opened here, has the rows from which the unit was planned."""
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
-        """Fill the empty `folder` with a unit's writer directories. After an OSError the caller removes the folder."""
+        """Write a unit's writer directories into the empty `folder`. If it raises, the caller removes the folder."""
         rows, batch = self._load(unit.window)
         is_own = _share_of_rows(rows.payload_bytes, unit.window.num_units) == unit.share
         ranks = batch.column("rank").fill_null(-1).to_numpy()
         findings = list(rows.findings) if unit.share == 0 else []
         num_rows = written_bytes = 0
         done: list[tuple[int | None, MergedDirectory]] = []
-        # Directories are filled one by one: each needs the memory of a batch, and a unit may have hundreds. The global
-        # directory is always made, even if a unit has no global rows.
+        # Directories are filled one by one, because each needs the memory of a batch and a unit may have hundreds. The
+        # global directory is made even if a unit has no global rows.
         for rank in [-1, *(rank for rank in np.unique(ranks[is_own]).tolist() if rank >= 0)]:
             name = GLOBAL_DIR if rank < 0 else rank_dir(rank)
             directory = MergedDirectory(folder / name, batch, self._memory)
@@ -283,12 +283,12 @@ class UnitBuilder:
 
 
 def read_report(manifest: Mapping[str, Any]) -> UnitReport:
-    """Return the report in a unit's manifest; raise KeyError if there is no report, or a report of another version."""
+    """Return the report in a unit's manifest. Raises KeyError if it is missing or of another version."""
     return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
 
 
 def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
-    """Return the index of the unit to which each row belongs. Units have consecutive rows, and about equal payloads."""
+    """Return the index of the unit of each row. A unit has consecutive rows, and units have about equal payloads."""
     weights = np.asarray(payload_bytes, np.int64) + _ROW_WEIGHT
     begins = np.cumsum(weights) - weights
     total = int(weights.sum()) or 1
@@ -311,24 +311,24 @@ def _unreadable(rows: Any, row: int, error: RunError) -> RowFinding:
 
 
 CORRUPT = "corrupt"
-"""The kind of finding for bytes of the source run that have changed or are missing."""
+"""The kind of finding for bytes of the source run that changed or are missing."""
 UNKNOWN_ENCODING = "unknown_encoding"
-"""The kind of finding for an encoding or an element type of a later version, which cannot be read here."""
+"""The kind of finding for an encoding or dtype of a later version, which cannot be read here."""
 UNKNOWN_COLUMN = "unknown_column"
-"""The kind of finding for a column of a later version, which merged rows lack."""
+"""The kind of finding for a column of a later version. Merged rows lack it."""
 MAX_EXAMPLES = 5
 _HARMLESS = ("per_rank", "inferred", "superseded", "buffers_differ", "between_stages", UNKNOWN_COLUMN)
 _FIELDS = ("step", "module_path", "site", "name", "text")
 
 Entry = dict[str, Any]
 Summary = dict[str, Entry]
-"""For each kind of finding: `count`, `num_problems` (those that make the exit code 1), and `first`, some examples."""
+"""For each kind of finding: `count`, `num_problems` (those that make the exit code 1), and `first`, a few examples."""
 
 
 def is_problem(kind: str) -> bool:
     """Return True if a finding means that the merged run is incomplete, or that the training was faulty.
 
-    Replicas of buffers may differ: each rank keeps its own values until the next forward broadcasts them.
+    Replicas of buffers may differ: each rank keeps its own values until the next forward broadcasts the first rank's.
     """
     return kind not in _HARMLESS
 
@@ -347,13 +347,13 @@ def summarize(findings: Iterable[RowFinding]) -> Summary:
 
 
 def of_damage(texts: Iterable[str]) -> Summary:
-    """Summarize messages about damage in the source, counting equal messages once."""
+    """Summarize messages about damage in the source run. Equal messages count once."""
     texts = list(dict.fromkeys(texts))
     return {CORRUPT: _of_run(texts, len(texts), len(texts))} if texts else {}
 
 
 def of_unknown_columns(rows_of: Mapping[str, int]) -> Summary:
-    """Summarize the columns that merged rows lack, from the number of rows that have each column."""
+    """Summarize the columns that merged rows lack. `rows_of` has the number of source rows with each column."""
     texts = [f"column {name!r}: this version of recorder does not know it" for name in rows_of]
     return {UNKNOWN_COLUMN: _of_run(texts, max(rows_of.values()), 0)} if texts else {}
 
@@ -364,7 +364,7 @@ def _of_run(texts: Sequence[str], count: int, num_problems: int) -> Entry:
 
 
 def combine(summaries: Iterable[Summary]) -> Summary:
-    """Add up summaries. Of examples that differ only in their step, the first is kept."""
+    """Add up summaries. Of examples that differ only in the step, the first is kept."""
     total: Summary = {}
     for summary in summaries:
         for kind, entry in summary.items():

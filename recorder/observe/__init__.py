@@ -1,1 +1,1 @@
-"""What recordings and traces share: module paths, rules as masks, the current step, hooks without side effects."""
+"""What recordings and traces share: module paths, rules as bit masks, the current step, hooks without side effects."""

@@ -1,7 +1,7 @@
-"""Clocks that give a value its time: the step, and in the step the slice (one forward of a root and its backward).
+"""Clocks that give each value a step, and within the step a slice: one forward of a model and its backward.
 
 `step` counts the attempted steps of one optimizer. It advances at the first forward with gradients after such a step. A
-slice ends when a gradient has arrived at an output and the root is called again. Nothing here may touch a device.
+slice ends when the model is called again after a gradient has arrived at an output. Nothing here may touch a device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ..records import StepPosition
 
 
 class Slice:
-    """A slice of a step: one forward of a root and its backward, or several forwards before one backward.
+    """A slice of a step: a forward of a root (a recorded model) and its backward, or several forwards before one.
 
-    `moment.micro_step` is the index of the slice in its step. A slice counts the calls of modules and taps, so that
-    rows have unique keys. The counts are kept here and not with the hooks, because a program switches between the
-    slices of a step, as from training to `no_grad` and back. In the methods, `key` names one module or one tap.
+    `moment.micro_step` is the index of the slice in its step. A slice counts the calls of modules and of taps (tensors
+    that the program names), so that each row has a unique key. The counts are not kept with the hooks, because a
+    program switches between the slices of a step, as from training to `no_grad` and back. A `key` names one module or
+    one tap.
     """
 
     __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "used")
@@ -30,26 +31,27 @@ class Slice:
         self.moment = moment
         self.has_gradient = False
         self.used: set[int] = set()
-        """The ids of the parameters that the forward has used, and whose local gradients have not arrived yet."""
+        """The ids of parameters that the forward used and whose local gradients have not arrived yet."""
         self._first_calls: dict[str, dict[Hashable, object]] = {"forward": {}, "recompute": {}}
-        """By phase, the keys of modules and taps called so far; the garbage collector need not search the values."""
+        """By phase, the modules and taps called so far. Their values are plain objects, which the garbage collector
+        skips."""
         self._more_calls: defaultdict[tuple[str, Hashable], count[int]] = defaultdict(lambda: count(1))
-        """The counters of the calls after the first one, by phase and key. Two threads never get the same number."""
+        """The counters of calls after the first one, by phase and key. Two threads never get equal numbers."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
-        """The forward calls that made no graph, by key, with the number of recomputes that made the graph later."""
+        """By key, the forward calls that made no graph, and how many recomputes have made a graph for each."""
 
     def enter(self, phase: str, key: Hashable) -> int:
-        """Count a call that begins, and return its index."""
+        """Count a beginning call of a module or tap, and return its index."""
         mine = object()
         is_first = self._first_calls[phase].setdefault(key, mine) is mine
         return 0 if is_first else next(self._more_calls[phase, key])
 
     def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:
-        """Return the call and repeat indexes for the gradients of a call's new graph; None if a call makes no graph.
+        """Return the call and repeat indexes of the gradients of a call. Return None if the call makes no new graph.
 
-        A forward under `no_grad`, as in a reentrant checkpoint, makes no graph. Its recompute makes the graph, whose
-        gradients get the indexes of the forward. The recompute of a non-reentrant checkpoint has the inputs of the
-        forward, whose gradients are recorded already.
+        A forward under `no_grad`, as in a reentrant checkpoint, makes no graph. Its recompute makes the graph, and the
+        gradients get the index of the forward. A non-reentrant checkpoint's recompute has the inputs of the forward,
+        and their gradients are recorded already.
         """
         if phase == "forward":
             if with_grad:
@@ -67,7 +69,7 @@ class Slice:
 
 
 class Clock:
-    """The current step. The training thread writes it, and any thread reads it."""
+    """The current step. The training thread changes it, and any thread may read it."""
 
     __slots__ = ("_has_stepped", "going_back", "has_moved", "is_by_hand", "num_optimizer_steps", "source", "step")
 
@@ -76,19 +78,20 @@ class Clock:
         self.source = "counted"
         self.is_by_hand = False
         self.has_moved = False
-        """Whether a step of the optimizer has ever advanced `step`."""
+        """Whether an optimizer step has ever advanced `step`."""
         self.num_optimizer_steps = 0
         self._has_stepped = False
         self.going_back: Slice | None = None
-        """The slice (a forward and its backward) whose backward began last; a pipeline may have begun newer slices."""
+        """The slice (a forward and its backward) whose backward began last. In a pipeline, newer slices may have
+        begun."""
 
     def optimizer_stepped(self) -> None:
-        """Note that the optimizer whose steps count has attempted a step."""
+        """Called when the optimizer that counts the steps has attempted a step."""
         self._has_stepped = True
         self.num_optimizer_steps += 1
 
     def advance_if_stepped(self) -> bool:
-        """Begin the next step if the optimizer has stepped since this step began; return whether a step began."""
+        """Begin the next step if the optimizer has stepped since this one began. Return whether a step began."""
         if not self._has_stepped or self.is_by_hand:
             return False
         self._has_stepped = False
@@ -97,20 +100,20 @@ class Clock:
         return True
 
     def name(self, step: int) -> None:
-        """Set the step that the user names. From now on only the user changes the step."""
+        """Set the step to the user's number. After that, only the user changes it."""
         self.is_by_hand = True
         self.source = "user"
         self.step = step
 
 
 class _ThreadCall(threading.local):
-    """The slice (a forward and its backward) under way in one thread; training and evaluation may run at once."""
+    """The current slice (a forward and its backward) of one thread. Threads may train and evaluate at the same time."""
 
     active: Slice | None = None
 
 
 class RootClock:
-    """The slices (forwards with their backwards) of one root: the newest slice of each mode."""
+    """The slices (a forward and its backward each) of one recorded model. It keeps the newest slice of each mode."""
 
     __slots__ = (
         *("_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_of_thread", "_slices"),
@@ -121,17 +124,17 @@ class RootClock:
         self._clock = clock
         self._slices: dict[str, Slice] = {}
         self._modes_of_gradients: set[str] = set()
-        """The modes, such as ``train``, of forwards that got a gradient since the optimizer was last seen to step."""
+        """The modes, such as ``train``, of forwards that got a gradient since the optimizer's last known step."""
         self._trained_modes: set[str] = set()
-        """The modes, such as ``train``, of forwards whose gradients the optimizer's last step could use."""
+        """The modes, such as ``train``, of forwards whose gradients the optimizer's last step may have used."""
         self._num_optimizer_steps = clock.num_optimizer_steps
-        """The number of steps that the optimizer had made when the root was last called."""
+        """The optimizer's number of steps at the last call of the model."""
         self._latest: Slice | None = None
         self._of_thread = _ThreadCall()
 
     @property
     def active(self) -> Slice | None:
-        """Return the slice (a forward and its backward) that this thread's call of the root is in, or None."""
+        """Return the slice (a forward and its backward) of this thread's running call of the model, or None."""
         return self._of_thread.active
 
     def begin(
@@ -143,10 +146,10 @@ class RootClock:
         is_first_call: bool,
         is_stage: bool = False,
     ) -> None:
-        """Begin a call of the root, and perhaps the next step.
+        """Begin a call of the root (the recorded model), and perhaps the next step.
 
-        `training` is the training flag of the root's module, inside any wrapper. `is_stage` is True for a call of a
-        pipeline stage, where each micro-batch is a slice (a forward and its backward).
+        `training` is the training flag of the module inside all wrappers. `is_stage` is True for a pipeline stage,
+        where each micro-batch is a slice (a forward and its backward).
         """
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
@@ -154,16 +157,16 @@ class RootClock:
         if self._num_optimizer_steps != self._clock.num_optimizer_steps:
             self._num_optimizer_steps = self._clock.num_optimizer_steps
             self._trained_modes, self._modes_of_gradients = self._modes_of_gradients or self._trained_modes, set()
-        # A forward in evaluation mode with gradients is mostly a validation, which belongs to the previous step. But a
-        # model may be trained in evaluation mode, always or for some steps.
+        # A forward in evaluation mode with gradients is mostly a validation, which belongs to the previous step. But
+        # some models are trained in evaluation mode, always or for some steps.
         is_trained = mode == "train" or "train" not in self._trained_modes
         if with_grad and not every_call_is_a_step and is_trained:
             self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             first, latest = StepPosition(self._clock.step, 0, mode), self._latest
-            # A recompute may have come before any forward, for example where a pipeline tries a stage: continue the
-            # recompute's slice.
+            # A recompute may have come before any forward, for example where a pipeline tries a stage. Its slice is
+            # continued.
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif is_stage or (current.has_gradient and mode != "no_grad"):
             current = Slice(StepPosition(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
@@ -172,11 +175,11 @@ class RootClock:
             self._latest = current
 
     def begin_trial(self) -> None:
-        """Begin a call of the root that is no part of training; the records of the call have no micro-step."""
+        """Begin a call of the model outside of training. Records of the call have no micro-step."""
         self._of_thread.active = Slice(StepPosition(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
-        """Note that a gradient has reached an output of the root."""
+        """Called when a gradient has reached an output of the model."""
         slice_.has_gradient = True
         self._clock.going_back = slice_
         self._modes_of_gradients.add(slice_.moment.mode)
@@ -185,7 +188,7 @@ class RootClock:
         self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
-        """Return the slice (forward and backward) of the root's running call, or else the latest slice of this mode."""
+        """Return the slice (forward and backward) of the model's running call, or else the latest one of this mode."""
         active = self._of_thread.active
         if active is not None:
             return active
@@ -198,7 +201,7 @@ class RootClock:
         return current
 
     def recomputed(self, *, in_pipeline: bool = False) -> Slice:
-        """Return a recompute's slice (forward and backward): in pipelines `Clock.going_back`, else the latest slice."""
+        """Return the slice (forward and backward) of a recompute: `Clock.going_back` in pipelines, else the latest."""
         if in_pipeline and self._clock.going_back is not None:
             return self._clock.going_back
         if self._latest is None:
@@ -207,7 +210,7 @@ class RootClock:
 
 
 def _is_for_saved_tensors() -> bool:
-    """Whether a non-reentrant checkpoint recomputes values that the forward's own graph saves."""
+    """Whether a non-reentrant checkpoint is recomputing the values that the graph of its forward needs."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 

@@ -1,11 +1,11 @@
-"""Decides which values are kept at the current step: turns rules into one bit mask for each set of rules.
+"""Decides which values are kept at the current step, by turning each set of rules into a bit mask.
 
-The schedule is a function of the step alone, so that ranks agree without communication. The masks are computed once a
-step, so that a hook needs one list look-up to find that nothing is wanted.
+Masks depend on the step alone, so ranks agree without communication. They are computed once per step, so a hook needs
+one list look-up to find that nothing is wanted.
 
-For a rule that keeps sums of units, `unit_dim_of` names the dim of a value along which the units lie: neurons, channels
-or features of the module's output. The units of a parameter lie along its dim of outputs, so that unit 7 of a weight,
-of its gradient and of the output are one unit. Nothing here may read values.
+For rules that keep sums over units (neurons or channels), `unit_dim_of` returns the dim of a value along which the
+units lie. The units of a parameter lie along its dim of outputs, so unit 7 of a weight, of its gradient and of the
+module's output are one unit. Nothing here may read values.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ..sites import OF_PARAMETERS, SITES, STATES
 from ..system.text import listed
 
 NOTHING = 0
-"""The number of the rule set that selects no value."""
+"""The rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
-"""The end of the text of a rule that keeps only statistics, as most rules do."""
+"""The last words of a rule that keeps only statistics, as most rules do."""
 _FIRST_CALLS = 16
-"""The number of calls of a module in a micro-step whose masks are remembered; most modules are called once."""
+"""Masks are remembered for so many calls of a module in a micro-step. Most modules are called once."""
 _MAX_COMPARED = 2000
-"""The most paths with which an unmatched pattern is compared to suggest similar ones; each comparison takes 40 us."""
+"""The most paths that are compared with an unmatched pattern, to suggest similar ones. Each takes 40 us."""
 
 
 class NoMasks:
-    """The rule masks of a paused recording: every mask is 0."""
+    """The masks of a paused recording. Every mask is 0."""
 
     def __getitem__(self, rule_set: int) -> int:
         return 0
 
 
 class RuleSelection:
-    """All sets of rules that modules use, and what each set keeps at the current step."""
+    """The sets of rules that modules use, and what each set keeps at the current step."""
 
     def __init__(self, rules: Sequence[Rule], rank: int) -> None:
         self._rank = rank
@@ -55,26 +55,27 @@ class RuleSelection:
         self._members: list[tuple[int, ...]] = [()]
         self._class_names: dict[str, None] = {}
         self.masks: list[int] = [0]
-        """The bits of KEEP_* of each rule set at the current step; the bits of rule set 0 are always 0."""
+        """For each rule set, its mask at the current step: bits of KEEP_*. The mask of rule set 0 is always 0."""
         self.limited: set[int] = set()
-        """The rule sets whose mask also depends on the call; `mask_at_call` returns the mask of a call."""
+        """The rule sets whose mask also depends on the call. `mask_at_call` returns it."""
         self._by_name: set[int] = set()
-        """The rule sets with rules that select tensors by name."""
+        """The rule sets that select tensors by name."""
         self._of_units: set[int] = set()
-        """The rule sets that keep sums of each unit at some step."""
+        """The rule sets that keep sums over units (neurons or channels) at some step."""
         self._first_calls: dict[int, int] = {}
-        """The masks of a module's first calls at the current step, by a key made of rule set and call."""
+        """The masks of first calls at the current step, by a key made of rule set and call."""
         self.has_ring = False
-        """Whether there is memory for values that wait for a trigger; without it rules keep no value in a ring."""
+        """Whether there is a ring: memory for values that wait for a trigger. Without it, rules keep nothing for a
+        ring."""
         self.has_probe = True
-        """Whether the probe can measure values; without the probe, rules keep nothing for it."""
+        """Whether the probe (one number of each value at every step) can measure. If not, rules keep nothing for it."""
         self.rule_set_of: dict[Hashable, int] = {}
-        """The rule set of each recorded parameter and each recorded gradient, by its origin."""
+        """The rule set of each recorded parameter and gradient, by its origin."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
         self.extend(rules)
 
     def extend(self, rules: Sequence[Rule]) -> None:
-        """Append rules. Modules use the new rules once they ask for their `rule_sets` again."""
+        """Append rules. A module uses them once it asks for its `rule_sets` again."""
         self._rules = (*self._rules, *rules)
         self._on_rank += [self._rank in rule.rank for rule in rules]
         self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]
@@ -83,7 +84,7 @@ class RuleSelection:
         self._limits_calls += [rule.call != EVERY for rule in rules]
 
     def reschedule(self, schedules: Sequence[Schedule]) -> None:
-        """Replace the steps of every rule, in the order of the rules. The next `at_step` uses the new steps."""
+        """Replace the steps of all rules, in the rules' order. They apply from the next `at_step` on."""
         self._rules = tuple(
             rule if rule.steps is steps else replace(rule, steps=steps)
             for rule, steps in zip(self._rules, schedules, strict=True)
@@ -99,8 +100,8 @@ class RuleSelection:
     ) -> Mapping[str, int]:
         """Return, for each site, the set of this rank's rules that can select a value of a module.
 
-        Modules that the same rules match share the result, because a model may have many thousands of modules. A module
-        that is not callable has parameters and buffers only.
+        Modules with the same matching rules share the result, because a model may have many thousands of modules. A
+        module that is not callable has only parameters and buffers.
         """
         self._class_names[class_name] = None
         matching = tuple(
@@ -122,23 +123,23 @@ class RuleSelection:
         return self._intern(tuple(i for i in members if self._on_rank[i]))
 
     def narrow(self, rule_set: int, name: str) -> int:
-        """Return the set of those rules of a rule set that also select the tensor ``name``."""
+        """Return the set of rules of `rule_set` that also select the tensor ``name``."""
         if rule_set not in self._by_name:
             return rule_set
         members = self._members[rule_set]
         return self._intern(tuple(i for i in members if self._rules[i].matches_name(name)))
 
     def keeps_units(self, rule_set: int) -> bool:
-        """Whether a rule of the set keeps sums of each unit at some step."""
+        """Whether a rule of the set keeps sums over units (neurons or channels) at some step."""
         return rule_set in self._of_units
 
     def unit_dim(self, rule_set: int) -> int | None:
-        """Return the dim of units that a rule of the set names; None if no rule names a dim."""
+        """Return the dim of units that a rule of the set names. Return None if no rule names one."""
         dims = (self._rules[i].unit_dim for i in self._members[rule_set])
         return next((dim for dim in dims if dim is not None), None)
 
     def rule_set_of_name(self, site: str, name: str) -> int:
-        """Return the rule set for a tap or a scalar, which belong to no module."""
+        """Return the rule set of a tap (a tensor that the program names) or a scalar. Both belong to no module."""
         return self.narrow(self.rule_sets("", "", False)[site], name)
 
     def _intern(self, members: tuple[int, ...]) -> int:
@@ -156,7 +157,7 @@ class RuleSelection:
         return known
 
     def mask_at_call(self, rule_set: int, call: int) -> int:
-        """Return the bits of KEEP_* for a module's ``call``-th call in a micro-step, at the current step."""
+        """Return the mask (bits of KEEP_*) of a module's ``call``-th call in a micro-step, at the current step."""
         key = rule_set * _FIRST_CALLS + call
         mask = self._first_calls.get(key) if call < _FIRST_CALLS else None
         if mask is None:
@@ -178,11 +179,11 @@ class RuleSelection:
         self.masks[:] = [self._mask(members) for members in self._members]
 
     def keeps(self, site: str) -> bool:
-        """Whether any rule may keep a value of a site at the current step, in whatever module."""
+        """Whether some rule may keep a value of a site at the current step, for any module."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
 
     def num_ring_steps(self, first: int, num_steps: int) -> int:
-        """Return how many of the `num_steps` steps from `first` on have a rule that keeps ring values on this rank."""
+        """Return how many of `num_steps` steps from `first` on have rules that keep values in this rank's ring."""
         schedules = {
             rule.steps
             for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
@@ -191,14 +192,14 @@ class RuleSelection:
         return sum(any(step in steps for steps in schedules) for step in range(first, first + num_steps))
 
     def asks_for(self, *sites: str) -> bool:
-        """Whether a rule keeps values of one of the sites on this rank, at some step."""
+        """Whether a rule keeps values of one of the sites on this rank at some step."""
         return any(
             is_on_rank and set(sites) & set(rule.site)
             for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
         )
 
     def unmatched(self, module_paths: Sequence[str]) -> list[str]:
-        """Return a sentence for each rule that has matched no module so far, with the most similar paths or classes."""
+        """Return a sentence for each rule that matched no module so far, with similar paths or class names."""
         problems = []
         for rule, matched in zip(self._rules, self._matched, strict=True):
             if matched:
@@ -217,9 +218,9 @@ class RuleSelection:
         return problems
 
     def without_parameters(self, modules: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a sentence for each rule that is only for parameters, but selects only modules without own parameters.
+        """Return a sentence for each rule that selects parameters only, and only of modules without own parameters.
 
-        `modules` are the manifest's entries of the modules of a model.
+        `modules` are the modules of a model, as the manifest lists them.
         """
         problems = []
         for rule in self._rules:
@@ -235,7 +236,7 @@ class RuleSelection:
         return problems
 
     def for_no_rank(self, world_size: int) -> list[str]:
-        """Return a sentence if no rule applies to a rank of this run; a rule may be meant for a run with more ranks."""
+        """Return a sentence if no rule is for a rank of this run. A single such rule may be meant for more ranks."""
         if any(rank in rule.rank for rule in self._rules for rank in range(world_size)):
             return []
         ranks = "the only rank is 0" if world_size == 1 else f"the ranks are 0 to {world_size - 1}"
@@ -248,7 +249,7 @@ def _written(rule: Rule) -> str:
 
 
 def scalar_keep(mask: int) -> int:
-    """Return the bits to keep of a scalar: its payload, and the statistics, whose mean is the scalar's value."""
+    """Return what is kept of a scalar: the payload, and the statistics, whose mean is the scalar."""
     return KEEP_TENSOR | KEEP_STATS if mask else 0
 
 
@@ -258,10 +259,9 @@ _SECOND = 1
 
 
 def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | None, site: str, name: str) -> int:
-    """Return the dim along which a value has units; a negative dim counts from the last dim.
+    """Return the dim along which the units (neurons or channels) of a value lie. A negative dim counts from the last.
 
-    A dim that one of the rules of the rule set names takes precedence. `module` is None if the value's module is not
-    known.
+    A dim that a rule of the set names takes precedence. `module` is None if the value's module is unknown.
     """
     if not selection.keeps_units(rule_set):
         return LAST

@@ -1,14 +1,14 @@
-"""The module tree as a recording names it: a path for each module, names of nested values, and hooks on modules.
+"""The module tree of a recording: module paths, names of nested values, and hooks on modules.
 
 A path is the name that ``named_modules()`` yields, without the parts that wrappers add. So a module has the same path
 in a plain, DDP, FSDP, compiled or checkpointed run. If each rank has some of the layers or experts, they are numbered
 as in the whole model, where the framework says how.
 
-Hooks have no side effects: a copy of a hook does nothing, and hooks keep their positions among the program's hooks. A
-user may copy, pickle and compile a model with hooks. A `Hook` is copied and pickled as
+Hooks have no side effects. A copy of a hook does nothing, and hooks keep their positions among the program's hooks. So
+a user may copy, pickle and compile a model with hooks. A `Hook` is copied and pickled as
 `contextlib.nullcontext().__exit__`, which takes anything, returns None, and can be loaded without `recorder`. Code that
-dynamo compiled before a hook was registered runs without the hook; the functions at the end return what dynamo has
-compiled in this process. They never import dynamo: a program that never imported dynamo has compiled nothing.
+dynamo compiled before a hook was registered runs without the hook. The functions at the end return what dynamo has
+compiled in this process. They never import dynamo, because a program that never imported it has compiled nothing.
 
 Nothing here may run a module, read a tensor's values, or raise into training.
 """
@@ -34,47 +34,46 @@ _WRAPPERS = {
 }  # fmt: skip
 _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
-"""The levels of nesting that are searched for tensors; deeper nesting is a cycle or a mistake."""
+"""The most levels of nesting that are searched for tensors. Deeper nesting is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
-"""The most levels of plain objects, one inside the other, that are searched for tensors, as in a cache of two caches of
-layers; data nests no deeper."""
+"""The most plain objects inside each other that are searched for tensors, as in a cache of two caches of layers. Data
+has no more levels."""
 _MAX_ENTERED = 4096
-"""The number of entered containers of a value after which plain objects are no longer searched. A container in a plain
-object is skipped if it has more entries than this."""
+"""After so many containers of a value, plain objects are no longer searched. A container with more entries than this is
+skipped inside a plain object."""
 _NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
-"""The packages whose objects contain no data, such as the proxies of a symbolic trace."""
+"""Packages whose objects contain no data, such as the proxies of a symbolic trace."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Node:
-    """One module of the tree, under one path."""
+    """One module of the model and its path."""
 
     path: str
     module: nn.Module
-    """The module that gets the hooks: the innermost module of this path, or the compile wrapper around it."""
+    """The module that gets the hooks: the innermost module of the path, or the compile wrapper around it."""
     owner: nn.Module
-    """The module inside all wrappers of this path. It has the parameters and buffers."""
+    """The module inside all wrappers. It has the parameters and buffers."""
     class_name: str
     is_leaf: bool
     is_callable: bool
-    """False if no hook can observe a call: containers without a forward (ModuleList), scripted modules, and modules in
-    an exported program.
-    """
+    """False if hooks cannot observe calls: containers without a forward (ModuleList), scripted modules, and modules in
+    an exported program."""
     wrappers: list[nn.Module]
     """The transparent wrappers around the owner, outermost first."""
     aliases: list[str] = dataclasses.field(default_factory=list)
     is_compiled: bool = False
     is_expert: bool = False
-    """True if a framework says that the module is in an expert; a batch's rows are distributed over the experts."""
+    """True if a framework says that the module is in an expert. An expert gets only some of a batch's rows."""
     first: int = 0
-    """For a list of layers or experts, the number that its first member has in the whole model; else 0."""
+    """For a list of layers or experts, the number of its first member in the whole model; else 0."""
     hidden: str | None = None
-    """Why no hook observes a call, if the kind of module is the reason: ``scripted``, ``inlined`` or ``fused``."""
+    """Why hooks cannot observe calls of this kind of module: ``scripted``, ``inlined`` or ``fused``; else None."""
 
 
 def own_class(module: nn.Module) -> type[Any]:
-    """Return the class that the user wrote; `fully_shard` derives a class whose name begins with ``FSDP``."""
+    """Return the class that the user wrote. `fully_shard` replaces it by a derived class, named ``FSDP...``."""
     cls = type(module)
     is_sharded = cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2
     return cls.__bases__[1] if is_sharded and cls.__bases__[0].__name__ == "FSDPModule" else cls
@@ -87,18 +86,18 @@ def class_name(module: nn.Module) -> str:
 
 
 def source_line(module: nn.Module) -> str | None:
-    """Return ``file:line`` of the forward of a module's class, or None where the forward is no Python code."""
+    """Return ``file:line`` of the forward of a module's class. Return None if it is no Python code."""
     code = getattr(inspect.unwrap(_forward(module)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 def _forward(module: nn.Module) -> Any:
-    """Return the forward that a module's class defines, without running a scripted class's `__getattr__`."""
+    """Return the forward of a module's class. The `__getattr__` of a scripted class does not run."""
     return inspect.getattr_static(type(module), "forward")
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: not containers, and not modules that torch puts into an exported program."""
+    """Whether a module can be called. Containers cannot, nor modules that torch adds to an exported program."""
     if isinstance(module, torch.jit.ScriptModule):
         return bool(module._c._has_method("forward"))
     is_torchs_own = type(module).__name__ == "GuardsFn" and type(module).__module__.startswith("torch.export.")
@@ -106,7 +105,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _hidden(module: nn.Module, above: Node | None) -> str | None:
-    """Return why hooks cannot observe calls of a module, if the kind of module is the reason; else None."""
+    """Return why hooks cannot observe calls of this kind of module. Return None if they can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted" if _has_forward(module) else None
     in_graph = above is not None and (above.hidden == "inlined" or isinstance(above.owner, torch.fx.GraphModule))
@@ -126,10 +125,9 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers, whose training flag is the model's.
+    """Return the module inside all wrappers. Its training flag is the model's; a wrapper's flag may differ.
 
-    A wrapper's flag may differ. An engine of an unknown class counts as a wrapper if its only child is called
-    ``module``.
+    An engine of an unknown class counts as a wrapper if its only child is called ``module``.
     """
     while True:
         name = _inner_name(model)
@@ -142,7 +140,7 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:
-    """Return the transparent wrappers around a module, outermost first, and then the module inside them."""
+    """Return the wrappers around a module, outermost first, and then the module inside them."""
     found = [module]
     while (inner := _inner_name(found[-1])) is not None and (child := found[-1]._modules[inner]) is not None:
         found.append(child)
@@ -150,9 +148,9 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 
 
 def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False) -> list[Node]:
-    """Return a node for each module of the model, parents first, in ``named_modules()`` order, with all its paths.
+    """Return a node for each module, parents first, as in ``named_modules()``. A node has all paths of its module.
 
-    `skips` returns whether a module is left out, with all modules below it.
+    `skips` returns True for a module that is left out, with all modules below it.
     """
     nodes: list[Node] = []
     seen: dict[int, Node] = {}
@@ -196,12 +194,12 @@ _GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())
 
 
 def _first_of(modules: nn.Module, dealer: nn.Module | None) -> tuple[int, bool]:
-    """Return the number that the first module of a list has in the whole model, and whether the modules are experts.
+    """Return the number of a list's first module in the whole model, and whether the modules are experts.
 
-    Expert parallel ranks of Megatron and DeepSpeed have `num_local_experts` each, one rank's after the other's; the
-    `dealer` is the innermost module around the list that names these ranks. A grouped linear of Transformer Engine has
-    `num_gemms` experts in its parameters `weight0`, `weight1`, and so on. Stages of Megatron's pipelines number their
-    layers in `layer_number`, from 1.
+    With expert parallelism of Megatron or DeepSpeed, each rank has the next `num_local_experts` experts. `dealer` is
+    the innermost module around the list that names these ranks. A grouped linear of Transformer Engine has `num_gemms`
+    experts in its parameters `weight0`, `weight1`, and so on. Stages of Megatron's pipelines number their layers in
+    `layer_number`, from 1.
     """
     count = len(modules) if isinstance(modules, nn.ModuleList) else getattr(modules, "num_gemms", 0)
     if count and getattr(dealer, "num_local_experts", None) == count:
@@ -215,12 +213,11 @@ def _first_of(modules: nn.Module, dealer: nn.Module | None) -> tuple[int, bool]:
 
 
 def tensor_leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor inside nested containers with its path, such as ``0.hidden``; a bare tensor keeps ``name``.
+    """Yield each tensor inside nested containers with its path, such as ``0.hidden``. A bare tensor keeps ``name``.
 
     Tuples, lists, dicts, named tuples, dataclasses and registered pytree nodes are entered. Each container is entered
-    once, because parents and children that refer to each other would make endless paths.
-    Other objects, such as a batch of images or a cache of keys and values, are searched by their attributes, a few
-    objects deep.
+    only once, because parents and children that refer to each other would make endless paths. Other objects, such as a
+    batch of images or a cache of keys and values, are searched by their attributes, a few objects deep.
     """
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -251,7 +248,7 @@ def _nested_leaves(
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]] | None:
-    """Return the items of a container with their names; None if the value is no known container."""
+    """Return a container's items with their names. Return None if the value is no known container."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return zip(value._fields, value, strict=True)
     if isinstance(value, (tuple, list)):
@@ -276,7 +273,7 @@ def _registered_children(value: Any) -> Iterator[tuple[str, Any]] | None:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes in an object's ``__dict__``, without running a property."""
+    """Yield the attributes in an object's ``__dict__``. No property runs."""
     if _holds_no_data(type(value)):  # type: ignore[arg-type]  # to mypy a class is not hashable
         return
     try:
@@ -293,7 +290,7 @@ def _holds_no_data(cls: type) -> bool:
 
 
 class Signature:
-    """The names of the arguments of one module's forward, from the forward's signature."""
+    """The argument names of one module's forward."""
 
     __slots__ = ("_first", "_positional", "_rest")
 
@@ -303,7 +300,8 @@ class Signature:
         try:
             parameters = list(inspect.signature(module.forward).parameters.values())
             if "forward" in vars(module) and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-                # A wrapper around this one module's forward takes anything, and hands it to the forward of the class.
+                # A wrapper around this module's forward takes any arguments, and passes them to the forward of the
+                # class.
                 parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         except (TypeError, ValueError):
             parameters = []
@@ -319,7 +317,7 @@ class Signature:
         return self._positional[index] if index < known else f"{self._rest}.{index - known}"
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return every tensor among the arguments with its name and path."""
+        """Return each tensor among the arguments with its path, such as ``input`` or ``args.0``."""
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # the usual call of most modules
             return ((self._first, args[0]),)
         return self._all_leaves(args, kwargs)
@@ -340,7 +338,7 @@ _DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
 
 
 class Hook:
-    """A callable of the recorder that torch registers; a copy of the callable does nothing."""
+    """A callable that the recorder registers as a hook. A copy of it does nothing."""
 
     __slots__ = ()
     _why_not_scripted = (
@@ -350,7 +348,7 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        """Raise if `torch.jit.script` asks for the name, because it cannot compile a hook."""
+        """Return the class's name. Raises RuntimeError to `torch.jit.script`, which cannot compile a hook."""
         if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
             raise RuntimeError(f"recorder: {self._why_not_scripted}")
         return str(type(self).__qualname__)
@@ -363,10 +361,10 @@ class Hook:
 
 
 def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
-    """Register a hook of a module under a key that only this process uses; return torch's handle.
+    """Register a hook of a module under a key that only this process uses, and return torch's handle.
 
-    A pickle of the module keeps the keys of hooks, and the keys whose hooks take kwargs or are always called. A process
-    that loads the pickle numbers its own hooks from 0 on, and a hook that got the recorder's key would be called as the
+    A pickle of the module keeps the keys of hooks, and which keys' hooks take kwargs or are always called. A process
+    that loads the pickle numbers its own hooks from 0. If one of them got the recorder's key, it would be called as the
     recorder's hook is.
     """
     handle = register(hook, **options)
@@ -382,8 +380,8 @@ def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
 def keep_first(registered: dict[int, Any]) -> None:
     """Make a hook that was registered with ``prepend`` the first entry of its dict for dynamo, too.
 
-    Dynamo of torch 2.9 counts the entries in the order in which they were added. As a result dynamo confuses the
-    values of two hooks, and fails to compile.
+    Dynamo of torch 2.9 counts the entries in the order in which they were added. It then confuses the values of two
+    hooks, and fails to compile.
     """
     if not _DYNAMO_KNOWS_THE_ORDER:
         others = list(registered.items())[1:]
@@ -395,9 +393,9 @@ def keep_first(registered: dict[int, Any]) -> None:
 
 
 def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
-    """Whether dynamo has already compiled a module for `torch.compile`, without the hooks that are registered now.
+    """Whether dynamo has compiled a module for `torch.compile` before its present hooks were registered.
 
-    For torch's own classes dynamo compiles a function around the forward, which all of these classes share.
+    For torch's own classes, dynamo compiles a function around the forward. All these classes share that function.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")
     functions: list[Any] = [type(module).forward]
@@ -413,7 +411,7 @@ def has_compiled_anything() -> bool:
 
 
 def is_compiled_already(model: nn.Module) -> bool:
-    """Whether dynamo has already compiled a forward in this model, so that hooks can no longer become part of it."""
+    """Whether dynamo has compiled a forward of this model, so that hooks can no longer become part of the code."""
     return _have_code(type(module).forward for module in model.modules())
 
 

@@ -1,1 +1,1 @@
-"""Access to runs in directories and object stores, and the safe opening of files of unknown origin."""
+"""Access to runs in directories and object stores. Files of unknown origin are opened safely."""

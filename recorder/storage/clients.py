@@ -1,6 +1,6 @@
-"""Clients of object stores, and the registry of the kinds of stores, with one entry of `KINDS` for each scheme.
+"""Clients of object stores, and `KINDS`, the registry of stores by URL scheme.
 
-A client must never wait without a timeout, and never show credentials that a store or the environment has named.
+A client must never wait without a timeout, and never show the credentials of a store or of the environment.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..errors import StoreError, not_installed
 
 _CONNECT_TIMEOUT_S = 5
 _ROLE_TIMEOUT_S = 1
-"""The connect timeout if nothing names credentials; most machines have no role, so no metadata service answers."""
+"""The connect timeout if no credentials are set. Most machines then have no role, and no metadata service answers."""
 _SILENCE_TIMEOUT_S = 5
-"""The most seconds to wait for the next byte. With `_NUM_TRIES` tries, a hanging store is given up after 20 s."""
+"""The most seconds to wait for the next byte. A store that hangs is given up after `_NUM_TRIES` tries, about 20 s."""
 _NUM_TRIES = 3
 
 Answer = TypeVar("Answer")
@@ -38,7 +38,7 @@ _REFUSED = {
     "RequestExpired": "the request's time is not accepted; set this machine's clock",
     "RequestTimeTooSkewed": "the request's time is not accepted; set this machine's clock",
 }
-"""For each error code that a store sends, the reason of its refusal, for messages."""
+"""For each error code of a store, the reason for messages."""
 _UNREACHED = {
     "dns error": "its host is not known",
     "ConnectionRefused": "it takes no connection",
@@ -46,18 +46,18 @@ _UNREACHED = {
     "InvalidMessage": "it does not speak TLS",
     "TimedOut": "it does not answer",
 }
-"""For each word in the client's error text, the reason why the connection failed, for messages."""
+"""For each word in an error of `obstore`, the reason for messages."""
 
 
 class Client:
-    """A client of one bucket, with credentials if there are any. Any thread may call."""
+    """A client of one bucket, with credentials if there are any. Called on any thread."""
 
     def __init__(
         self, scheme: str, bucket: str, *, silence_s: float = _SILENCE_TIMEOUT_S, num_tries: int = _NUM_TRIES
     ) -> None:
-        """Prepare the client, without a request yet.
+        """Prepare the client. No request is made yet.
 
-        `silence_s` is the longest wait for the next byte, including the time for sending a part. A request without an
+        `silence_s` is the longest wait for the next byte, including the time to send a part. A request that gets no
         answer is tried `num_tries` times.
         """
         self._silence_s = silence_s
@@ -69,7 +69,7 @@ class Client:
         self.renew()
 
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
-        """Make a request to an `obstore` store. FileNotFoundError: no such object; StoreError: any other error."""
+        """Make a request to the store. Raises FileNotFoundError for a missing object, or else StoreError."""
         from obstore.exceptions import BaseError
 
         try:
@@ -87,13 +87,13 @@ class Client:
         raise self._refusal(problem, path) from None
 
     def renew(self) -> None:
-        """Read the credentials again at the next request, because a file or a profile may hold new ones."""
+        """Forget the credentials, so that the next request reads them again from a file or a profile."""
         self._is_anonymous = self.kind.has_no_role(os.environ) and not self._names_credentials
         self.__dict__.pop("_store", None)
 
     @property
     def filesystem(self) -> Any:
-        """The store as a file system for `pyarrow.dataset`, which makes its own requests."""
+        """The store as a file system for `pyarrow.dataset`. It makes its own requests."""
         from obstore.fsspec import FsspecStore
         from pyarrow.fs import FSSpecHandler, PyFileSystem
 
@@ -143,7 +143,7 @@ class Client:
         return self.kind.names_credentials(os.environ)
 
     def _refusal(self, error: Exception, path: object) -> StoreError:
-        """Return an error in the package's own words, because a store's text may contain an access key."""
+        """Return an error in our own words. The text of a store may contain an access key."""
         text, bucket, advice = str(error), f"{self._scheme}://{self._bucket}", self.kind.advice
         endpoint = self.kind.endpoint(os.environ) or self.kind.title
         code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
@@ -179,7 +179,7 @@ def bare_e_tag(e_tag: str | None) -> str:
 
 
 def changed(path: object) -> StoreError:
-    """Return the error for an object that another object has replaced since the listing."""
+    """Return the error for an object that was replaced after the listing."""
     text = f"{path}: there is another object in its place since the run was listed; open the run again"
     return StoreError(text, "changed")
 
@@ -192,42 +192,42 @@ def _is_without_credentials(text: str) -> bool:
 
 
 def _last(pattern: str, text: str) -> str:
-    """Return the last match of a pattern in an error's text; the path, which anybody may choose, comes earlier."""
+    """Return the last match in an error's text. Earlier in the text stands the path, which may contain anything."""
     return next(reversed(re.findall(pattern, text)), "")
 
 
 _ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_arn")
-"""The settings of an AWS profile whose credentials need boto3, because of further requests or another program."""
+"""The settings of an AWS profile that need boto3, because credentials come from more requests or another program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreKind:
-    """The facts about the object stores of one scheme. A field may list names of settings, separated by spaces."""
+    """The facts about the stores of one URL scheme. Some fields list several settings, separated by spaces."""
 
     client: str
     """The name of the class in `obstore.store`."""
     title: str
     endpoints: str
-    """The settings that name another endpoint than the provider's. The first one that is set is used."""
+    """The settings that replace the provider's endpoint. The first one that is set is used."""
     endpoint_option: str = "endpoint"
-    """The argument of the client's constructor that takes the URL of the endpoint."""
+    """The argument of the client's class for the URL of the endpoint."""
     credentials: str
-    """The settings each of which says where credentials are found."""
+    """The settings that say where credentials are found; one is enough."""
     file: str
-    """The file with credentials that is read if no setting names any."""
+    """The file with credentials that is read if none of these settings is set."""
     advice: str
     """The settings that a message suggests if credentials are missing or refused."""
     certificates: str = ""
     """The setting that names a file of trusted certificates."""
     version_tag: str = "e_tag"
-    """The member of an object's metadata that tells a conditional put which version of the object it replaces."""
+    """The part of an object's metadata that names the object's version for a conditional put."""
 
     def endpoint(self, environ: Mapping[str, str]) -> str:
-        """Return the URL of the store from the environment or a profile; empty for the provider's own endpoint."""
+        """Return the endpoint's URL from the environment or a profile. Empty means the provider's own endpoint."""
         return next(filter(None, map(environ.get, self.endpoints.split())), "")
 
     def names_credentials(self, environ: Mapping[str, str]) -> bool:
-        """Return True if a setting or a file names credentials; a machine with a role needs neither."""
+        """Return True if a setting or a file has credentials. A machine with a role works without."""
         return any(map(environ.get, self.credentials.split())) or Path(self._file(environ)).expanduser().is_file()
 
     def has_no_role(self, environ: Mapping[str, str]) -> bool:
@@ -243,7 +243,7 @@ class StoreKind:
 
 
 class AmazonS3(StoreKind):
-    """Amazon S3. The client reads the environment but no profile, so the profile is read here."""
+    """Amazon S3. The profile is read here, because the client reads only the environment."""
 
     __slots__ = ()
 
@@ -293,7 +293,7 @@ DESTINATIONS = SCHEMES.replace("://", "://BUCKET/PREFIX", 1)
 
 
 def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return region and credentials from the profile, because the client itself reads only the environment."""
+    """Return region and credentials from the profile. The client itself reads only the environment."""
     profile = _profile(environ)
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region")
     options: dict[str, Any] = {"region": region} if region else {}
@@ -315,7 +315,7 @@ def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _profile(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of the profile in ~/.aws; empty if there is no such profile, or its file cannot be read."""
+    """Return the settings of the profile in ~/.aws. Return no settings if it is missing or cannot be read."""
     name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
     config = environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
     credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"

@@ -1,7 +1,7 @@
-"""The files of commands in a run's directory: sends commands, and finds new ones.
+"""Sends commands to a run, as files in the run's directory, and finds new ones.
 
-A command is published complete under the next free number and never changed. Whoever may write to the run's directory
-may send a command, and yet every file of a command is untrusted input. This module does not check what a command says.
+A command appears complete under the next free number, and never changes. Whoever may write to the run's directory may
+send commands. Even so, every file of a command is untrusted input. The content of commands is not checked here.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from ..format.rundir import read_json
 from ..system.processes import sync_directory
 
 _MAX_ENTRIES = 2 * MAX_COMMANDS
-"""The most names of a directory that are read; the package never makes more names."""
+"""The most names that are read from a directory. The package never makes more."""
 _UNFINISHED_S = 5.0
-"""The seconds for which a damaged file is read again before it is refused: on a file system without links, a new
+"""The seconds for which a damaged file is read again before it is refused. On a file system without links, a new
 command is incomplete at first."""
 _FRESH_S = 2.5
-"""The seconds after a change in which `look` lists the directory each time: file times may have steps of 2 s."""
+"""For so many seconds after a change, `look` lists the directory at each call, as file times may have steps of 2 s."""
 _RELIST_S = 5.0
-"""The seconds after which `look` lists the directory without a visible change: network file systems lag behind."""
+"""After so many seconds, `look` lists the directory again even without a visible change, for slow network file
+systems."""
 
 
 def send(run_dir: Path, command: Command) -> Command:
-    """Write a command for all ranks of a run, and return it with its number. Any thread may call this; it may block.
+    """Write a command for all ranks of a run, and return it with its number. Called on any thread; may block.
 
-    CommandError is raised, and nothing is left behind, if no writer would accept the command or the disk refuses.
+    Raises CommandError if no writer would accept the command or if the disk refuses it. Then no file is left behind.
     """
     text = command.encode()
     folder = run_dir / COMMANDS
@@ -74,7 +75,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _give_to_owner(path: Path, above: os.stat_result) -> None:
-    """Let the user who trains read the files that root has written."""
+    """Give a file that root has written to the user who trains."""
     if (os.geteuid(), os.getegid()) != (above.st_uid, above.st_gid):
         with contextlib.suppress(OSError):
             os.chown(path, above.st_uid, above.st_gid, follow_symlinks=False)
@@ -111,11 +112,11 @@ def _create(path: Path, text: bytes) -> None:
 
 
 def _publish(temporary: Path, final: Path, text: bytes) -> bool:
-    """Give the file its final name; return False if another command has that name."""
+    """Give the file its final name. Return False if another command has the name."""
     try:
         os.link(temporary, final, follow_symlinks=False)
     except FileExistsError:
-        # NFS may repeat a request that has succeeded, and then the existing link is ours.
+        # NFS may repeat a request that has succeeded. The existing link is then ours.
         return os.path.samestat(os.lstat(temporary), os.lstat(final))
     except OSError:
         if os.path.lexists(final):
@@ -134,14 +135,14 @@ def _numbers(folder: Path) -> list[int]:
 
 
 class Refusal(NamedTuple):
-    """A file with the name of a command, but without a valid command in it."""
+    """A file that has a command's name but contains no valid command."""
 
     number: int
     why: str
 
 
 class CommandFolder:
-    """Finds the commands of one run, each once, for one thread. Without a new command, `look` is one system call."""
+    """Finds the new commands of one run, each once. Used by one thread. Usually `look` costs one system call."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = run_dir / COMMANDS
@@ -153,16 +154,16 @@ class CommandFolder:
 
     @property
     def num_seen(self) -> int:
-        """The number of files that were found so far, including refused files."""
+        """The number of files found so far, including refused ones."""
         return len(self._seen)
 
     @property
     def has_unfinished(self) -> bool:
-        """True if a file was found that may still be incomplete."""
+        """True if a file was found that may be incomplete."""
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
-        """Return the commands that are new since the last call, by number; `is_told` if a new one is known to exist."""
+        """Return the commands since the last call, by number. `is_told`: the caller knows that there is a new one."""
         now = self._clock()
         try:
             folder_stat = os.stat(self._folder, follow_symlinks=False)

@@ -1,7 +1,7 @@
-"""Locations of runs in directories and object stores, and the `Store` for each location.
+"""Locations of runs in directories and object stores, and the `Store` that reads each location.
 
-This module must never write. Paths in a store are made only from typed text and from names that `format.rundir` knows,
-like paths on a disk. A run in an object store is listed once, and its objects are read by ranges of bytes.
+This module must never write. A path in a store, like a path on a disk, is made only from typed text and from names that
+`format.rundir` knows. A run in an object store is listed once, and its objects are read by ranges of bytes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from .clients import KINDS, SCHEMES, Client, bare_e_tag, changed
 from .untrusted_files import ByteSource, FileFacts, Found, GrowingFile, IsPart, Item, MappedFile, Store, check_range
 
 _NUM_AT_ONCE = 16
-"""The most requests that run at a time. A request takes 20 to 50 ms, and a run of 64 ranks needs about 200."""
+"""The most requests at a time. A request takes 20 to 50 ms, and a run of 64 ranks needs about 200."""
 _WHOLE_BYTES = 512 << 10
-"""Objects, and gaps between ranges, up to this size are read as a whole: another request takes as long."""
+"""Objects and gaps between ranges of up to this size are read completely. Another request would take as long."""
 _BLOCK_BYTES = 64 << 10
-"""The least bytes of a request: they cover the schema, footer and seal of a shard, or the header of a batch."""
+"""The least bytes of a request. So many contain a shard's schema, footer and seal, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
-"""The least bytes of a request to an object without payloads, because most of the object is needed sooner or later."""
+"""The least bytes of a request to an object without payloads. Most of such an object is needed sooner or later."""
 _MAX_KEPT_BYTES = 256 << 20
-"""The most bytes of blocks that a store keeps for later reads. Larger blocks are payloads, which their readers keep."""
+"""The most bytes that a store keeps for later reads. Larger blocks are payloads, which their readers keep."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """A path in an object store, ``s3://bucket/key``, with the methods of `pathlib.Path` that readers need."""
+    """A path in an object store, such as ``s3://bucket/key``. It has the methods of `pathlib.Path` that readers use."""
 
     scheme: str
     bucket: str
     parts: tuple[str, ...]
-    """The names in the key, which slashes separate."""
+    """The parts of the key between the slashes."""
     store: ObjectStore = field(compare=False, repr=False)
 
     @classmethod
     def parse(cls, text: str) -> ObjectPath:
-        """Parse ``s3://bucket/key``; raise NotARunError if the bucket or a name in the key is invalid."""
+        """Parse ``s3://bucket/key``. Raises NotARunError if the bucket or a part of the key is invalid."""
         scheme, _, rest = text.partition("://")
         bucket, *parts = rest.split("/")
         while parts and not parts[-1]:
@@ -66,7 +66,7 @@ class ObjectPath:
         return cls(scheme, bucket, tuple(parts), ObjectStore(scheme, bucket))
 
     def anew(self) -> ObjectPath:
-        """Return this path in a new `ObjectStore` without a listing."""
+        """Return this path in a new `ObjectStore`, which has no listing yet."""
         return ObjectPath.parse(str(self))
 
     @property
@@ -121,14 +121,14 @@ class _Block(NamedTuple):
 
 
 class ObjectStore:
-    """One bucket, as its listing shows it. Each answer is checked to come from the object that was listed."""
+    """Reads one bucket as it was when listed. Each answer is checked to be from the object in the listing."""
 
     def __init__(self, scheme: str, bucket: str) -> None:
         self._client = Client(scheme, bucket)
         self._lock = Lock()
         self._threads = local()
         self._nodes: dict[str, tuple[FileFacts, dict[str, tuple[int, dict[str, Any]]]]] = {}
-        """By the key of a node's document: the listing's facts about it, and its statuses. Both outlive a refresh."""
+        """For each node's status file, by its key: the facts in the listing, and the statuses. `refresh` keeps both."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -136,9 +136,9 @@ class ObjectStore:
         """The keys of the runs that are listed completely."""
         self._folders: dict[str, _Folder] = {}
         self._manifests: dict[str, FileFacts | None] = {}
-        """The facts of runs' manifests, by the keys of the runs; None if there is no manifest."""
+        """For each run, by its key: the facts about its manifest. None without a manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
-        """The blocks of bytes that are kept, by the keys of their objects; the most recently read object comes last."""
+        """The kept blocks of bytes, by the key of the object. The object read last comes last."""
         self._kept_bytes = 0
         self._shown: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
 
@@ -172,7 +172,7 @@ class ObjectStore:
         return self._manifest(path.parent) if is_manifest else self._entries(path.parent).files.get(path.name)
 
     def read_json(self, path: ObjectPath, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-        """Read a manifest, which may be newer than the listing, because a growing run replaces its manifests."""
+        """Read a manifest. It may be newer than the listing, because a growing run replaces its manifests."""
         try:
             size_bytes = self.look_at(path).size_bytes
             with self._lock:
@@ -219,14 +219,15 @@ class ObjectStore:
         return statuses
 
     def open_sealed(self, path: ObjectPath) -> RemoteFile:
-        """Open an object of the listing, without any request."""
+        """Open an object that was listed. No request is made."""
         return RemoteFile(self, path, self.look_at(path))
 
     open_growing = open_sealed
-    """Opens an open shard without a request; a longer object with the same beginning may have replaced the shard."""
+    """Opens a shard that is still being written, without a request. A longer version of the object may have replaced
+    it."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
-        """Call the function in threads. A nested call runs in the calling thread, to avoid a deadlock."""
+        """Call the function in threads. To avoid a deadlock, a nested call runs in the calling thread."""
         items = list(items)
         if len(items) < 2 or getattr(self._threads, "is_ours", False):
             return [function(item) for item in items]
@@ -243,7 +244,7 @@ class ObjectStore:
                 raise
 
     def blocks(self, path: ObjectPath, seen: FileFacts, wanted: Sequence[range]) -> list[_Block]:
-        """Return blocks of an object so that each wanted range lies in one block. A new block costs one GET."""
+        """Return blocks of an object, so that each wanted range lies in one block. A new block costs one GET."""
         with self._lock:
             kept = self._kept.get(path.key, [])
         missing = [byte_range for byte_range in wanted if not any(block.holds(byte_range) for block in kept)]
@@ -263,8 +264,8 @@ class ObjectStore:
 
     def _get(self, path: ObjectPath, seen: FileFacts, byte_range: range) -> Any:
         def is_longer(meta: Any) -> bool:
-            # An open shard is replaced by objects that begin with the same bytes; if one does not, batch checksums
-            # fail.
+            # A shard that is being written is replaced by longer objects with the same beginning. If an object begins
+            # otherwise, the checksums of batches fail.
             return path.name.endswith(OPEN_SUFFIX) and meta["size"] >= seen.size_bytes
 
         def ask(client: Any) -> Any:
@@ -294,7 +295,7 @@ class ObjectStore:
         return self._folders.setdefault(key, _Folder(set(), {}))
 
     def _entries(self, folder: ObjectPath) -> _Folder:
-        """Return the entries directly below a path. A run is listed completely, a thousand objects per request."""
+        """Return the entries directly below a path. A run is listed completely, with a thousand objects per request."""
         if folder.key not in self._folders and not self._is_listed(folder):
             prefix = folder.key or None
             if is_run := folder.name != NODES and self._manifest(folder) is not None:
@@ -318,7 +319,7 @@ class ObjectStore:
 
 
 class RemoteFile:
-    """An object that is read by ranges of bytes. The store keeps recently read bytes, except payloads."""
+    """An object that is read by ranges of bytes. The store keeps recent bytes, but no payloads."""
 
     def __init__(self, store: ObjectStore, path: ObjectPath, seen: FileFacts) -> None:
         self.where = str(path)
@@ -328,7 +329,7 @@ class RemoteFile:
         self._seen = seen
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Read a range, or the wanted bytes in it, in few requests. StoreError: the object was replaced."""
+        """Read a range, or the wanted bytes in it, in few requests. Raises StoreError if the object was replaced."""
         check_range(self, offset, num_bytes)
         whole = range(offset, offset + num_bytes)
         byte_ranges = (
@@ -347,7 +348,7 @@ class RemoteFile:
         return pa.py_buffer(out)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the rest of the object as one range, because objects are not sparse."""
+        """Yield the rest of the object as one range. Objects are not sparse."""
         yield range(start, self.size_bytes)
 
     def __enter__(self) -> Self:
@@ -358,7 +359,7 @@ class RemoteFile:
 
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
-    """Return the range of bytes to request: all of a small object, else at least a block."""
+    """Return the range of bytes to request. A small object is read completely, and else at least a block is read."""
     if size_bytes <= _WHOLE_BYTES:
         return range(size_bytes)
     start = max(min(byte_range.start, size_bytes - least_bytes), 0)
@@ -381,7 +382,7 @@ def _seen(meta: Any) -> FileFacts:
 
 
 def _is_seen(meta: Any, seen: FileFacts) -> bool:
-    """Return True if an answer is of the listed object. Some stores omit the ETag in the answer or in the listing."""
+    """Return True if an answer is from the listed object. Some stores omit the ETag in answers or in listings."""
     answered = _seen(meta)
     is_same = answered.e_tag == seen.e_tag or not (answered.e_tag and seen.e_tag)
     return is_same and answered.size_bytes == seen.size_bytes
@@ -389,12 +390,12 @@ def _is_seen(meta: Any, seen: FileFacts) -> bool:
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CUT = re.compile(rf"({'|'.join(KINDS)}):/(?=[^/])", re.IGNORECASE)
-"""The beginning of an object store's URL in which pathlib has replaced two slashes by one."""
+"""The beginning of a URL in which pathlib has replaced the two slashes by one."""
 _NUM_TRIES = 3
 
 
 class LocalStore:
-    """Directories of this machine: regular files only, never through a symbolic link."""
+    """Reads directories of this machine: only regular files, never through a symbolic link."""
 
     @property
     def filesystem(self) -> Any:
@@ -463,7 +464,7 @@ LOCAL = LocalStore()
 Location = Path | ObjectPath
 """The path of a run, or of a file in a run."""
 OpenLocation = Path | Any
-"""The type of an opened run's location. If it is a directory, callers may use it as a `Path` without a cast."""
+"""The type of a run's location. If it is a directory, callers may use it as a `Path` without a cast."""
 
 
 def store_of(location: Location) -> Store:
@@ -472,9 +473,9 @@ def store_of(location: Location) -> Store:
 
 
 def location_of(path: str | os.PathLike[str] | Location) -> Location:
-    """Return the location that a typed path, a URL or a path object names.
+    """Return the location of a path, a URL or a path object.
 
-    NotARunError is raised for an empty text, an unknown kind of store, and a URL that names no folder.
+    Raises NotARunError for an empty text, an unknown kind of store, and a URL that names no folder.
     """
     if isinstance(path, ObjectPath):
         return path
@@ -497,6 +498,6 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
 
 
 def scheme_of(text: str) -> str | None:
-    """Return the scheme of a URL in lower case; None for a path."""
+    """Return the scheme of a URL in lower case. Return None for a path."""
     match = _SCHEME.match(text)
     return match[1].lower() if match else None

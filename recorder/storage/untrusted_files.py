@@ -1,7 +1,7 @@
-"""`Store`, the only access to directories and object stores, and the opening of files of unknown origin.
+"""`Store`, the interface for reading directories and object stores, and safe opening of files of unknown origin.
 
-Files are untrusted input: only regular files are opened, never through a symbolic link. This module must never write,
-and never turn text from a file into a path.
+Files are untrusted input. Only regular files are opened, never through a symbolic link. This module must never write,
+and must never turn text from a file into a path.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Found = TypeVar("Found")
 
 
 class FileFacts(NamedTuple):
-    """The facts that a listing gives about a file."""
+    """The facts about a file in a listing."""
 
     size_bytes: int
     changed_ns: int
     inode: int = 0
     e_tag: str = ""
-    """The object store's ETag for the bytes; a new object under the same key has another ETag."""
+    """The object store's ETag. It changes when a new object replaces the old one."""
 
 
 class Store(Protocol):
-    """Access to the files of one kind of storage. Until `refresh`, a store may answer from its last listing."""
+    """Reads the files of one kind of storage. A store may answer from its last listing until `refresh`."""
 
     @property
     def filesystem(self) -> Any:
@@ -48,55 +48,55 @@ class Store(Protocol):
     def exists(self, path: Any) -> bool: ...
 
     def list_directory(self, path: Any, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
-        """Return the sorted names of a directory's subdirectories (`directories`) or of its regular files; no links.
+        """Return the sorted names of a directory's subdirectories (`directories`) or regular files, without links.
 
-        `is_part` tells whether a name is that of a part of a run. NotARunError is raised if such a part is a link, a
-        pipe or a device, and if the directory cannot be listed.
+        `is_part` returns whether a name belongs to a part of a run. Raises NotARunError if such a part is a link, a
+        pipe or a device, or if the directory cannot be listed.
         """
 
     def look_at(self, path: Any) -> FileFacts:
-        """Return the facts about a file without following links; raise OSError if there is no such file."""
+        """Return the facts about a file. Links are not followed. Raises OSError if it is missing."""
 
     def read_json(self, path: Any, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
         """Read a manifest, as `format.rundir.read_json` does."""
 
     def shown_statuses(self, run: Any) -> Mapping[str, tuple[int, dict[str, Any]]]:
-        """Return the statuses in the documents of a run's nodes, by RANK/WRITER, with the times of their changes in ns.
+        """Return the statuses in a run's files per node, by RANK/WRITER. Each has the time of its change in ns.
 
         The result is empty if each status has a file of its own.
         """
 
     def open_sealed(self, path: Any) -> ByteSource:
-        """Open a file that no longer changes; raise FileNotFoundError if the file is gone."""
+        """Open a file that no longer changes. Raises FileNotFoundError if it is gone."""
 
     def open_growing(self, path: Any) -> ByteSource:
-        """Open a file that its writer may still be writing; raise FileNotFoundError if the file is gone."""
+        """Open a file that may still grow. Raises FileNotFoundError if it is gone."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
-        """Return the function's results for the items, in order; calls run in parallel if each waits for an answer."""
+        """Return the function's results for the items, in order. Calls run in parallel if they wait for a network."""
 
     def refresh(self) -> None:
-        """Forget the listing, so that the next request lists again."""
+        """Forget the listing. The next request lists again."""
 
     def arrow_path(self, path: Any) -> str:
         """Return a path in the form that `filesystem` takes."""
 
 
 class ByteSource(Protocol):
-    """Random access to the bytes of one file, up to the size that the file had when it was opened."""
+    """Random access to the bytes of one file. Its size is the size at opening."""
 
     where: str
     """The name of the file in messages."""
     size_bytes: int
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return exactly the wanted bytes as a `pa.Buffer`; raise CorruptError if the file has no such range.
+        """Return `num_bytes` bytes at `offset` as a `pa.Buffer`. Raises CorruptError if the file has no such range.
 
-        If only some ranges (relative to `offset`) are `wanted`, the bytes between them may be zeros.
+        With `wanted`, only these ranges (relative to `offset`) are read. The bytes between them may be zeros.
         """
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the ranges from `start` on that may have nonzero bytes: a sparse file can claim any length."""
+        """Yield the ranges from `start` on that may have nonzero bytes. A sparse file can claim any length."""
 
     def __enter__(self) -> Self: ...
 
@@ -104,11 +104,10 @@ class ByteSource(Protocol):
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading and return the descriptor, which the caller closes.
+    """Open a file for reading. Return the descriptor, which the caller closes.
 
-    FileNotFoundError is raised if the file is gone, or if NFS reports a stale handle, so that the directory must be
-    listed again. NotARunError is raised for a link, a device or anything else that no run contains, and for an
-    unreadable file.
+    Raises FileNotFoundError if the file is gone, or if NFS reports a stale handle; the directory must then be listed
+    again. Raises NotARunError if the file cannot be read, or is a link, a device or anything else that no run contains.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without it, opening a FIFO would block
     try:
@@ -130,7 +129,7 @@ def _raise_if_gone(error: OSError, path: Path | str) -> None:
 
 
 class MappedFile:
-    """A memory-mapped file that no longer changes (a sealed shard, an index)."""
+    """A memory-mapped file that no longer changes: a sealed shard or an index."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -142,12 +141,12 @@ class MappedFile:
             os.close(descriptor)
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return a view of the mapping, which reads nothing until it is used."""
+        """Return a view of the mapping. Nothing is read until the view is used."""
         check_range(self, offset, num_bytes)
         return self._buffer.slice(offset, num_bytes)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Open the file again, because the mapping keeps no descriptor; raise FileNotFoundError if it is gone."""
+        """Open the file again, because the mapping keeps no descriptor. Raises FileNotFoundError if it is gone."""
         descriptor = open_regular(Path(self.where))
         try:
             yield from _data_ranges(descriptor, start, self.size_bytes)
@@ -162,7 +161,7 @@ class MappedFile:
 
 
 class GrowingFile:
-    """An open shard, read by copies: its writer may cut off the zeros at its end, and a mapping would then fault."""
+    """A shard that is still being written, read by copies. Its writer may cut it, and a mapping would then fault."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -170,7 +169,7 @@ class GrowingFile:
         self.size_bytes = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return a copy of the wanted ranges; the memory of other ranges is not touched."""
+        """Return a copy of the wanted ranges. The memory between them is not touched."""
         check_range(self, offset, num_bytes)
         out = np.zeros(num_bytes, np.uint8)
         for byte_range in [range(num_bytes)] if wanted is None else wanted:
@@ -212,13 +211,13 @@ def _data_ranges(descriptor: int, start: int, size_bytes: int) -> Iterator[range
 
 
 def _map(descriptor: int) -> Any:
-    # The path is not opened again: the mapping uses the checked descriptor. The buffer keeps only the mapping alive.
+    # The mapping uses the checked descriptor, so the path is not opened again. The buffer keeps only the mapping alive.
     with pa.memory_map(f"/dev/fd/{descriptor}") as mapped:
         return mapped.read_buffer()
 
 
 def check_range(source: ByteSource, offset: int, num_bytes: int) -> None:
-    """Raise CorruptError if `num_bytes` bytes at `offset` are not all inside the file."""
+    """Raise CorruptError unless the file has `num_bytes` bytes at `offset`."""
     if offset < 0 or num_bytes < 0 or offset + num_bytes > source.size_bytes:
         raise CorruptError(
             f"{source.where}: {num_bytes} bytes expected at byte {offset}, but the file ends at {source.size_bytes}"
