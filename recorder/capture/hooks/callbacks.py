@@ -1,8 +1,9 @@
-"""The hook objects that torch holds on roots and on tensors, and the part of a recording that hooks need.
+"""The hooks on roots (models under hooks) and on tensors, and the members of `Capture` and `Root` that hooks need.
 
-A hook on a module or a root has only a number, by which it finds the module or root, so it keeps no lock, no tensor and
-no recorder. A hook on a tensor records every gradient that arrives at an observed value. Under `torch.compile` every
-hook returns at once. Nothing here may raise into training, keep a tensor alive, or read a tensor's values.
+A hook on a module or a root has only a number, by which it finds the module or root. So the hook keeps no lock, no
+tensor and no recorder. A hook on a tensor records every gradient that arrives at an observed value. Under
+`torch.compile` every hook returns at once. Nothing here may raise into training, keep a tensor alive, or read a
+tensor's values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..token_blocks import TokenBlocks
 
 
 class RootCalls(threading.local):
-    """The nested calls of roots that this thread is executing."""
+    """The nested calls of roots (models under hooks) that this thread is executing."""
 
     depth = 0
     outermost: Any = None
@@ -34,12 +35,12 @@ class RootCalls(threading.local):
 
 
 class CaptureForHooks(Protocol):
-    """The members of `Capture` that hooks, roots, scalars and taps need; `Capture` describes each. Any thread."""
+    """The members of `Capture` that hooks, roots, scalars and taps use, on any thread. `Capture` describes each."""
 
     is_in_stage: bool
-    """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
+    """Whether the latest call of a root, which may be under way, is a call of a pipeline stage."""
     has_seen_forward: bool
-    """Whether a root has run with gradients. May stay False under `torch.compile`, which may compile hooks away."""
+    """True once a hook has observed a root's forward with gradients. `torch.compile` may compile the hooks away."""
 
     @property
     def selection(self) -> RuleSelection: ...
@@ -53,7 +54,7 @@ class CaptureForHooks(Protocol):
 
     @property
     def lost(self) -> Callable[[], object]:
-        """The function to call for a value neither recorded nor counted as dropped; needs no stack and no memory."""
+        """The function that counts a value as lost. It needs no stack and no memory."""
 
     def keep_of(self, rule_set: int, call: int) -> int: ...
 
@@ -109,7 +110,7 @@ class CaptureForHooks(Protocol):
 
 
 class CalledRoot(Protocol):
-    """The members of `Root` that hooks and hooked modules need; `Root` describes each."""
+    """The members of `Root` that hooks and hooked modules need. `Root` describes each."""
 
     @property
     def capture(self) -> CaptureForHooks: ...
@@ -119,11 +120,11 @@ class CalledRoot(Protocol):
 
     @property
     def marked_ranks(self) -> tuple[int, ...]:
-        """The ranks over which the root's plain parameters are cut, by a framework's marks; empty without marks."""
+        """The ranks over which the root's plain parameters are cut, by a framework's marks. Empty without marks."""
 
     @property
     def is_over_meshes(self) -> bool:
-        """Whether parameters are, or were, DTensors, so that plain tensors may share memory with DTensors."""
+        """Whether parameters are or were DTensors. Plain tensors may then share memory with DTensors."""
 
     def slice_now(self) -> tuple[Slice, str]: ...
 
@@ -152,7 +153,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class NumberedHook(Hook):
-    """A hook that finds its module or root by the number that it carries."""
+    """A hook that finds its module or root by a number."""
 
     __slots__ = ("number",)
 
@@ -161,7 +162,7 @@ class NumberedHook(Hook):
 
 
 class RootBegins(NumberedHook):
-    """The forward pre-hook of a root, registered first."""
+    """The forward pre-hook of a root (a model under hooks). It is registered first."""
 
     __slots__ = ()
 
@@ -183,7 +184,7 @@ class RootBegins(NumberedHook):
 
 
 class RootEnds(NumberedHook):
-    """The forward hook of a root. It is registered last, and is called even if the forward raises."""
+    """The forward hook of a root (a model under hooks). It is registered last and called even if the forward raises."""
 
     __slots__ = ()
 
@@ -205,7 +206,7 @@ class RootEnds(NumberedHook):
 
 
 _NO_HANDLE = "recorder"
-"""The key, in a tensor's dict of hooks, of a hook without a handle; a hook with a handle has a number as its key."""
+"""The key of a hook without a handle in a tensor's dict of hooks. Hooks with a handle have numbers as keys."""
 
 
 class GradientArrives:
@@ -231,12 +232,13 @@ class GradientArrives:
         self._scope = scope
         self._repeat = repeat
         # A zero-bubble schedule runs the backward twice, for the inputs and then for the weights. The second backward
-        # passes the same gradient again, or a sum that torch corrects after this hook.
+        # passes the same gradient again, or a wrong sum, which torch corrects only after this hook.
         self._is_once = capture.is_in_stage
         self.chunk: Chunk | None = None
-        """The chunk of the gradient, if the gradient is a plain tensor and its chunk is known; else None."""
+        """The chunk of the gradient, if the gradient is a plain tensor and its chunk is known. Otherwise None."""
         self.handle: Any = None
-        """The handle of this hook if its tensor is a leaf, which outlives the step: the hook then fires only once."""
+        """The handle of this hook if its tensor is a leaf. A leaf outlives the step, so the hook then fires only once.
+        """
 
     def learn(self, chunk: Chunk | None) -> None:
         self.chunk = chunk
@@ -266,7 +268,7 @@ class GradientArrives:
 
 
 class GradientSeen:
-    """The hook on an output of a root. It notes that the micro-step of the root's call has had a backward."""
+    """The hook on a root's output. It notes that the micro-step of the root's call has had a backward."""
 
     __slots__ = ("_clock", "_slice")
 
@@ -307,7 +309,7 @@ def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
 def watch_argument_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
     """Register a hook that records the gradient of a DTensor argument.
 
-    If the DTensor was made for one module, the hook records the gradient of the tensor from which the DTensor was made.
+    If the DTensor was made for one module, the gradient of the tensor from which it was made is recorded instead.
     """
     source = made_of(tensor)
     if source is None:

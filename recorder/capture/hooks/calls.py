@@ -1,6 +1,6 @@
-"""Records, if a rule asks for it, what a replay of a module's call needs besides the tensor arguments.
+"""Records what a replay of a module's call needs besides the tensor arguments, if a rule asks for it.
 
-The rows have the site ``call``. The row with the name ``""`` is a JSON document (FORMAT.md); the other rows are the
+The rows have the site ``call``. The row with the name ``""`` is a JSON document (FORMAT.md). The other rows are the
 parameters and buffers as the call finds them. Nothing here may open a file, run a module, or change a random state.
 """
 
@@ -29,7 +29,7 @@ _FREED = "freed"
 _NO_SETTINGS = frozenset(("self", "device", "dtype", "args", "kwargs", "mode", "_weight", "_freeze"))
 _PLAIN = (bool, int, str, type(None))
 _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
-"""Maps constructor arguments of torch.nn to the names of the parameter whose presence the argument decides."""
+"""Maps constructor arguments of torch.nn to the parameters that exist only if the argument is set."""
 
 
 def record_call(
@@ -42,7 +42,7 @@ def record_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Record a call that is about to begin: its JSON document, and the module's parameters and buffers."""
+    """Record a call that is about to begin: a JSON document, and the module's parameters and buffers."""
     try:
         held: dict[str, torch.Tensor] = {}
         held |= {f"param.{_canonical(name)}": value for name, value in module.named_parameters(remove_duplicate=False)}
@@ -70,7 +70,7 @@ def record_call(
 
 
 def signature_tree(signature: tree.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments as JSON trees; a tensor appears as the name of its row at the site ``input``."""
+    """Return a call's arguments as JSON trees. A tensor is replaced by the name of its row at the site ``input``."""
     return {
         "args": [_tree(value, signature.name_at(i), 0) for i, value in enumerate(args)],
         "kwargs": [[key, _tree(value, key, 0)] for key, value in kwargs.items()],
@@ -142,7 +142,7 @@ def _facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
-    """Return the constructor arguments of an equal module of torch.nn; None if only the program can make the module.
+    """Return the constructor arguments of a torch.nn module. Return None if only the program can make the module.
 
     Arguments are read from the module's attributes. Whether the module has a bias is read from its parameters.
     """
@@ -172,7 +172,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a setting as a JSON value; None for other values, which the constructor's default then replaces."""
+    """Return a module's setting as a JSON value. None for other values: the constructor's default is then used."""
     if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):
@@ -181,7 +181,7 @@ def _setting(value: Any) -> Any:
 
 
 def code_digest(cls: type[Any]) -> str:
-    """Return a digest of the code of a class and its bases, except for the bases that belong to torch or Python."""
+    """Return a digest of the code of a class and its bases. Bases that belong to torch or Python are left out."""
     digest = hashlib.sha256()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):

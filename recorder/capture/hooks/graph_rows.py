@@ -1,7 +1,8 @@
-"""Makes rows of the values that taps in graphs show: finds a value's module and micro-step, and a gradient's call.
+"""Makes rows of the values at taps. A tap is a point in a compiled graph whose value is recorded.
 
-A graph contains none of the recorder's hooks and does not know which call it runs in: a tap's op has only a name and
-the text of a `Where`. Nothing here may keep a tensor or raise into training.
+A graph contains none of the recorder's hooks and does not know which call it runs in. The op of a tap has only a name
+and the text of a `Where`. So this module finds the module and micro-step of each value, and the call of each gradient.
+Nothing here may keep a tensor or raise into training.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from .objectives import SharedTensor, SharedTensors
 from .root import Root
 
 _MAX_CALLS = 1024
-"""The most calls of one tap in one graph whose gradients can be told apart."""
+"""The most calls of one tap in one graph that are remembered, to tell their gradients apart."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""The note of a gradient at a tap's result, which lacks the parts from the value's other uses in the module."""
+"""The note of a gradient that arrives at a tap's result. Parts from other uses of the value are missing."""
 _Key = tuple[str, str, int]
-"""The name, the `where` and the index of a tap, as the ops receive them."""
+"""The name, the `where` and the index of a tap (a point in a graph whose value is recorded), as its op gets them."""
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class _RootTap:
     gradient_rule_set: int
     gradient_origin: ValuePlace = field(init=False)
     key: tuple[str, str, str, str] = field(init=False)
-    """The key under which a micro-step counts the tap's calls; a `recorder.tap` in eager code has an equal key."""
+    """The key under which a micro-step counts the tap's calls. A `recorder.tap` in eager code has an equal key."""
 
     def __post_init__(self) -> None:
         self.gradient_origin = self.origin._replace(site=GRADIENT_OF[self.origin.site])
@@ -58,7 +59,7 @@ class _RootTap:
 
 
 class TapRows:
-    """Keeps the taps that have recorded a value, and makes the rows of their values."""
+    """Makes rows of the values at taps (points in a graph whose values are recorded), and keeps these taps."""
 
     def __init__(self, capture: CaptureForHooks, roots: Sequence[Root], objectives: SharedTensors) -> None:
         self._capture = capture
@@ -103,7 +104,7 @@ class TapRows:
             if len(self._calls) >= _MAX_TAPS:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = []
-        # Autograd numbers nodes per thread, so the tap's node, whose forward runs now, has the latest number.
+        # Autograd numbers the nodes of each thread. The tap's node, whose forward runs now, has the latest number.
         calls.append(_TappedCall(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1, shared))
         del calls[:-_MAX_CALLS]
 
@@ -135,7 +136,7 @@ class TapRows:
                 self._taps.clear()
 
     def root_of(self, where: str) -> Root | None:
-        """Return the root whose call is under way on this thread, else the root whose model has this tap."""
+        """Return the root whose call this thread is executing. Otherwise return the root whose model has this tap."""
         root_calls = self._capture.root_calls
         if root_calls.depth and root_calls.outermost is not None:
             outermost: Root = root_calls.outermost
@@ -146,13 +147,13 @@ class TapRows:
         return self._roots[0] if self._roots and not where else None
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether the module with this tap has no hooks, so that only the tap records values, even in eager mode."""
+        """Whether the module with this tap has no hooks. Then only the tap records its values, even in eager mode."""
         root = self.root_of(where)
         watch = root.modules_by_tap.get(where) if root is not None else None
         return watch is not None and watch.is_hidden
 
     def reselect(self) -> None:
-        """Make every tap use the current rules; called between two steps."""
+        """Make every tap use the current rules. Called between two steps."""
         for (name, where, _), tap in self._taps.items():
             made = self._make(name, where, tap.root)
             tap.rule_set, tap.gradient_rule_set = made.rule_set, made.gradient_rule_set

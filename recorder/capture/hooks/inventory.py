@@ -1,9 +1,9 @@
-"""The inventory of a root's modules for the manifest, and one warning about modules whose calls no hook sees.
+"""Lists the modules of a root (a model under hooks) for the manifest, and warns of modules whose calls no hook sees.
 
-The inventory has facts that rows lack: parameters with two names, buffers that a state dict leaves out, and hooks of
-the program that run after a value was recorded. The recorder sees an output as the module's forward returned it, before
+The list has facts that rows lack: parameters with two names, buffers that a state dict leaves out, and hooks of the
+program that run after a value was recorded. The recorder sees an output as the module's forward returned it, before
 other hooks run. The hooks of tensor parallel styles turn a DTensor into a plain tensor, which has lost its position in
-the global tensor. A change that the program's own hooks make to a value is seen only at the next module, so a reader
+the global tensor. A change that the program's own hooks make to a value is seen only at the next module. So a reader
 who searches for the origin of a value must know of these hooks.
 
 Nothing here keeps the model alive, reads a tensor's values, or calls a hook of the program.
@@ -45,7 +45,7 @@ _HIDDEN = {
 
 
 class Inventory:
-    """The modules of a root as they were when hooks were put on, and what graphs and steps have later shown of them."""
+    """The modules of a root (a model under hooks), with what graphs and steps have shown of them since."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Inventory:
         *,
         began_late: bool,
     ) -> None:
-        """Begin empty; `describe` fills the inventory. The root still fills `hooked` and `hooked_by_tap`.
+        """Begin empty. `describe` fills the inventory, and the root fills `hooked` and `hooked_by_tap`.
 
         `began_late` is True if anything, perhaps this root, had been compiled when the root got its hooks.
         """
@@ -65,9 +65,9 @@ class Inventory:
         self._hooked, self._hooked_by_tap, self._module_at = hooked, hooked_by_tap, module_at
         self._began_late = began_late
         self._modules: list[dict[str, Any]] = []
-        """The manifest's entry of each module, without the sites that only taps in graphs record."""
+        """The manifest's entry of each module. Sites that only taps (points in a graph) record are not in it."""
         self._seen_at_taps: dict[str, tuple[str, ...]] = {}
-        """By path of a module whose hooks had not run: the sites at which taps in graphs have recorded the module."""
+        """By path of a module whose hooks had not run, the sites (such as `output`) that taps in graphs recorded."""
         self._scripted_with_taps: list[str] = []
         self._late: list[str] = []
         """The paths of modules that were compiled before they had hooks."""
@@ -100,7 +100,7 @@ class Inventory:
 
     @property
     def described(self) -> list[dict[str, Any]]:
-        """Return the manifest's entry of each module, with the sites that only taps in graphs record. Any thread."""
+        """Return the manifest's entry of each module, with sites that only taps record. Called on any thread."""
         tapped = dict(self._seen_at_taps)
         if not tapped:
             return self._modules
@@ -118,7 +118,7 @@ class Inventory:
         ]
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
-        """List a module whose values a tap in a graph records, even if the model lacks it or has a container there."""
+        """List a module whose values a tap in a graph records. The model may lack it, or have a container there."""
         hooked = self._module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
@@ -153,9 +153,9 @@ class Inventory:
     def step_is_over(self, *, num_calls: int, is_artefact: bool, has_compiled: bool) -> None:
         """Warn, after the first step, of modules whose hooks never fired, and say why.
 
-        Suppose that anything was compiled, but no part of this model is marked as compiled. Then a module with
-        gradients whose hooks never fired has run in the graph of a user's function. If a root never ran although its
-        modules did, the program does not call the root.
+        If anything was compiled but no part of this model is marked as compiled, then a module with gradients whose
+        hooks never fired has run in the graph of a user's function. If a root never ran although its modules did, the
+        program does not call the root.
         """
         self.look_for_foreign_hooks()
         seen = [hooked.node_path for hooked in self._hooked if hooked.was_called]
@@ -174,7 +174,7 @@ class Inventory:
             self._say("root_not_called", [""])
 
     def look_for_foreign_hooks(self) -> None:
-        """Add the hooks that the program has put on modules since the last call. Removed hooks stay listed."""
+        """List the hooks that the program has put on modules since the last call. Removed hooks stay listed."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
             known = described.get("foreign_hooks", [])
             module = hooked.module()
@@ -221,7 +221,7 @@ class Inventory:
                 self._add(i, {"untrained": names})
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
-        """Note the name of each parameter's learning rate, from `rates` by the id of the parameter or of its copy."""
+        """Note the name of each parameter's learning rate. `rates` has it by the id of the parameter or of its copy."""
         for i, hooked in enumerate(self._hooked[: len(self._modules)]):
             own = {
                 name: rate
@@ -232,12 +232,12 @@ class Inventory:
                 self._add(i, {"rates": own})
 
     def note_uncleared(self, step: int) -> None:
-        """Note that the gradients of an update were not cleared before the next backward, at `step` or earlier."""
+        """Note that gradients were not cleared between an update and the next backward, at `step` or earlier."""
         if self._modules and "uncleared" not in self._modules[0]:
             self._add(0, {"uncleared": step})
 
     def _is_trained_around(self, path: str) -> bool:
-        """Whether the parent of a module has a parameter with a gradient; a frozen part may be in any mode."""
+        """Whether a module's parent has a parameter with a gradient. A frozen part of a model may be in any mode."""
         around = self._module_at(path.rpartition(".")[0])
         module = around.module() if around is not None else None
         return module is not None and any(parameter.grad is not None for parameter in module.parameters())
@@ -247,7 +247,7 @@ class Inventory:
         self._capture.events.has_changed = True
 
     def _silent(self, num_calls: int) -> set[str]:
-        """Return the paths of modules that must have run without hooks for no known reason."""
+        """Return the paths of modules that must have run although their hooks never fired, for no known reason."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
         explained |= {hooked.node_path for hooked in self._hooked_by_tap.values()} if self._seen_at_taps else set()
         silent = [hooked for hooked in self._hooked if hooked.is_silent and hooked.node_path not in explained]
@@ -308,7 +308,7 @@ class Inventory:
 def _depends_on_mode(module: nn.Module | None) -> bool:
     """Whether a module computes something else in evaluation mode than in training: a dropout, or a batch norm.
 
-    A batch norm whose own parameters are frozen is left out, because its statistics are frozen, too, on purpose.
+    A batch norm with frozen parameters is left out, because its statistics are frozen on purpose, too.
     """
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
@@ -328,11 +328,11 @@ def ids_of(flats: Iterable[FsdpParameter]) -> set[int]:
 
 
 Ties = dict[str, dict[str, str]]
-"""For each module path and name of a tied parameter, the full name under which the parameter is recorded."""
+"""Maps module path and name of a tied parameter to the full name under which the parameter is recorded."""
 
 
 def find_ties(modules: Iterable[HookedModule], flats: Iterable[FsdpParameter]) -> Ties:
-    """Return the further names of tied parameters, each with the parameter's first name, which the rows use."""
+    """Return the further names of tied parameters. Each maps to the parameter's first name, which the rows use."""
     ties: Ties = {}
     first_names: dict[int, str] = {}
     for hooked in modules:
@@ -348,7 +348,7 @@ def find_ties(modules: Iterable[HookedModule], flats: Iterable[FsdpParameter]) -
 
 
 def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return a module's manifest entries for its state dict: tied parameters, and buffers that are not saved."""
+    """Return a module's manifest entries about its state dict: tied parameters, and buffers that are not saved."""
     unsaved = getattr(module, "_non_persistent_buffers_set", ())  # TorchScript and torch.package may lack it
     left_out = sorted(name for name in unsaved if name in module._buffers)
     return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
@@ -359,7 +359,7 @@ _KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")
 
 
 def foreign_hooks(module: nn.Module) -> list[str]:
-    """Return, for each hook of the program on a module, when the hook runs, its name, and its code's file and line."""
+    """Describe each hook of the program on a module: when the hook runs, its name, and its code's file and line."""
     if isinstance(module, torch.jit.ScriptModule):
         return []  # TorchScript has hooks of its own, and no Python hooks
     after = list(module._forward_hooks.values())
@@ -381,7 +381,7 @@ def _descriptions(when: str, registered: list[Any]) -> Iterator[str]:
 
 
 def _function(hook: Any) -> Any:
-    """Return the function that a hook calls: the one inside a partial or a method, or the ``__call__`` of an object."""
+    """Return the function inside a hook, which may be a partial, a method, or an object with a ``__call__``."""
     while isinstance(hook, (functools.partial, types.MethodType)):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     if isinstance(hook, (types.FunctionType, types.BuiltinFunctionType)):

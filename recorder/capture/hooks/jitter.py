@@ -1,11 +1,12 @@
-"""Perturbs a root's inputs in the last place to show noise's effect; only this module changes training on purpose.
+"""Perturbs a model's inputs in the last place, to show how noise changes training.
 
-The last place is one machine epsilon of the type in which the model computes; autocast may make this type shorter than
-the input's own type. Only the seed and the shape decide how each element is moved. So a recomputed block gets the
-values of its forward, ranks that share a batch get the same values, and the global random state does not change. Each
-rank moves its own chunk of a DTensor by the pattern for the chunk's shape. Replicas have the same shape and so stay
-replicas. Partial sums have the same shape, too, so their total moves by the same pattern. No collective is issued. The
-root notes which of its values were moved.
+No other module changes training on purpose. The last place is one machine epsilon of the type in which the model
+computes. Under autocast, this type may be shorter than the input's own type. Only the seed and the shape decide how
+each element is moved. So a recomputed block gets the values of its forward, ranks with the same batch get the same
+values, and the global random state does not change. Each rank moves its own chunk of a DTensor by the pattern for the
+chunk's shape. Replicas have the same shape and so stay replicas. Partial sums have the same shape, too, so their total
+moves by the same pattern. No collective is issued. The root (the model under hooks) notes which of its values were
+moved.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from . import callbacks
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUTS, EMBEDDINGS = "inputs", "embeddings"
-"""The two kinds of values of a root that `jitter` can perturb."""
+"""The two kinds of values of a model that `jitter` can perturb."""
 
 
 def jittered(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
-    """Return a tensor with each element multiplied by 1 + `eps` or 1 - `eps`; the default is the type's epsilon."""
+    """Return a tensor with each element multiplied by 1 + `eps` or 1 - `eps`. The default is the type's epsilon."""
     return tensor * _factors(tensor, seed, eps)
 
 
@@ -63,7 +64,7 @@ def _can_move(value: Any) -> bool:
 
 
 def _is_awaited(value: Any) -> bool:
-    """Whether a value is the pending result of a collective; using the value waits, as the next operation would."""
+    """Whether a value is the pending result of a collective. Using the value waits, as the next operation would."""
     awaited = loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     return awaited is not None and type(value) is awaited
 
@@ -75,8 +76,8 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
     """
     if not is_dtensor(value):
         return jittered(value, seed, eps)
-    # An operation on the local values is used because a product of DTensors may redistribute the DTensors, in
-    # forward or backward.
+    # The local values are changed directly, because a product of DTensors may redistribute the DTensors, in forward or
+    # backward.
     dtensor: Any = value if is_own else _copied(value)
     with torch.no_grad():
         local = dtensor._local_tensor
@@ -95,7 +96,7 @@ def _copied(value: Any) -> Any:
 
 
 class JitterInputs(callbacks.NumberedHook):
-    """The forward pre-hook of a root that perturbs the root's floating-point inputs."""
+    """The forward pre-hook that perturbs the floating-point inputs of a root (a model under hooks)."""
 
     __slots__ = ("is_used", "seed")
 
@@ -126,7 +127,7 @@ class JitterInputs(callbacks.NumberedHook):
 
 
 class JitterEmbedding(callbacks.NumberedHook):
-    """The forward hook of an embedding that perturbs its output where the root has no floating-point input."""
+    """The forward hook of an embedding that perturbs its output if the model has no floating-point input."""
 
     __slots__ = ("_inputs",)
 
@@ -149,7 +150,7 @@ class JitterEmbedding(callbacks.NumberedHook):
 
 
 def add_jitter(nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
-    """Put hooks on a root's embeddings; return the hook for the root's inputs, and the embedding hooks' handles."""
+    """Put hooks on a root's embeddings. Return the hook for the root's inputs, and the embedding hooks' handles."""
     inputs = JitterInputs(number, seed)
     embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
     return inputs, [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]

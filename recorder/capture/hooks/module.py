@@ -38,7 +38,7 @@ from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch
 from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
-"""A module's call: `Slice` (a forward of the root and its backward), phase, index, `Slice.new_graph`'s result."""
+"""A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
 _UNKNOWN = None, NOTHING
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
@@ -83,7 +83,7 @@ class HookedModule:
     def __init__(self, root: CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None) -> None:
         self.capture = root.capture
         self._cut = cut
-        """How inputs and outputs are cut over ranks, if attributes of the module or of its parent tell; else None."""
+        """How inputs and outputs are cut over ranks. None if attributes of the module and its parent do not tell."""
         self.root = root
         self.root_name = root.name
         self.node_path = node.path
@@ -91,7 +91,7 @@ class HookedModule:
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
         self._call_key = f"{root.name}:{node.path}"
-        """The key under which a micro-step counts the module's calls; a root shares the counts with its inner roots."""
+        """The key under which a micro-step counts the module's calls. A root shares the counts with roots inside it."""
         self._is_leaf = node.is_leaf
         self.is_expert = node.is_expert
         self._first = node.first
@@ -100,23 +100,25 @@ class HookedModule:
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[ValuePlace, int]] = {}
         self._again: dict[str, tuple[Callable[[torch.Tensor, int], bool], int]] = {}
-        """By mode: the function of `probe_again` for an output that is one tensor, and the output's rule set."""
+        """By mode, for an output that is one tensor: the function from `probe_again`, and the output's rule set."""
         self._open_calls: dict[int, list[_Call]] = {}
-        """By thread, the module's calls that have begun and not returned; a module may call itself."""
+        """By thread, the module's calls that have begun and not returned. There are several if the module calls itself.
+        """
         self.has_entered = False
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, tree.Hook]] = []
-        """The hooks that are off until a step at which they have something to record, each with its handle."""
+        """The hooks that were taken off because they have nothing to record now, each with its handle."""
         self.was_called = False
-        """Whether a hook or a tap has ever observed a call of the module."""
+        """Whether a hook or a tap (a point in a compiled graph) has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
-        """The micro-step in which a tap in a graph recorded the output, which the hook around the graph then skips."""
+        """The micro-step in which a tap in a graph recorded the output. The hook around the graph then skips the
+        output."""
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
-        """True where the module has no hooks, because it is compiled or cannot be called."""
+        """True if the module has no hooks, because it is compiled or cannot be called."""
         self.pre_hook: BeforeForward | None = None
         self._has_after = False
         if wants_hooks:
@@ -159,7 +161,7 @@ class HookedModule:
         )
 
     def reselect(self) -> None:
-        """Switch to the present rules, between two steps, and register the hooks that these rules need."""
+        """Switch to the present rules, and register the hooks that these rules need. Called between two steps."""
         rule_sets = self._find_rule_sets()
         if rule_sets is self.rule_sets:
             return
@@ -174,7 +176,7 @@ class HookedModule:
         self._again.clear()
 
     def _leaf(self, site: str, name: str) -> tuple[ValuePlace, int]:
-        """Return the origin of a leaf tensor and the rule set that selects it, from a cache."""
+        """Return a value's origin (module, site and name), and the rule set that selects the value. Both are cached."""
         key = (site, name)
         leaf = self._leaves.get(key)
         if leaf is None:
@@ -189,7 +191,7 @@ class HookedModule:
         return leaf
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """Return the dim of a value along which its units, such as neurons, lie; a negative dim counts from the end."""
+        """Return the dim along which a value's units (neurons or channels) lie. A negative dim counts from the end."""
         return unit_dim_of(self.capture.selection, rule_set, self._owner(), site, name)
 
     def _enter(self) -> _Call:
@@ -204,11 +206,11 @@ class HookedModule:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this thread is in a call of the module whose start the module's own hook has observed."""
+        """Whether this thread is in a call of the module whose beginning the module's own hook has observed."""
         return bool(self._open_calls.get(threading.get_ident()))
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Remember that the module was called: a tap in the graph around it has recorded its input or output."""
+        """Remember that the module was called, because a tap in a graph has recorded the module's input or output."""
         self.was_called = True
         if is_output:
             self._tapped_slice = slice_
@@ -251,7 +253,7 @@ class HookedModule:
             record_call(self.capture, origin, moment, call, module, self._signature, args, kwargs)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
-        """Put hooks on the module's own parameters, to record gradients before any reduction over ranks."""
+        """Put hooks on the module's own parameters, to record gradients before they are reduced over ranks."""
         for name, parameter in self.own("_parameters"):
             is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.is_leaf and parameter.requires_grad
             if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
@@ -290,7 +292,7 @@ class HookedModule:
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
     def _see_by_probe(self, output: torch.Tensor, moment: StepPosition, call: int) -> None:
-        """Give the probe an output that only ``keep=probe`` wants, by the function of `probe_again` if it is known."""
+        """Pass an output that only ``keep=probe`` wants to the probe, by `probe_again`'s function if there is one."""
         again, rule_set = self._again.get(moment.mode, _UNKNOWN)
         if again is not None and self.capture.keep_of(rule_set, call) == 0:
             return
@@ -355,7 +357,7 @@ class HookedModule:
         return chunk, None if chunk is not None else Waiting(tensor)
 
     def stay_last(self) -> None:
-        """Make our pre-hook the last one again if the program has registered pre-hooks on the module after ours."""
+        """Make our pre-hook the last one again if the program has registered pre-hooks after it."""
         module = self.module()
         if self.pre_hook is not None and module is not None:
             registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
@@ -365,12 +367,12 @@ class HookedModule:
 
     @property
     def rule_sets_of_hooks(self) -> frozenset[int]:
-        """Return the rule sets for which the module's hooks record values; empty where the module has no hooks."""
+        """Return the rule sets for which the module's hooks record values. Empty if the module has no hooks."""
         sites = [*OF_CALLS, *(["grad"] if self._wants_local else [])] if self._handles else []
         return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
 
     def rest(self) -> None:
-        """Remove the hooks until `wake`, because torch calls a module without hooks faster than one with any hook.
+        """Remove the hooks until `wake` is called, because torch calls a module without hooks faster.
 
         The hooks are taken out of torch's dicts directly, at a tenth of the cost of handles, because modules may rest
         at every other step.
@@ -383,7 +385,7 @@ class HookedModule:
                 registered.pop(handle.id, None)
 
     def wake(self) -> None:
-        """Put the hooks back that `rest` took off: the forward hook as the first, the pre-hook as the last."""
+        """Put the hooks back that `rest` removed. The forward hook becomes the first one, the pre-hook the last one."""
         for handle, hook in self._resting:
             registered = handle.hooks_dict_ref()
             if registered is not None:
@@ -396,7 +398,7 @@ class HookedModule:
         self._resting.clear()
 
     def own(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """Yield the module's own parameters or buffers by name; names of experts are numbered as in the whole model."""
+        """Yield the module's own parameters or buffers by name. Names of experts are numbered as in the whole model."""
         module = self._owner()
         for name, value in getattr(module, kind).items() if module is not None else ():
             if value is not None:
@@ -404,7 +406,7 @@ class HookedModule:
                 yield f"{base}{int(name[len(base) :]) + self._first}" if base != name else name, value
 
     def keeps(self, site: str) -> bool:
-        """Whether a value of a site may be kept at this step; a rule for some names or calls may still exclude it."""
+        """Whether a value of a site (such as `output`) may be kept now. Rules for names or calls may exclude it."""
         return self.capture.masks[self.rule_sets[site]] != 0
 
     def record_state(
@@ -421,7 +423,7 @@ class HookedModule:
                 self.record(site, name, tensor, moment, phase, repeat, chunk=chunk, note=note)
 
     def note_of_mark(self, parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
-        """Return the note that the chunk of a marked parameter, its gradient or state is unknown; None if known."""
+        """Return the note that the chunk of a marked parameter, its gradient or state is unknown. None if known."""
         module = self._owner() if is_marked(parameter) and is_distributed() else None
         is_known = module is None or self.is_expert or getattr(module, "is_expert", False) or tensor_ranks(module)
         is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
@@ -430,12 +432,12 @@ class HookedModule:
         return None if is_known else '{"no_group":true,"no_layout":"marked"}'
 
     def tensor_ranks(self) -> tuple[int, ...]:
-        """Return the ranks over which the module cuts its tensors; empty if it cuts nothing."""
+        """Return the ranks over which the module cuts its tensors. Empty if the module cuts nothing."""
         module = self._owner()
         return () if module is None else tensor_ranks(module)
 
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-        """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None if unknown."""
+        """Return the chunk of an own parameter, its gradient or state, by the parameter's marks. None if unknown."""
         module = self._owner() if is_marked(parameter) else None
         if module is None or (getattr(parameter, "allreduce", True) is False and not self.is_expert):
             return None  # the parameter is an expert's, and which ranks share the expert is not known
@@ -454,7 +456,7 @@ class HookedModule:
         chunk: Chunk | None = None,
         note: str | None = None,
     ) -> None:
-        """Record one named tensor of the module where a rule selects it."""
+        """Record one named tensor of the module if a rule selects it."""
         if not self.capture.masks[self.rule_sets[site]]:  # `keeps`, inlined because most records come this way
             return
         origin, rule_set = self._leaf(site, name)
@@ -465,11 +467,11 @@ class HookedModule:
                 self.failed(site, error)
 
     def failed(self, site: str, error: Exception) -> None:
-        """Count an error of the recorder; a site that keeps failing is no longer recorded."""
+        """Count an error of the recorder. A site (such as `output`) that keeps failing is no longer recorded."""
         self.capture.site_failed(ValuePlace(self.root.name, self.node_path, site, ""), error)
 
     def disarm(self, sites: tuple[str, ...]) -> None:
-        """Record nothing at the given sites from now on."""
+        """Record nothing at the given sites (such as `output`) from now on."""
         self._disarmed = (*self._disarmed, *sites)
         self.rule_sets = {**self.rule_sets, **dict.fromkeys(sites, NOTHING)}  # other modules share the old mapping
         self._forget_leaves()
@@ -489,12 +491,12 @@ MODULES: dict[int, HookedModule] = {}
 
 
 class BeforeForward(NumberedHook):
-    """The forward pre-hook of a module. It is registered last, so that it gets the arguments as the forward does."""
+    """The forward pre-hook of a module. It is registered last, so that it gets the same arguments as the forward."""
 
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Pass the arguments to the hooked module. If the hook is removed during the call, torch gives no `kwargs`."""
+        """Pass the arguments to the hooked module. Torch gives no `kwargs` if the hook is removed during the call."""
         try:
             if _is_compiling():
                 return

@@ -1,4 +1,4 @@
-"""Finds the tensors that several objectives share, and records the norms and cosines of the gradients that come back.
+"""Records the norms and cosines of the gradients that several objectives (terms of the loss) send to one tensor.
 
 Nothing here may raise into training.
 """
@@ -16,11 +16,11 @@ from ..local_values import UnsupportedKind, plain
 from .callbacks import CaptureForHooks
 
 _MAX_SHARED = 8
-"""The most tensors per module and micro-step whose objectives get own names; later tensors share the last name."""
+"""The most shared tensors per module and micro-step that get names of their own. Later tensors share the last name."""
 
 
 class SharedTensor:
-    """A tensor that several objectives share, and the directions of the gradients that have come back to it."""
+    """A tensor that several objectives (terms of the loss) share, and the directions of its gradients so far."""
 
     __slots__ = ("__weakref__", "_arrived", "_keep", "_moment", "_names", "_number", "_origin", "_owner")
 
@@ -29,10 +29,10 @@ class SharedTensor:
         self._names: list[str] = []
         self._number = ""
         self._arrived: dict[str, torch.Tensor] = {}
-        """By objective, its gradient divided by the gradient's norm; cleared once every objective has a gradient."""
+        """By objective, the gradient divided by its norm. Cleared once every objective has a gradient."""
 
     def add(self, name: str) -> bool:
-        """Add an objective by name; return False if the tensor already has an objective of this name."""
+        """Add an objective by name. Return False if the tensor already has an objective of this name."""
         if name in self._names:
             return False
         self._names.append(name)
@@ -75,7 +75,7 @@ class SharedTensor:
 
 
 class SharedTensors:
-    """Finds the tensors that several objectives share. Gradients' norms and cosines need no rule that records taps."""
+    """Finds the tensors that several objectives (terms of the loss) share. This needs no rule that records taps."""
 
     def __init__(self, capture: CaptureForHooks) -> None:
         self.capture = capture
@@ -92,14 +92,14 @@ class SharedTensors:
         return self.capture.is_open
 
     def repeat(self, step: int, origin: ValuePlace) -> int:
-        """Count a scalar; return how often it was recorded before at this step."""
+        """Count a row of a scalar. Return how often the scalar was recorded before at this step."""
         self._at(step)
         number = self._repeats.get(origin, 0)
         self._repeats[origin] = number + 1
         return number
 
     def number(self, moment: StepPosition, origin: ValuePlace) -> str:
-        """Return the suffix of the scalars' names for the next tensor that several objectives of a module share."""
+        """Return the suffix, such as ``#2``, of the scalars for a module's next shared tensor. Empty for the first."""
         self._at(moment.step)
         key = origin, moment.micro_step
         self._num_shared[key] = number = min(self._num_shared.get(key, 0) + 1, _MAX_SHARED)
@@ -121,7 +121,7 @@ class SharedTensors:
     def shared(
         self, tap: ValuePlace, moment: StepPosition, phase: str, tensor: torch.Tensor, *, is_kept: bool
     ) -> SharedTensor | None:
-        """Return the `SharedTensor` for this tensor; None if the tap is no objective, for a loss, or without a rule."""
+        """Return the `SharedTensor` of a tensor. None if it is no objective's, is a loss itself, or no rule asks."""
         if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
             return None
         mask = self.capture.masks[self.capture.selection.rule_set_of_name("scalar", OBJECTIVE_COSINE)]

@@ -1,8 +1,8 @@
-"""The rows of a parameter: as its module has registered it, as FSDP1 has flattened it, or as an optimizer holds it.
+"""Records parameters as their modules registered them, as FSDP1 flattened them, or as an optimizer holds them.
 
-For a flat parameter of FSDP1 this finds the elements of the original parameters that a rank has, and splits values
-accordingly. Only the wrapper's metadata is read: nothing here issues a collective, reads a tensor's values, or keeps a
-wrapper, a module or a parameter.
+For a flat parameter of FSDP1, this module finds the elements of the original parameters that a rank has, and splits
+values accordingly. Only the wrapper's metadata is read: nothing here issues a collective, reads a tensor's values, or
+keeps a wrapper, a module or a parameter.
 
 Under ZeRO and Megatron, each rank's optimizer holds only this rank's elements of parameters, often in a wider type.
 DeepSpeed keeps them in one flat tensor, and notes at each parameter where its elements lie (0.19.8:
@@ -34,7 +34,7 @@ _NAME = "_flat_param"
 
 
 class ModuleParameter:
-    """The rows of a parameter as its module has registered it: a plain tensor, or a DTensor."""
+    """Records a parameter as its module has registered it: a plain tensor, or a DTensor."""
 
     __slots__ = ("_is_marked", "_module", "_name", "reference")
 
@@ -81,23 +81,24 @@ class ModuleParameter:
 
 
 class OriginalSlice(NamedTuple):
-    """An original parameter inside a flat parameter, and this rank's slice (range of elements) of the original."""
+    """An original parameter inside a flat parameter, and the range of its elements (slice) that this rank has."""
 
     hooked: HookedModule
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
-    """The index of the original's first element in the unsharded flat parameter."""
+    """The index of the original parameter's first element in the unsharded flat parameter."""
     begin: int
-    """The index, within the original, of the first element that lies in this rank's part of the flat parameter."""
+    """The index, in the original parameter, of the first element in this rank's part of the flat parameter."""
     end: int
-    """The index, within the original, after the last element in this rank's part; equals `begin` for an empty part."""
+    """The index, in the original parameter, after this rank's last element. Equals `begin` if this rank has none."""
     chunk: Chunk | None
-    """The chunk of this rank's slice; None if the rank has the complete parameter, or no chunk describes the slice."""
+    """The chunk of this rank's slice. None if the rank has the complete parameter, or if no chunk describes the slice.
+    """
     note: str | None
     local: Chunk | None = None
-    """The tensor parallel chunk of the original parameter, if FSDP1 was given only this chunk; else None."""
+    """The tensor parallel chunk of the original parameter, if FSDP1 was given only this chunk. Otherwise None."""
 
 
 class FlatMesh(NamedTuple):
@@ -120,7 +121,7 @@ class FlatMesh(NamedTuple):
     def crossed(
         self, shape: tuple[int, ...], coordinate: tuple[int, ...], ranks: Sequence[int], names: Sequence[str] = ()
     ) -> FlatMesh:
-        """Return this mesh with another grid's axes appended; `coordinate` is this rank's position in that grid."""
+        """Return this mesh with another grid's axes appended. `coordinate` is this rank's position in that grid."""
         own_rank = ranks[sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(coordinate))]
         shapes, all_names = (*self.shape, *shape), (*(self.dim_names or ()), *names)
         return FlatMesh(
@@ -132,16 +133,16 @@ class FlatMesh(NamedTuple):
 
 
 class FlatParameter:
-    """The rows of one flat tensor that an optimizer updates in place of the parameters inside it.
+    """Records one flat tensor that an optimizer updates in place of the parameters inside it.
 
     Values, gradient and optimizer state of the flat tensor become one row each for every original parameter.
     """
 
     uses_original = False
-    """Whether the optimizer updates `originals`, and not the flat tensor."""
+    """Whether the optimizer updates `originals` instead of the flat tensor."""
 
     def __init__(self, flat: torch.Tensor, num_local: int, *, start: int = 0, is_sharded: bool = True) -> None:
-        """Prepare the rows of a flat tensor, of which this rank has `num_local` elements from `start` on."""
+        """Prepare the rows of a flat tensor. This rank has `num_local` of its elements, from `start` on."""
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(flat)
         self.is_sharded = is_sharded
         self.slices: list[OriginalSlice] = []
@@ -174,7 +175,7 @@ class FlatParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        """Split and record a tensor of the flat parameter; a single number is recorded once per original parameter."""
+        """Split and record a tensor of the flat parameter. A single number is recorded once per original parameter."""
         values = tensor.detach()
         is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
         if values.dim() and not is_slices and not is_whole:
@@ -199,7 +200,7 @@ class FlatParameter:
 
 
 class FsdpParameter(FlatParameter):
-    """The rows of one flat parameter of FSDP1, which an optimizer updates where ``use_orig_params`` is False."""
+    """Records one flat parameter of FSDP1. An optimizer updates the flat parameter if ``use_orig_params`` is False."""
 
     def __init__(self, wrapper: Any, module_of: Callable[[nn.Module], HookedModule | None]) -> None:
         """Read the metadata of a FullyShardedDataParallel wrapper that has flattened parameters.
@@ -218,7 +219,7 @@ class FsdpParameter(FlatParameter):
             for info in (*flat._param_infos, *flat._shared_param_infos)
             if (hooked := module_of(info.module)) is not None
         ]
-        """Each name of an original parameter in a module of the root, with the module; ties are included."""
+        """Each module of the root with the name of an original parameter in it. Tied names are included."""
         self.ties = [
             (hooked, info.param_name, first, info.prim_param_name)
             for info in flat._shared_param_infos
@@ -261,7 +262,7 @@ class FsdpParameter(FlatParameter):
 
 
 class OriginalParameter:
-    """The rows of an original parameter that an optimizer updates itself, because ``use_orig_params`` is True."""
+    """Records an original parameter that an optimizer updates itself, because ``use_orig_params`` is True."""
 
     def __init__(self, flat: FsdpParameter, slice_: OriginalSlice, index: int, parameter: torch.Tensor) -> None:
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
@@ -315,7 +316,7 @@ class OriginalParameter:
 
 
 ParameterRows = ModuleParameter | FlatParameter | OriginalParameter
-"""The classes by which hooks on optimizers record a parameter; `record` appends a suffix to the parameter's name."""
+"""The classes by which hooks on optimizers record a parameter. `record` appends a suffix to the parameter's name."""
 
 
 def find_flat_parameters(
@@ -347,7 +348,7 @@ def unsharded_scope(site: str, scope: str | None) -> str | None:
 
 
 def _starts(flat: Any) -> Iterator[int]:
-    """Yield the first index of each original parameter in the unsharded flat parameter; padding may separate them."""
+    """Yield the first index of each original parameter in the unsharded flat parameter. Padding may separate them."""
     start = 0
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
         if not is_padding:
@@ -356,7 +357,7 @@ def _starts(flat: Any) -> Iterator[int]:
 
 
 def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor parallel parameter's local values; None if they are not one box of the whole."""
+    """Return the chunk of a tensor parallel parameter's local values. None if they are not one box of the tensor."""
     if not isinstance(getattr(spec, "placements", None), tuple):
         return None
     chunk = chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
@@ -398,8 +399,8 @@ def find_zero_parameters(parameters: _Parameters) -> Iterator[FlatParameter]:
 
 _Place = tuple[torch.Tensor | None, int, int, int, tuple[int, ...], Any]
 """Where this rank's elements of a parameter lie: the flat tensor, the index in it, the index in the parameter, the
-number of elements; the parameter's shape and its process group. The tensor is None if all elements lie on other ranks:
-this rank's rows then have no elements."""
+number of elements, the parameter's shape and its process group. The tensor is None if all elements lie on other ranks.
+This rank's rows then have no elements."""
 
 
 def _of_stages_1_and_2(parameter: Any) -> _Place | None:
@@ -425,7 +426,7 @@ def _of_stage_3(parameter: Any) -> _Place | None:
 
 
 def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:
-    """Return placements and mesh, as JSON, of a parameter that is cut flat over `ranks`, and laid over `axes`."""
+    """Return placements and mesh, as JSON, of a parameter that is cut flat over `ranks` and laid over `axes`."""
     rank, more = torch.distributed.get_rank(), [axis for axis in axes if len(axis[0]) > 1]
     mesh = FlatMesh((len(ranks),), None, (ranks.index(rank),), [*ranks])
     for others, _ in more:
@@ -434,7 +435,7 @@ def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int]
 
 
 def _with_empty(found: Sequence[FlatParameter], elsewhere: Sequence[OriginalSlice]) -> Sequence[FlatParameter]:
-    """Let the first flat tensor also record, without elements, parameters that lie on other ranks alone."""
+    """Let the first flat tensor also record, without elements, the parameters that lie only on other ranks."""
     for first in found[:1]:
         first.slices += elsewhere
     return found
@@ -473,8 +474,8 @@ def _places_in(
 ) -> Iterator[tuple[torch.Tensor, tuple[int, int, Sequence[int], Sequence[int]]]]:
     """Yield each parameter of Megatron's DDP, with the range of this rank's elements and two lists of ranks.
 
-    The first list has the ranks among which the elements are divided; the second has the ranks with the same elements,
-    in other instances of the optimizer.
+    The first list has the ranks among which the elements are divided. The second list has the ranks with the same
+    elements, in other instances of the optimizer.
     """
     own: dict[str, Any] = vars(module)
     if getattr(own.get("ddp_config"), "use_distributed_optimizer", False) is not True:
@@ -493,7 +494,7 @@ def _places_in(
 def _part_of_marked(
     hooked: HookedModule, parameter: torch.Tensor, begin: int, ranks: Sequence[int], copies: Sequence[int]
 ) -> tuple[Chunk | None, str | None]:
-    """Return the chunk of a part of a parameter, which tensor parallel may also cut; or a note why it is unknown."""
+    """Return the chunk of a part of a parameter that tensor parallel may also cut, or a note why it is unknown."""
     shape, local = tuple(parameter.shape), hooked.marked_chunk(parameter, parameter)
     beside = _ranks_with_copies(parameter) if local is None else hooked.tensor_ranks()
     if len(beside) > 1 and is_marked(parameter) is (local is None):
@@ -507,5 +508,5 @@ def _part_of_marked(
 
 
 def _ranks_with_copies(parameter: torch.Tensor) -> Sequence[int]:
-    """Return the ranks with copies of a parameter that is not cut; empty for an expert's parameter (no copies)."""
+    """Return the ranks with copies of a parameter that is not cut. Empty for an expert's parameter (no copies)."""
     return () if getattr(parameter, "allreduce", True) is False else group_ranks("TENSOR_MODEL_PARALLEL")

@@ -1,4 +1,4 @@
-"""A root: an outermost module, its hooks and its calls.
+"""A root: the outermost module of a model under hooks, with its hooks and its calls.
 
 Nothing here may raise into training, keep a model alive, or read a tensor's values.
 """
@@ -55,7 +55,7 @@ from .parameter_rows import (
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
 _MAX_LATE_LOOKS = 5
-"""This many calls of a root, from the first on, look for a data-parallel wrapper, which may be made after the first."""
+"""The number of first calls that look for a data-parallel wrapper. The wrapper may be made after the first call."""
 _numbers = itertools.count(1)
 
 
@@ -66,7 +66,7 @@ _NOTHING_MOVED = (
 
 
 class Root:
-    """An outermost module with its hooks, its clock and its inventory."""
+    """A model under hooks, with its clock and the inventory of its modules."""
 
     def __init__(
         self,
@@ -80,9 +80,10 @@ class Root:
     ) -> None:
         """Put hooks on the outermost module of a model.
 
-        `clock` is the clock of an earlier root with this name; its counts continue, so that no row's key is used twice.
-        `is_elsewhere` returns whether a module belongs to another root, which records it under a path of its own.
-        `inner_roots` are the roots that the module contains; their calls share the micro-steps of this root's calls.
+        `clock` is the clock of an earlier root with this name. Its counts continue, so that no row's key is used twice.
+        `is_elsewhere` returns whether a module belongs to another root, which records the module under a path of its
+        own. `inner_roots` are the roots that the module contains. Their calls share the micro-steps of this root's
+        calls.
         """
         self.capture = capture
         self.name = name
@@ -94,50 +95,50 @@ class Root:
             inner.clock = self.clock
         self._is_elsewhere = is_elsewhere
         self._entries: list[weakref.ref[nn.Module]] = []
-        """The modules whose outermost calls are calls of the root: the root's own module, and the modules inside it
-        that the program calls directly."""
+        """The modules whose outermost calls are calls of the root: the root's own module, and inner modules that the
+        program calls directly."""
         self._entered: Callable[[], nn.Module | None] = lambda: None
-        """The module that the current or last call of the root has entered."""
+        """The module at which the latest call of the root, which may be under way, began."""
         self.num_calls = 0
         self.thread: int | None = None
-        """The thread that made the last call; None before the first call, and where a compiled model has no hooks."""
+        """The thread that made the last call. None before the first call, and if a compiled model has no hooks."""
         self.attachments: list[Callable[[], Any]] = []
-        """Weak references to the handles of this root that the program holds and has not closed."""
+        """Weak references to the root's handles that the program holds and has not closed."""
         self.is_kept = False
-        """True if the program threw the root's handle away at once: nobody can close the root, which is to last."""
+        """True if the program threw the root's handle away at once. Nobody can close the root, so it is to last."""
         self._number = next(_numbers)
         self._began_late = has_compiled_anything()
         """Whether anything in the process, perhaps this model, had been compiled when the root was attached."""
         self.artefact: str | None = None
-        """The name of the model in the loaded artefact (exported, scripted) for which the root stands; else None."""
+        """The name of the model in a loaded artefact (exported, scripted) that the root represents. Otherwise None."""
         self.is_stand_in = False
-        """Whether the root has no module of the program, so that nobody can close the root."""
+        """Whether the root has no module of the program. Nobody can close the root then."""
         self._tap_paths: dict[str, str] = {}
         self.data_parallel: DataParallel | None = None
-        """The data-parallel group, which splits the batch, for the manifest; None if no wrapper or mark names it."""
+        """The data-parallel group, which splits the batch, for the manifest. None if no wrapper or mark names it."""
         self.model_parallel: ModelParallel | None = None
-        """The ranks with the same part of the batch, for the manifest; None if no parameter or mark names the ranks."""
+        """The ranks with the same part of the batch, for the manifest. None if no parameter or mark names the ranks."""
         self.marked_ranks: tuple[int, ...] = ()
-        """The ranks over which the root's plain parameters are cut, by a framework's marks; empty without marks."""
+        """The ranks over which the root's plain parameters are cut, by a framework's marks. Empty without marks."""
         self.is_over_meshes = False
-        """Whether parameters are, or were, DTensors, so that plain tensors may share memory with DTensors."""
+        """Whether parameters are or were DTensors. Plain tensors may then share memory with DTensors."""
         self.rank_local: dict[str, str] | None = None
-        """The reasons why parameters differ between ranks with different batches, by full name, for the manifest."""
+        """By full parameter name, why the parameter differs between ranks with different batches, for the manifest."""
         self.pipeline: Pipeline | None = None
-        """The stage of a pipeline that this root is, for the manifest; None if no stage was observed to call it."""
+        """The pipeline stage that this root is, for the manifest. None if no stage was observed to call the root."""
         self._named: set[tuple[str, str]] | None = None
-        """The pairs of module path and name under which parameters are recorded; None until they are first needed."""
+        """The pairs of module path and name under which parameters are recorded. None until they are first needed."""
         self.jitter: JitterInputs | None = None
-        """The hook that perturbs the root's inputs; None if the setting `jitter` is off."""
+        """The hook that perturbs the root's inputs. None if the setting `jitter` is off."""
         self.moved: dict[str, float] | None = None
-        """By kind of value that `jitter` has perturbed, the largest relative change; None before any perturbation."""
+        """By kind of value that `jitter` has perturbed, the largest relative change. None before any perturbation."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._install(module)
         self._learn_groups(module)
 
     @property
     def shared_work(self) -> dict[str, dict[str, Any] | None]:
-        """Return how the root shares work with other ranks, for the manifest; an unknown part is None. Any thread."""
+        """Return how the root shares work, for the manifest. An unknown part is None. Called on any thread."""
         return {
             "data_parallel": self.data_parallel,
             "model_parallel": self.model_parallel,
@@ -149,13 +150,13 @@ class Root:
         }
 
     def has_moved(self, kind: str, eps: float) -> None:
-        """Note that the setting `jitter` has moved inputs or embeddings by the relative change `eps`."""
+        """Note that the setting `jitter` has changed inputs or embeddings by the relative amount `eps`."""
         if self.moved is None or self.moved.get(kind, 0.0) < eps:
             self.moved = {**(self.moved or {}), kind: eps}
             self.capture.events.has_changed = True
 
     def jitter_failed(self, error: Exception) -> None:
-        """Report an error of the recorder while it perturbed a value; the value stays unchanged."""
+        """Report an error of the recorder while it perturbed a value. The value stays unchanged."""
         if comes_from_signal_handler(error):
             raise error
         text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
@@ -201,7 +202,7 @@ class Root:
         self.modules: list[HookedModule] = []
         self._by_path: dict[str, HookedModule] = {}
         self.modules_by_tap: dict[str, HookedModule] = {}
-        """The modules that have a tap, by the text of the tap's `Where`."""
+        """The modules that have a tap (a point whose value a graph records), by the text of the tap's `Where`."""
         self.inventory = Inventory(
             self.capture, self.name, self.modules, self.modules_by_tap, self.module_at, began_late=self._began_late
         )
@@ -238,7 +239,7 @@ class Root:
         return [*zero, *self._listed(parts, "of Megatron's distributed optimizer are not recorded")]
 
     def _listed(self, flats: Iterator[_Flat], otherwise: str) -> list[_Flat]:
-        """Return the flat parameters; empty, with an event, if a framework's attributes are not as expected."""
+        """Return the flat parameters. If a framework's attributes are not as expected, report this and return none."""
         try:
             return list(flats)
         except Exception as error:
@@ -247,14 +248,14 @@ class Root:
             return []
 
     def find_wrappers(self) -> None:
-        """Look for wrappers again: a model that was wrapped after `attach` may have other parameters now."""
+        """Look for wrappers again. A model that was wrapped after `attach` may have other parameters now."""
         module = self.module()
         if module is not None:
             self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
             self.flats = self._find_flats(module)
 
     def renew(self) -> None:
-        """Take the hooks off, and put hooks on the modules that the model has now."""
+        """Remove the hooks, and put hooks on the modules that the model has now."""
         module = self.module()
         if module is not None:
             self.remove()
@@ -268,7 +269,7 @@ class Root:
         )
 
     def path_of(self, module: nn.Module) -> str | None:
-        """Return the path of a module of this root; None for a module outside of the root."""
+        """Return the path of a module of this root. Return None for a module outside of the root."""
         reference, path = self._located.get(id(module), (None, ""))
         return path if reference is not None and reference() is module else None
 
@@ -291,9 +292,9 @@ class Root:
                 self._tap(node, self.modules[-1])
             self.modules_by_tap |= {where.text: self.modules[-1] for where in module_taps.where_tapped(node.owner)}
         self._with_hooks: dict[frozenset[int], list[HookedModule]] = {}
-        """The modules below the root that have hooks, by the rule sets for which the hooks record values."""
+        """The modules with hooks below the root's own, by the rule sets for which the hooks record values."""
         self._resting: set[frozenset[int]] = set()
-        """The keys of `_with_hooks` whose modules rest, that is, whose hooks are off."""
+        """The keys of `_with_hooks` whose modules have their hooks off."""
         self._group_modules()
         if not isinstance(module, torch.jit.ScriptModule):
             if self.capture.settings.jitter:
@@ -306,7 +307,7 @@ class Root:
         self.inventory.say_hidden(nodes, compiled, late)
 
     def enter_at(self, module: nn.Module) -> None:
-        """Treat outermost calls of a module of this root as calls of the root from now on."""
+        """Treat outermost calls of a module as calls of this root from now on."""
         self._entries.append(weakref.ref(module))
         if self.jitter is not None:
             self._handles.append(module.register_forward_pre_hook(self.jitter, prepend=True, with_kwargs=True))
@@ -323,11 +324,11 @@ class Root:
         if hooked is None or outermost is None or hooked.is_hidden or self.is_entry(module):
             return False
         is_hooked = hooked.module() is module or len(tree.unwrapped(module)) > 1
-        # A module that was removed from the model is in the inventory still, but not among the model's modules.
+        # A module that was removed from the model is still in the inventory, but not among the model's modules.
         return is_hooked and any(inner is module for inner in outermost.modules())
 
     def go_on_from(self, before: Root) -> None:
-        """Take over the entry modules of a root that this root replaces: calls of these modules enter this root."""
+        """Take over the entry modules of a root that this root replaces. Their calls are then calls of this root."""
         for entry in [entry() for entry in before._entries]:
             if entry is not None and self.can_enter_at(entry):
                 self.enter_at(entry)
@@ -337,7 +338,7 @@ class Root:
         return any(entry() is module for entry in self._entries)
 
     def is_entered_at(self, module: nn.Module) -> bool:
-        """Whether the current call of the root, or else the last one, has entered at this module."""
+        """Whether the latest call of the root, which may be under way, began at this module."""
         return self._entered() is module
 
     def _group_modules(self) -> None:
@@ -347,11 +348,11 @@ class Root:
                 self._with_hooks.setdefault(rule_sets, []).append(hooked)
 
     def is_seen_at_tap(self, hooked: HookedModule) -> bool:
-        """Whether a module without hooks is recorded through a tap."""
+        """Whether a module without hooks is recorded through a tap (a point in a compiled graph)."""
         return any(one is hooked for one in self.modules_by_tap.values())
 
     def reselect(self, rules: Sequence[Rule]) -> None:
-        """Apply new rules to the modules that they select, between two steps."""
+        """Apply new rules to the modules that they select. Called between two steps."""
         for modules in self._with_hooks.values():
             for hooked in modules:
                 hooked.wake()
@@ -363,7 +364,7 @@ class Root:
         self.inventory.reselect()
 
     def _tap(self, node: tree.Node, hooked: HookedModule) -> None:
-        """Put taps on a module, so that a graph records the values that hooks on the module cannot get."""
+        """Put taps on a module, so that a compiled graph records the values that hooks on the module cannot get."""
         tapped_sites = {where.site for where in module_taps.where_tapped(node.owner)}
         if not node.is_callable or tapped_sites:
             return
@@ -388,13 +389,13 @@ class Root:
         return self.artefact == (parsed.root if parsed is not None else "")
 
     def module_at(self, path: str) -> HookedModule | None:
-        """Return the `HookedModule` at a path; None if there is no module at the path."""
+        """Return the `HookedModule` at a path. Return None if there is no module at the path."""
         if path not in self._by_path:
             self._by_path = {hooked.node_path: hooked for hooked in self.modules}
         return self._by_path.get(path)
 
     def path_of_tap(self, name: str) -> str:
-        """Return the path of the one module that calls `recorder.tap` with this name; empty if not exactly one does.
+        """Return the path of the only module that calls `recorder.tap` with this name. Empty unless exactly one does.
 
         The op in the graph has the name of the tap, but not the module that called `recorder.tap`.
         """
@@ -406,14 +407,14 @@ class Root:
         return self._tap_paths[name]
 
     def step_is_over(self, *, has_compiled: bool) -> None:
-        """Report, after the first step, which modules never ran. `has_compiled`: this process has compiled anything."""
+        """Report, after the first step, which modules never ran. `has_compiled`: whether this process has compiled."""
         self.say_if_nothing_moved()
         self.inventory.step_is_over(
             num_calls=self.num_calls, is_artefact=bool(self.artefact), has_compiled=has_compiled
         )
 
     def begins(self, module: nn.Module) -> None:
-        """Begin a call of the root, which enters at one of the root's modules."""
+        """Begin a call of the root. `module` is the entry module, at which the call begins."""
         if torch._C._current_graph_task_id() != -1:
             return
         self.thread = threading.get_ident()
@@ -455,7 +456,7 @@ class Root:
             self.capture.step_changed()
 
     def ends(self, output: Any) -> None:
-        """End a call of the root that has returned, or has raised (then ``output`` is None)."""
+        """End a call of the root, which has returned or raised. ``output`` is None if the call has raised."""
         root_calls = self.capture.root_calls
         if torch._C._current_graph_task_id() != -1 or root_calls.depth == 0:
             return
@@ -483,7 +484,7 @@ class Root:
 
     @property
     def _is_training(self) -> bool:
-        """The training flag of the module inside all wrappers, because a wrapper's flag may be out of date."""
+        """The training flag of the module inside all wrappers. A wrapper's flag may be out of date."""
         module = self._innermost()
         return module is None or module.training
 
@@ -496,10 +497,10 @@ class Root:
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """Return the `Slice` (a forward of the root and its backward) and the phase of a tapped value.
+        """Return the `Slice` (a forward of the root and its backward) and the phase of a value at a tap in a graph.
 
-        If the root's hooks are compiled away, taps begin the root's calls. `with_grad` is given by the tap, because
-        compiled code always runs with gradients disabled.
+        If the root's hooks are compiled away, taps begin the root's calls. The tap gives `with_grad`, because compiled
+        code always runs with gradients disabled.
         """
         is_hidden = self.num_calls == 0 and self.capture.root_calls.depth == 0
         if not is_hidden or self.module() is None or torch._C._current_graph_task_id() != -1:
@@ -514,13 +515,13 @@ class Root:
         return active, "forward"
 
     def gradient_at_tap(self, moment: StepPosition) -> None:
-        """Note that a gradient has reached a tap, so that the next forward begins another micro-step."""
+        """Note that a gradient has reached a tap in a graph, so that the next forward begins another micro-step."""
         slice_ = self.clock.recomputed()
         if self.num_calls == 0 and slice_.moment == moment:
             self.clock.gradient_arrived(slice_)
 
     def failed(self, error: Exception) -> None:
-        """Count an error of the recorder. A root that keeps failing is removed, as it no longer knows the step."""
+        """Count an error of the recorder. A root that keeps failing is removed, because it no longer knows the step."""
         if self.capture.site_failed(ValuePlace(self.name, "", "root", ""), error):
             step = self.capture.clock.step
             self.inventory.disarm_all(step)
@@ -554,7 +555,7 @@ class Root:
                     yield hooked, name, parameter
 
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a micro-step uses a parameter for the first time; `path` and `name` must be those that rows use."""
+        """Whether a micro-step uses a parameter for the first time. `path` and `name` must be those that rows use."""
         if self._named is None:
             self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
         is_first = (path, name) in self._named and id(parameter) not in slice_.used
@@ -564,14 +565,15 @@ class Root:
     def rest_or_wake(self, *, may_rest: bool) -> None:
         """Remove the hooks of modules whose calls the new step does not record, and put other modules' hooks back.
 
-        The root's own hooks stay, because steps are counted in them, and one of them has called this method.
+        The root's own hooks stay, because they count the steps, and one of them has called this method.
         """
         masks = self.capture.selection.masks
         for rule_sets, modules in self._with_hooks.items():
             is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
             if is_idle == (rule_sets in self._resting):
                 continue
-            # The entry stays until the last module is awake, so that the next call completes an interrupted call.
+            # The key stays in the set until the last module is awake, so that the next call completes an interrupted
+            # call.
             self._resting.add(rule_sets)
             for hooked in modules:
                 (hooked.rest if is_idle else hooked.wake)()
@@ -579,7 +581,7 @@ class Root:
                 self._resting.discard(rule_sets)
 
     def remove(self) -> None:
-        """Take off every hook and tap that the root has put on."""
+        """Remove every hook and tap that the root has put on."""
         self.inventory.close()
         for handle in self._handles:
             handle.remove()
