@@ -72,7 +72,7 @@ class Assembler:
         return Encoder("auto", kernels=native.load(is_native_wanted()))
 
     def tensor(self, position: int) -> Tensor | None:
-        """Return the tensor whose part 0 is in the row at `position`; None if a part's payload was not recorded."""
+        """Return the tensor whose part 0 is in the row at `position`. None if a part's payload was not recorded."""
         if position not in self._tensors:
             self._tensors[position] = self._find_tensor(position)
         return self._tensors[position]
@@ -99,7 +99,7 @@ class Assembler:
         return plan.dtype or self._rows.text("dtype", positions[0]) or ""
 
     def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Return all bytes of a global tensor, little-endian, in C order; raise RunError if a part cannot be read."""
+        """Return all bytes of a global tensor, little-endian, in C order. Raise RunError if a part cannot be read."""
         dtype = self.dtype(plan, positions)
         self._check_claims(plan, positions)
         out = np.empty(math.prod(plan.global_shape) * item_bytes(dtype), np.uint8)
@@ -241,14 +241,14 @@ class Assembler:
         ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
-        """Decode a part; raise CorruptError if the length is not the row's `payload_bytes`, as with a wrong index."""
+        """Decode a part. Raise CorruptError if the length is not the row's `payload_bytes`, as with a wrong index."""
         decoded = self._payloads.decoded(position)
         if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
         return decoded
 
     def _whole(self, position: int) -> Tensor:
-        """Return the tensor of a row; raise CorruptError if its parts are missing or contradict each other."""
+        """Return the tensor of a row. Raise CorruptError if its parts are missing or contradict each other."""
         tensor = self.tensor(position)
         if tensor is None:
             raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")

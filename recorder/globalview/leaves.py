@@ -64,7 +64,7 @@ class BatchDims(NamedTuple):
     dims: frozenset[int]
     """The dims that have the sizes of the batches. Dim 0 also counts if its sizes are a multiple of these sizes."""
     first: int | None
-    """The first dim whose size on each rank is the size of the rank's batch; None if no such dim is known."""
+    """The first dim whose size on each rank is the size of the rank's batch. None if no such dim is known."""
     are_single: bool
     """True if there are several ranks, each has a batch of one sample, and their samples differ."""
 
@@ -80,9 +80,9 @@ class Sample(NamedTuple):
     look: Callable[[int, ChunkKeys | None], Observation]
     """Compares all or some chunks of a value, and returns what the comparison says about the layout."""
     moment: Callable[[int], BatchDims | None]
-    """Returns the dims of a value that may be the batch; None if the batch is unknown."""
+    """Returns the dims of a value that may be the batch. None if the batch is unknown."""
     cut: Callable[[int, ChunkKeys], int | NoPlan | None]
-    """Returns the dim along which ranks that share a batch cut a value; None if a chunk is missing."""
+    """Returns the dim along which ranks that share a batch cut a value. None if a chunk is missing."""
     apart: Callable[[], Set[tuple[str, int, str]]]
     """Returns root, stage and path of each module whose parameters differ from rank to rank."""
 
@@ -110,7 +110,7 @@ class Leaves:
         return self._known[key]
 
     def batch_dim(self, leaf: Leaf) -> int | None:
-        """Return the first dim that may be the batch at every moment; None if there is no such dim.
+        """Return the first dim that may be the batch at every moment. Return None if there is no such dim.
 
         Moments without a known batch do not count. If none is left, the leaf's other modes and calls are used.
         """
@@ -408,7 +408,7 @@ class Comparison(LeafAcrossSteps):
         return self.equality() is False
 
     def equality(self) -> bool | None:
-        """Return whether the chunks are equal, by fingerprints, payloads or float statistics; None if unknown."""
+        """Return whether the chunks are equal, by fingerprints, payloads or float statistics. None if unknown."""
         rows = self._rows if self.numbers is None else [self._rows[i] for i in self.numbers]
         key = tuple(rows)
         if key not in self._equal:

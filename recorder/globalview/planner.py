@@ -493,7 +493,7 @@ def parse_overrides(layouts: Sequence[str]) -> Overrides:
 
 
 def find_override(overrides: Overrides, module_path: str, site: str, name: str) -> Override | None:
-    """Return the last override whose pattern matches a value; None if no pattern matches."""
+    """Return the last override whose pattern matches a value. Return None if no pattern matches."""
     for patterns, wanted in reversed(overrides):
         if matches(patterns, f"{module_path}:{site}:{name}"):
             return Override(wanted, f"{','.join(patterns)}={wanted}")

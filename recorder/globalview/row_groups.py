@@ -254,7 +254,7 @@ class _ShardedDim(NamedTuple):
     size: int
     """The size that this rank's chunk would have along the dim if no other mesh axis cut the tensor."""
     ranks: Ints
-    """The ranks along the mesh axis, including this rank; empty if the row does not name them."""
+    """The ranks along the mesh axis, including this rank. Empty if the row does not name them."""
 
 
 class _StepCuts(NamedTuple):

@@ -149,7 +149,7 @@ class Topology:
         return [order.index(launch) for launch in self.launches]
 
     def last_step(self, rank: int) -> int:
-        """Return the last step at which a rank has a row; -1 if the rank has no rows."""
+        """Return the last step at which a rank has a row. Return -1 if the rank has no rows."""
         return self._last_steps.get(rank, -1)
 
     @cached_property
@@ -219,7 +219,7 @@ class Topology:
         }
 
     def _why_apart(self, root: str, number: int) -> str:
-        """Return why the ranks seem to be the stages of a hand-made pipeline; empty if they do not."""
+        """Return why the ranks seem to be the stages of a hand-made pipeline. Empty if they do not."""
         key = self.launches[number], root
         if key not in self._apart:
             of_launch = zip(self._writers, self.launches, strict=True)
@@ -288,7 +288,7 @@ class RankStatement(NamedTuple):
 
     rank: int
     source: str
-    """The `layout_source` for replicas' rows: ``ddp``, ``fsdp`` or ``marked``; empty if no wrapper names the ranks."""
+    """The `layout_source` for replicas' rows: ``ddp``, ``fsdp`` or ``marked``. Empty if no wrapper names the ranks."""
     data: Ranks
     """The data-parallel ranks: they share the model and differ in their batches. Empty without a wrapper."""
     model: Ranks
@@ -302,7 +302,7 @@ class DataParallelGroup(NamedTuple):
     """The `layout_source` for rows of replicas: ``ddp``, ``fsdp``, ``marked``, or ``assumed``."""
     ranks: Ranks
     conflict: str = ""
-    """Why the ranks of this root do not form one group; empty if they do."""
+    """Why the ranks of this root do not form one group. Empty if they do."""
     is_sorted: bool = True
     model_groups: tuple[Ranks, ...] = ()
     """The groups of ranks that share a part of the batch, in data-parallel order. Empty if no ranks share a part."""
@@ -371,7 +371,7 @@ _ENDS = ("root", "module_path", "site", *_CONTENT)
 
 
 def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
-    """Return why modules of one name are not one module on all ranks; empty if there is no sign of it.
+    """Return why modules of one name are not one module on all ranks. Empty if there is no sign of it.
 
     The signs are different classes, and an input of a rank's root that is the output of another rank's root.
     """
@@ -492,7 +492,7 @@ class OwnParameters:
 
 
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
-    """Return a key of each parameter's first record, by rank. Equal tensors have equal keys; None if unknown."""
+    """Return a key of each parameter's first record, by rank. Equal tensors have equal keys. An unknown key is None."""
     first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):

@@ -69,7 +69,7 @@ def global_tensor(
 
 
 def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
-    """Return the value that some ranks' rows hold; raise LookupFailedError if they hold several values."""
+    """Return the value that some ranks' rows hold. Raise LookupFailedError if they hold several values."""
     chosen = values.values_of(tensor_rows.positions, tensor_rows.related, is_micro_batch=tensor_rows.is_micro_batch)
     if len(chosen) > 1:  # a tensor between stages has the name of the model's input or output
         chosen = [value for value in chosen if not value.is_between_stages]
@@ -182,19 +182,19 @@ class LayoutChunk:
     rank: int
     shape: Ints
     coordinate: Ints | None
-    """The chunk's coordinate in its device mesh; None for a plain tensor, whose row names no mesh."""
+    """The chunk's coordinate in its device mesh. None for a plain tensor, whose row names no mesh."""
     mesh: Ints
-    """The ranks of the chunk's device mesh, row-major; empty if the row does not list them."""
+    """The ranks of the chunk's device mesh, row-major. Empty if the row does not list them."""
     placements: str
-    """The placements on the device mesh, such as ``Shard(0) Replicate``; empty for a plain tensor."""
+    """The placements on the device mesh, such as ``Shard(0) Replicate``. Empty for a plain tensor."""
     offsets: Ints | None
-    """The index of the chunk's first element in the global tensor; None if there is none, or the chunk is no box."""
+    """The index of the chunk's first element in the global tensor. None if there is none, or the chunk is no box."""
     micro_step: int
     """The index of the micro-batch, in a pipeline."""
     is_copy: bool
     """True if an equal chunk of another rank was used instead of this chunk."""
     reduce_op: str = ""
-    """The reduction that joins the partial sums, such as ``sum``; empty if this chunk is no partial sum."""
+    """The reduction that joins the partial sums, such as ``sum``. Empty if this chunk is no partial sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,13 +203,13 @@ class TensorLayout:
 
     what: str
     global_shape: Ints | None
-    """The shape of the global tensor; None if the chunks form no single tensor."""
+    """The shape of the global tensor. None if the chunks form no single tensor."""
     source: str
-    """How the layout is known, as in the column `layout_source`; empty if the chunks form no single tensor."""
+    """How the layout is known, as in the column `layout_source`. Empty if the chunks form no single tensor."""
     how: str
     """The meaning of `source` as a sentence."""
     why: str
-    """Why the chunks form no single tensor; empty if they do."""
+    """Why the chunks form no single tensor. Empty if they do."""
     kind: str
     """The kind of finding, such as ``per_rank``, that a merge reports if chunks form no single tensor; else empty."""
     scale: str | None

@@ -32,7 +32,7 @@ _When = tuple[str, str, int, int]
 class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     content: str
-    """A text that is equal for equal tensors; empty if the rows do not show whether tensors are equal."""
+    """A text that is equal for equal tensors. Empty if the rows do not show whether tensors are equal."""
 
 
 class _Args(NamedTuple):
@@ -349,7 +349,7 @@ class ValueReader:
         """Return the possible batches of an activation or its gradient, the most likely first.
 
         The batches are found in the root's inputs. With `is_later` the value came with a backward, after the root's
-        call, so its place among the rows does not show its call.
+        call, so the value's place among the rows does not show the call.
         """
         local = value.local_batches
         seqs = None

@@ -148,7 +148,7 @@ class GlobalValues:
         return [self._grouper.chunk(int(p), int(m)) for p, m in zip(positions, micro_steps, strict=True)]
 
     def source_of(self, value: GlobalValue) -> str:
-        """Return the `layout_source` of a value's first row; empty if the row has none. The column must be loaded."""
+        """Return the `layout_source` of a value's first row. Empty if the row has none. The column must be loaded."""
         return self._rows.text("layout_source", value.positions[0]) or ""
 
     def sample(self, positions: Positions | None = None) -> Sample | None:
@@ -403,7 +403,7 @@ def _are_of_one_batch(value: ValueRows, numbers: Sequence[int]) -> bool:
 
 
 def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
-    """Return the indexes of the chunks with the keys `some` (None: all chunks); empty if one of them is missing."""
+    """Return the indexes of the chunks with the keys `some` (None: all chunks). Empty if one of them is missing."""
     if some is None:
         return list(range(len(chunks)))
     at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}

@@ -81,7 +81,7 @@ class GlobalView:
         self._kept: tuple[int, LoadedRows] | None = None
 
     def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
-        """Return the index of the part of the batch that a rank works on, and the number of parts; None if unknown."""
+        """Return the index of the part of the batch that a rank works on, and the number of parts. None if unknown."""
         return self._parts_of_batch.get((root, rank, attempt))
 
     @cached_property
@@ -245,7 +245,7 @@ class GlobalRows:
         return as_array(self._assembler.array(source.plan, source.positions), dtype, shape)
 
     def chunk_regions(self, i: int) -> list[tuple[int, int, Region]]:
-        """Return rank, micro-step and region of each chunk of row `i`; empty if the tensor is a reduction of chunks."""
+        """Return rank, micro-step and region of each chunk of row `i`. Empty if the tensor is a reduction of chunks."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -285,7 +285,7 @@ class GlobalRows:
         )
 
     def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
-        """Return rank, micro-step and statistics of each chunk of row `i`; empty if the row is a single rank's."""
+        """Return rank, micro-step and statistics of each chunk of row `i`. Empty if the row is a single rank's."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -295,7 +295,7 @@ class GlobalRows:
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def parts(self, i: int) -> Iterator[PayloadPart]:
-        """Yield the encoded payload of row `i` in parts of at most 32 MiB; raise LookupFailedError if there is none."""
+        """Yield the encoded payload of row `i` in parts of at most 32 MiB. Raise LookupFailedError if there is none."""
         source = self._with_payload(i)
         if isinstance(source, int):
             yield from self._assembler.local_parts(source)

@@ -83,7 +83,7 @@ class _Table:
         return value
 
     def field(self, index: int) -> int:
-        """Return the position of a field's value; 0 if the field is absent."""
+        """Return the position of a field's value. Return 0 if the field is absent."""
         entry = 4 + 2 * index
         offset = self.unpack("<H", self.vtable + entry) if entry < self.vtable_bytes else 0
         return self.position + offset if offset else 0
@@ -196,7 +196,7 @@ def footer_blocks(source: ByteSource) -> list[MessageBlock]:
 
 
 def footer_text(source: ByteSource, key: bytes) -> range | None:
-    """Return where in a sealed file a value of the footer's `custom_metadata` lies; None if there is no such key."""
+    """Return where in a sealed file a value of the footer's `custom_metadata` lies. None if there is no such key."""
     try:
         footer = _footer(source)
         for pair in footer.tables(4):

@@ -48,7 +48,7 @@ class Keys(NamedTuple):
         return self.texts.index(value) if value in self.texts else NONE - 1
 
     def text(self, i: int) -> str:
-        """Return the text of the i-th row; empty for null."""
+        """Return the text of the i-th row. Empty for null."""
         code = int(self.codes[i])
         return "" if code == NONE or self.texts is None else self.texts[code]
 

@@ -184,7 +184,7 @@ def _read(wanted: tuple[_Key, ShardRows]) -> Any:
 
 
 def _slice(column: Any, row: int) -> Any:
-    """Return one row of a binary column; None for null. Arrow's own scalar would copy the bytes."""
+    """Return one row of a binary column. Return None for null. Arrow's own scalar would copy the bytes."""
     if not column.is_valid()[row].as_py():
         return None
     _, offsets, content = column.buffers()

@@ -146,7 +146,7 @@ class RecordedRun:
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """What the setting `jitter` changed, ``inputs`` or ``embeddings``; None if no manifest says so."""
+        """What the setting `jitter` changed, ``inputs`` or ``embeddings``. None if no manifest says so."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 

@@ -62,7 +62,7 @@ class _Followed:
         self.directory, self.rank = directory, rank
         self.writer = writer
         self.manifest_seen = seen
-        """The size and the time stamp of the manifest's file when it was last read; None if there was no manifest."""
+        """The size and the time stamp of the manifest's file when it was last read. None if there was no manifest."""
         self.lanes: dict[str, _ShardsOfKind] = {}
         self.pending: list[_Batch] = []
         self.is_at_work = True

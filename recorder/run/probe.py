@@ -68,7 +68,7 @@ class ProbeSize(NamedTuple):
 
 
 def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
-    """Return how many numbers ``keep=probe`` recorded, and their steps; None without any. Payloads are not read."""
+    """Return how many numbers ``keep=probe`` recorded, and their steps. None without any. Payloads are not read."""
     num_numbers, firsts, lasts = 0, [], []
     for batch in (batch for one in writers for shard in one.probe_shards for batch in shard.columns(_SIZE)):
         for site, step, shape, note in zip(*(batch.column(name).to_pylist() for name in _SIZE), strict=True):
