@@ -194,7 +194,7 @@ def sender() -> str:
 class _Heard:
     rank: int
     state: str
-    """The state of the rank's answer; ``unheard`` if there is none."""
+    """The state of the rank's answer, or ``unheard`` if there is none."""
     since: int | None
     until: int | None
     why: str

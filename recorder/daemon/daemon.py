@@ -40,7 +40,7 @@ _PASS_S = 1.0
 _FIND_S = 5.0
 _STATE_S = 5.0
 _SUMMARY_S = 30.0
-"""The least seconds between two uploads of this node's document in the fleet's index; each upload costs a request."""
+"""The least seconds between two uploads of this node's document in the fleet's index. Each upload costs a request."""
 _ASK_S = 60.0
 """An idle daemon makes one request to the store if the store has answered no request for this many seconds."""
 _LATE_S = 60.0
@@ -80,8 +80,7 @@ class Daemon:
         self._counts = Entries()
         self._unshipped_before: dict[str, str] = {}
         self._fleet: FleetDocument | None = None
-        """This node's document in the fleet's index. None until a watched folder exists, which keeps the node's name.
-        """
+        """This node's document in the fleet's index. None until a watched folder exists to keep the node's name."""
         self._pools = {
             lane: ThreadPoolExecutor(num_threads, f"recorder-{lane}")
             for lane, num_threads in (("small", settings.threads), ("large", settings.threads), ("errand", 1))

@@ -32,7 +32,7 @@ PART_BYTES = 5 << 20
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
-"""How many times the client tries a request. If every try fails, the daemon repeats the job as long as it runs."""
+"""How many times the client tries a request. A job whose request failed is run again while the daemon runs."""
 _CRC_KEY = "recordercrc32c"
 """The metadata key under which an object keeps the CRC32C of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
@@ -99,7 +99,7 @@ class Destination(Protocol):
     requests: Requests
     """Counts the requests to the destination. Uploads in parts and files that are read back are not counted."""
     path: Path | None = None
-    """The folder of the runs; None if they are in a bucket."""
+    """The folder of the runs, or None if they are in a bucket."""
     puts_are_free: bool = False
     """False if each put costs a request. The statuses of a node's ranks are then put as one document."""
 
@@ -107,15 +107,14 @@ class Destination(Protocol):
         """Put a file that never changes, and return how the destination confirmed the file.
 
         The result is ``etag`` (the ETag is as expected), ``read`` (the object was read back), ``synced``, or ``there``
-        (an equal object was there before). Raise TakenError if another object has the name. Raise DamagedError if the
-        store has stored other bytes; the caller then tries again. Raise StoreError if the store fails.
+        (an equal object was there before). Raise TakenError if another object has the name, and StoreError if the store
+        fails. Raise DamagedError if the store has stored other bytes. The caller then tries again.
         """
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
         """Create a document if `e_tag` is None, else replace the document that has this ETag. Return the new ETag.
 
-        Raise TakenError if another document exists, or if the expected document is gone. Raise StoreError as `put_new`
-        does.
+        Raise TakenError if another document exists or the expected one is gone, and StoreError as `put_new` does.
         """
 
     def get(self, key: str) -> tuple[bytes, str] | None:

@@ -151,7 +151,10 @@ _LEAST_KEY_BYTES = 16
 
 
 def read_key(path: str) -> bytes:
-    """Return the key that signs commands; empty for an empty `path`. Raise ConfigError if it is unreadable or short."""
+    """Return the key in the file `path`, or no bytes without a path.
+
+    Raise ConfigError for an unreadable or short key.
+    """
     if not path:
         return b""
     try:
@@ -205,7 +208,7 @@ class StoreCarrier:
             self._next += 1
 
     def _take(self, number: int, text: bytes, key: bytes) -> tuple[str, str]:
-        """Carry one command unless it is refused. Return the result and the reason; empty if it was carried before."""
+        """Carry one command unless it is refused. Return the result (empty if it was carried before) and the reason."""
         for one in self._folder.look(is_told=True):
             if isinstance(one, Command):
                 self._known.setdefault(one.id, one.number)
@@ -274,8 +277,7 @@ _MAX_TOLD_FINDINGS = 50
 def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
     """Log findings of a run. Post to the webhook the findings of rules for which no daemon has posted today.
 
-    A daemon with ``--once`` remembers nothing of earlier calls. It leaves out findings of the rules that `_told_rules`
-    returns.
+    With ``--once`` the daemon remembers no earlier call. It leaves out the rules that `_told_rules` returns.
     """
     where = f"{run.shared.destination.url}/{run.key}"
     is_once, page = run.shared.is_once, run.shared.settings.page_url
@@ -325,7 +327,10 @@ def _slug(rule: str) -> str:
 
 
 def _is_first(run: RunShipper, key: str) -> bool:
-    """Put today's mark for a rule. Return False if the mark existed, and True even if the store fails."""
+    """Put today's mark for a rule.
+
+    Return False if it existed, else True, so that no finding is lost if the store fails.
+    """
     try:
         run.shared.destination.put_if(key, encode_manifest({"node": run.shared.node, "time_ns": time.time_ns()}), None)
     except TakenError:

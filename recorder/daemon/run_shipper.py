@@ -35,7 +35,7 @@ class RunShipper:
         self.damage: str | None = None
         """A sentence on the run's damage. Empty if there is no damage, None if the daemon has not looked for damage."""
         self.unreadable = ""
-        """Why the run's manifest cannot be read; empty if it can be read."""
+        """Why the run's manifest cannot be read. Empty if it can be read."""
         self.is_settled = False
         self.settled_since_s = 0.0
         """The monotonic time since which the destination has had all files, maybe shipped by an earlier process."""
@@ -127,8 +127,8 @@ class RunShipper:
     def _node_document(self) -> bytes:
         """Return a document with the statuses of this node's writers.
 
-        Its ``host`` is the node's name, because nodes may share a host's name. If a rank has several writers, only the
-        newest has all members; the others have only ``attempt`` and ``state``.
+        Its ``host`` is the node's name, because nodes may share a host's name. A rank's newest writer has all members.
+        Earlier writers have only ``attempt`` and ``state``.
         """
         newest, shown = self.newest_writers, {}
         for writer in self.all_writers:

@@ -28,10 +28,7 @@ _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file",
 
 
 def _setting(default: Any, doc: str, metavar: str | None = None) -> Any:
-    """Return the field of a setting.
-
-    `metavar` stands for the value in the command's help; numbers and flags have none.
-    """
+    """Return the field of a setting. `metavar` stands for the value in the command's help, if the value is text."""
     return field(default=default, metadata={"doc": doc, "metavar": metavar})
 
 

@@ -138,7 +138,7 @@ class Shipping:
     counters: Counters = field(default_factory=Counters)
     health: Health = field(default_factory=Health)
     node: str = ""
-    """The name of this node at the destination; the daemon sets it before the first upload."""
+    """The name of this node at the destination. The daemon sets it before the first upload."""
     is_stopping: Callable[[], bool] = lambda: False
     is_over: Callable[[], bool] = lambda: False
     """Returns True once a stop has waited for as long as it may. The processes of errands must then end at once."""
@@ -217,7 +217,7 @@ class ShippedRun:
         self.manifest: Stamp | None = None
         """The stamp (size, time, inode) of the local manifest when it was last compared with the destination's."""
         self.conflict = ""
-        """Why nothing of the run is shipped; empty if the run is shipped."""
+        """Why nothing of the run is shipped. Empty if the run is shipped."""
         self.was_pruned = self.has_shipped = False
         """`was_pruned`: a prune removed the run there. `has_shipped`: this daemon has confirmed a file of the run."""
         self.stamps: dict[str, Stamp] = {}
@@ -337,7 +337,7 @@ class ShippedRun:
             if self._documents.get(RUN_MANIFEST) is None:
                 with folder.open(RUN_MANIFEST) as file:
                     content = file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES))
-                # Nodes with separate disks have different manifests of one run; the first one that arrives is kept.
+                # Nodes with separate disks have different manifests of one run. The first one that arrives is kept.
                 self.put_document(RUN_MANIFEST, content, stays=self._is_same_run)
 
     def _is_same_run(self, there: bytes) -> bool:
@@ -379,7 +379,7 @@ class ShippedRun:
         stays: Callable[[bytes], bool] = lambda there: False,
         is_noted: bool = True,
     ) -> bool:
-        """Put a document that may change over its earlier version. Return False if another object has its name.
+        """Put a document over its earlier version. Return False if another object has the document's name.
 
         `is_ours` returns True for content that is an earlier version of the document. `stays` returns True for content
         that must be kept. With `is_noted` the ledger (the list of confirmed files) records the document's checksum.

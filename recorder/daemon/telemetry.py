@@ -79,9 +79,9 @@ class Health:
         self._wait_s = 0.0
         self._until_s = 0.0
         self.problem = ""
-        """The last error, as a sentence; empty while the store works."""
+        """The last error, as a sentence. Empty while the store works."""
         self.answered_s = 0.0
-        """The wall-clock time of the store's last success; 0 means never."""
+        """The wall-clock time of the store's last success. 0 means never."""
         self.recovered_s = 0.0
         """The monotonic time of the last success after an error. The store may have lost files before it."""
 

@@ -71,7 +71,7 @@ class LocalFile:
         self.stamp = Stamp.of(status)
 
     def bytes(self, offset: int, num_bytes: int) -> bytes:
-        """Return `num_bytes` bytes of the file from `offset` on; raise OSError if the file has become shorter."""
+        """Return `num_bytes` bytes of the file from `offset` on. Raise OSError if the file has become shorter."""
         parts, wanted = [], num_bytes
         while wanted:
             part = os.pread(self.descriptor, wanted, offset)
@@ -134,7 +134,7 @@ class WriterFiles:
 
     @property
     def changed_s(self) -> float:
-        """The time at which the writer's newest file was changed; 0 if there are no files."""
+        """The time at which the writer's newest file was changed. 0 if there are no files."""
         kinds = (self.sealed, self.opened)
         stamps = [stamp for kind in kinds for stamp in kind.values()]
         stamps += [stamp for stamp in (self.manifest, self.status) if stamp is not None]
@@ -154,7 +154,7 @@ class Folder:
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def below(self, *names: str) -> Folder:
-        """Open a directory below this one; raise OSError if one of the names is missing, or is a link."""
+        """Open a directory below this one. Raise OSError if one of the names is missing, or is a link."""
         descriptor = os.dup(self.descriptor)
         for name in names:
             try:
@@ -165,7 +165,7 @@ class Folder:
         return Folder("/".join((self.path, *names)), descriptor)
 
     def open(self, name: str) -> LocalFile:
-        """Open a regular file; raise RefusedError if it is another kind of file, or OSError if it cannot be opened."""
+        """Open a regular file. Raise RefusedError if it is another kind of file, or OSError if it cannot be opened."""
         where = f"{self.path}/{name}"
         try:
             descriptor = os.open(name, _OPEN, dir_fd=self.descriptor)

@@ -1,6 +1,6 @@
 """Ships the files of one writer in two lanes (queues): a small lane with a deadline, and a large lane without.
 
-The small lane takes statistics, the manifest and the status; the large lane takes tensors. A manifest or a status that
+The small lane takes statistics, the manifest and the status. The large lane takes tensors. A manifest or a status that
 says that its writer has ended is held back until the destination has all files of the writer. So a reader at the
 destination finds all rows of a writer that has ended.
 """
@@ -67,7 +67,7 @@ class WriterShipper:
         self.step_changed_s = 0.0
         self.path = f"{there.path}/{rank}/{writer}"
         self.unreadable = ""
-        """Why the writer's directory, manifest or status cannot be read; empty if they can be read."""
+        """Why the writer's directory, manifest or status cannot be read. Empty if they can be read."""
         self.stuck: set[str] = set()
         """Files that cannot be shipped until somebody intervenes. For example, another object has a file's name."""
         self.is_settled = False
@@ -292,7 +292,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def _note(self, name: str, is_ours: bool) -> None:
-        """Mark a file as stuck unless `is_ours`: another object then has its name at the destination."""
+        """Mark a file as stuck if another object has its name at the destination, that is, unless `is_ours`."""
         if is_ours:
             self.stuck.discard(name)
         else:

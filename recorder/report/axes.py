@@ -297,9 +297,9 @@ class Axes:
 
 
 _FORWARD = ("input", "output", "tap")
-"""The sites whose values are recorded in the order in which modules run."""
+"""The sites (kinds of value) whose values are recorded in the order in which modules run."""
 MAX_PROBED = 4_000_000
-"""The most numbers of the probe that are drawn; of more, none is. All are in memory at once, at 48 bytes each."""
+"""If the probe (numbers of every step) has more numbers than this, none is drawn. Each takes 48 bytes of memory."""
 PROBED = ("l2", "nan_count", "inf_count", "numel")
 
 
@@ -308,7 +308,7 @@ def probe_values(run: Run, axes: Axes) -> list[SeriesValues]:
 
     The probe has a number of each value at every step. The list is empty if there is no probe, or if it has too many
     ranks or numbers to draw. A later attempt (launch) supersedes earlier attempts from its first step on. Damage ends
-    the list; `recorder verify` reports the damage.
+    the list, and is reported by `recorder verify`.
     """
     sizes = [(writer, probe_size([writer])) for writer in run.writers] if len(run.ranks) <= MAX_RANKS else []
     if sum(size.num_numbers for _, size in sizes if size) > MAX_PROBED:
@@ -330,14 +330,14 @@ def probe_values(run: Run, axes: Axes) -> list[SeriesValues]:
 
 
 def is_number(site: str) -> bool:
-    """Return True if the values of a site are scalars of a step, such as the loss."""
+    """Return True if the values of a site (kind of value) are scalars of a step, such as the loss."""
     return site in SITE_OF and SITE_OF[site].kind is Kind.NUMBER
 
 
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
     """Return the block that lists the modules in the order in which they ran, and each module's index by path."""
     order = dict.fromkeys(in_order(run, series))
-    # Modules without rows, such as pure containers, come last; the page places each beside its children.
+    # Modules without rows, such as pure containers, come last. The page places each beside its children.
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}

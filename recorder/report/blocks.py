@@ -90,7 +90,7 @@ class Quantised(NamedTuple):
 
 
 def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], levels: int) -> Quantised:
-    """Return the codes of numbers. `values` has the axes series, lane and column; NaN means that there is no number.
+    """Return the codes of numbers. `values` has the axes series, lane and column. NaN means that there is no number.
 
     `has_row` is true where a row exists, even a row without this statistic. `levels` is `FINE` or `COARSE`.
     """

@@ -63,10 +63,10 @@ def collect(
 ) -> Iterator[PageBlock]:
     """Yield the blocks of a page about a run, and about a second run if `against` is given.
 
-    `checks` are the answers of `recorder doctor` about the run; None if the command did not run. `below` draws only
+    `checks` are the answers of `recorder doctor` about the run, or None if the command did not run. `below` draws only
     this module, the modules below it and scalars, and leaves out findings. `more` are further blocks. `report` is
     called with numbers of processed rows, which add up to `num_looks`. Raise LookupFailedError if there is nothing to
-    draw; the message says what to record next time.
+    draw. Its message says what to record next time.
     """
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
@@ -342,7 +342,7 @@ def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> PageBlock:
-    """Return the block of the panes (saved pictures). `why_not_saved` is None if they can be saved, or in a file."""
+    """Return the block of the panes (saved pictures). `why_not_saved` is None in a file, or if a server saves them."""
     return PageBlock(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
 
 

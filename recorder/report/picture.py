@@ -363,7 +363,7 @@ def _order(name: str, mode: str) -> int:
 
 
 def _round_numbers(low: float, high: float, most: int = 5) -> list[float]:
-    """Return up to `most` round numbers between two ends; whole numbers if the ends are whole and `most` suffices."""
+    """Return up to `most` round numbers between two ends. They are whole if the ends are, and if `most` suffices."""
     power = 10.0 ** np.floor(np.log10((high - low) / (most - 1)) - 1e-9)
     step = next(one * power for one in (1, 2, 5, 10, 20) if (high - low) / (one * power) <= most - 1)
     return [float(one * step) for one in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)]

@@ -45,7 +45,7 @@ _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
 """The most cells (numbers) of a page, which has at most 2 MB if each cell has one byte."""
 _MAX_FINE_CELLS = 250_000
-"""A cube with at most this many cells stores each cell in two bytes; a larger cube uses one byte."""
+"""A cube with at most this many cells stores each cell in two bytes. A larger cube uses one byte."""
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
@@ -168,9 +168,9 @@ class StatisticsBlocks:
     def _join_probe(self) -> None:
         """Compute the norms of global tensors at the steps at which only the probe has norms, of single ranks.
 
-        If ranks have chunks of a tensor, the squares of their norms add up. If ranks have the same tensor, their norms
-        are equal. The case that holds at most of the steps with rows is taken. A parameter's rows decide for its
-        update, too.
+        The probe has a number of each value at every step. If ranks have chunks of a tensor, the squares of their norms
+        add up. If ranks have the same tensor, their norms are equal. The case that holds at most of the steps with rows
+        is taken. A parameter's rows decide for its update, too.
         """
         number_of = {key: number for number, key in enumerate(self.series)}
         told_by = [
@@ -288,7 +288,7 @@ class StatisticsBlocks:
     def add_global(self, view: GlobalView, first: int, last: int, only: Integers | None = None) -> None:
         """Add the values of all ranks together, for the steps from `first` up to, but not including, `last`.
 
-        `only` names the steps that are added; None adds all steps of the range.
+        `only` names the steps that are added. None adds all steps of the range.
         """
         table = view.rows(first, last, only).table
         table = table.filter(pc.not_equal(table.column("phase"), "recompute"))
