@@ -1,8 +1,8 @@
 """recorder: a flight recorder for the numbers inside PyTorch training.
 
-``RECORDER=1 torchrun --nproc-per-node 2 train.py`` records an unmodified script. Further functions are `attach`, `tap`,
-`scalar` and `step` for the training side, and `open_run` and `decode` to read a run.
-Importing this module loads neither torch nor pyarrow.
+``RECORDER=1 torchrun --nproc-per-node 2 train.py`` records an unmodified script. A program may also call `attach`,
+`tap`, `scalar` and `step` while it trains. `open_run` and `decode` read a run. Importing this module loads neither
+torch nor pyarrow.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ __all__ = [
 ]
 
 _active: Any = None
-"""The recorder that records in this process, set by `lifecycle.active`."""
+"""The recorder that is recording in this process. Set by `lifecycle.active`."""
 
 _program: Any = None
-"""Passes what the program gives to the recorder that records, or that ``RECORDER=1`` has made; `lifecycle.active` sets
-it. While it is None, `tap` does nothing."""
+"""Passes values and steps from the program to the active recorder, or to the one that ``RECORDER=1`` has made. Set by
+`lifecycle.active`. While it is None, `tap` does nothing."""
 
 _LAZY = {
     "align": "analyze.align.align",
@@ -97,19 +97,19 @@ def __dir__() -> list[str]:
 
 
 def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = None, **settings: object) -> Attachment:
-    """Record a model from now on; use the result as a context manager, or call ``close()`` on it.
+    """Record a model from now on. Use the result as a context manager, or call ``close()`` on it.
 
-    Does nothing unless the flag ``RECORDER=1`` is set or ``enabled`` is true. Attach after wrapping (DDP,
+    Does nothing unless ``RECORDER=1`` is set or ``enabled`` is true. Call it after wrapping the model (DDP,
     `fully_shard`) and before the first compiled call.
 
     Args:
-        model: the module; each call of it counts as one forward of training.
-        enabled: True records without the flag, False never records; None follows the flag.
-        name: the name of the root; default ``model``, ``model_1``, ...
+        model: the module. Each call of it counts as one forward of training.
+        enabled: True records without ``RECORDER=1``, and False never records. None follows the variable.
+        name: the name of the model in the run; default ``model``, ``model_1``, ...
         **settings: any setting by name, such as ``rules="site=output keep=tensor"`` or ``dir="/scratch/run"``.
 
     Raises:
-        ConfigError: a setting is wrong, or differs from the settings of a recording that is under way.
+        ConfigError: a setting is wrong, or differs from those of a recording that has already begun.
         AttachError: the model is no module, or a Pipe (its stages are called one by one), or a rule matches nothing.
     """
     from .config import is_enabled
@@ -126,37 +126,37 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
 def scalar(name: str, value: Any) -> None:
     """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (without a sync).
 
-    With ``RECORDER=1`` a recording begins with the first call of the model. Scalars before that call are counted and
-    not recorded; `attach` begins the recording earlier.
+    With ``RECORDER=1`` a recording begins at the first call of the model. Scalars before that call are counted, but not
+    recorded. Call `attach` to begin the recording earlier.
     """
     if _program is not None:
         _program.scalar(name, value)
 
 
 def step(number: int) -> None:
-    """Set the step's number at the top of each iteration. After the first call, only such calls change the step."""
+    """Set the number of the step. Call it at the top of each iteration; from then on nothing else changes the step."""
     if _program is not None:
         _program.name_step(number)
 
 
 def tokens(*, sample_ids: Any = None, positions: Any = None, texts: Any = None) -> AbstractContextManager[None]:
-    """Say, for ``recorder align``, to which samples the tokens of a model's call inside the ``with`` block belong.
+    """Say to which samples the tokens of a model's call in the ``with`` block belong. ``recorder align`` reads it.
 
-    It is needed only if the model's own arguments do not say so, or if samples have names. Never raises.
+    It is needed only if the model's arguments do not say so, or if samples have names. Never raises.
 
     Args:
         sample_ids: for each row of the batch, or each sequence of a packed row, the sample's name: text or a number.
         positions: the position of each token in its sample, in the shape of the tokens: a tensor, or lists.
-        texts: the text of each token, as one list for each row; the run stores the texts, for ``report --align``.
+        texts: the text of each token, as one list for each row. The run stores the texts, for ``report --align``.
     """
     return nullcontext() if _program is None else _program.tokens(sample_ids, positions, texts)
 
 
 def trigger(reason: str) -> None:
-    """Make all ranks write the ring's steps (rules with ``keep=ring``) around the current step. Never waits.
+    """Make all ranks write the steps around the current one that rules with ``keep=ring`` hold in memory. Never waits.
 
     Args:
-        reason: the reason, for people; the run keeps this text.
+        reason: a text for people, which the run keeps.
     """
     if _active is not None:
         _active.ask("program", reason)

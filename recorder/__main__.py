@@ -1,6 +1,6 @@
-"""The entry point of the command line: `recorder` and ``python -m recorder``.
+"""The entry point of the command line, `recorder` or ``python -m recorder``.
 
-Nothing here may import a UI package for ``recorder run``, which becomes the user's training process.
+Nothing here may import a UI package for ``recorder run``, because that process becomes the user's training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Run one command; exit with code 0 for success, 1 for a finding, and 2 for misuse or unreadable input."""
+    """Run one command. Exit with code 0 for success, 1 for a finding, and 2 for misuse or unreadable input."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
         from .lifecycle.launch import launch
@@ -32,10 +32,10 @@ def main() -> None:
 
 
 def _end(code: object) -> NoReturn:
-    """Do what the interpreter does at its end, except for the teardown, and end the process.
+    """End the process as the interpreter does, but without the teardown.
 
-    During a teardown a thread of Arrow's pool may take the interpreter's lock, to drop the last reference to a numpy
-    array. The interpreter then ends the thread inside a C++ destructor, which aborts the process.
+    During a teardown, a thread of Arrow's pool may take the interpreter's lock to drop the last reference to a numpy
+    array. The interpreter then ends that thread inside a C++ destructor, which aborts the process.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -45,7 +45,7 @@ def _end(code: object) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that was closed (``>&-``), so that no file gets its number."""
+    """Open the null device for each closed standard stream (``>&-``), so that no other file gets its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))

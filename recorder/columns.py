@@ -1,8 +1,8 @@
-"""The registry of columns: type, version and role of each, and how the values of several rows are combined into one.
+"""The registry of columns: their types, versions and roles, and how the values of several rows are combined.
 
-All code that reads, merges, groups or prints rows uses this registry, and the parsers here of the columns `shape` and
-`note`. To add a column in a minor version, add an entry to `COLUMNS` and a line to FORMAT.md: readers give nulls for an
-older file, and ignore a column that they do not know.
+All code that reads, merges, groups or prints rows uses this registry. The columns `shape` and `note` are parsed here.
+To add a column in a minor version, add an entry to `COLUMNS` and a line to FORMAT.md. Readers give nulls for an older
+file, and ignore unknown columns.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .records import PART_BYTES
 from .sites import FORMAT_VERSION, MAX_COUNT
 
 VERSION_KEY = b"recorder_format"
-"""The key in the metadata of a shard's schema whose value is the version of the format, such as ``1.2``."""
+"""The key of the format's version, such as ``1.2``, in the metadata of a shard's schema."""
 
 MODES = ("train", "eval", "no_grad")
 PHASES = ("forward", "recompute", "backward", "optimizer")
 PLAIN = "plain"
-"""The name of the encoding whose payload is the tensor's bytes, unchanged."""
+"""The encoding whose payload is the tensor's bytes, unchanged."""
 SCOPES = ("local", "reduced", "unsharded", "final")
 
 
@@ -35,65 +35,66 @@ class Role(Enum):
     """The purpose of a column."""
 
     KEY = "key"
-    """The column is part of the key that identifies one value of a rank in an attempt."""
+    """The column is part of the key of a value of one rank in one attempt."""
     LAYOUT = "layout"
-    """The column says which piece of a global tensor, or of a large tensor written in parts, the row has."""
+    """The column says which piece of a tensor the row has: of a global tensor, or of a large tensor written in
+    parts."""
     STATISTIC = "statistic"
-    """The column is a number of type float64 that is computed from the elements."""
+    """The column is a float64 computed from the elements."""
     COUNT = "count"
-    """The column counts the elements with some property, for example the NaN."""
+    """The column counts elements with some property, such as NaN."""
     DETAIL = "detail"
-    """The column has bytes that describe the elements in more detail than single numbers."""
+    """The column describes the elements in encoded bytes, in more detail than single numbers."""
     PAYLOAD = "payload"
     """The column contains the elements, or says how they are encoded."""
     ABOUT = "about"
-    """The column states a fact about the value or the row that none of the roles above covers."""
+    """The column states another fact about the value or the row."""
 
 
 class Combine(Enum):
-    """How the values of a column in several rows (of pieces, ranks or steps) are combined into one value."""
+    """How values of a column are combined into one, for rows of several pieces, ranks or steps."""
 
     FIRST = "first"
-    """The combined value is the value in the first row."""
+    """The combined value is that of the first row."""
     NOTHING = "nothing"
-    """The combined value is null (0 in a column without nulls): the column has no meaning for a global tensor."""
+    """The combined value is null, or 0 in a column without nulls. The column means nothing for a global tensor."""
     ANEW = "anew"
-    """The combined value needs more than this column; `globalview.view` computes it when it makes global rows."""
+    """The combined value depends on more than this column. `globalview.view` computes it for global rows."""
     SUM = "sum"
     """The values of the rows are added. Lists are added element by element."""
     MIN = "min"
     MAX = "max"
     MOMENTS = "moments"
-    """The combined value is computed by a formula over several statistics, in `numerics.moments`."""
+    """The combined value follows from several statistics, by a formula in `numerics.moments`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The description of one column of shards."""
+    """One column of shards."""
 
     name: str
     type: Any
-    """The type of the column, a flat Arrow type."""
+    """The type, a flat Arrow type."""
     role: Role
     combine: Combine
     _: KW_ONLY
     since: int = 0
-    """The minor version of the format that added the column. Earlier files lack the column, and readers give nulls."""
+    """The minor version of the format that added the column. For earlier files, readers give nulls."""
     is_required: bool = False
     """True if the column is never null. A column that a minor version adds cannot be required."""
     lowest: int | None = 0
-    """The least allowed value of an integer column; None for an integer column without bounds."""
+    """The least allowed value of an integer column. None if the column has no bounds."""
     highest: int = MAX_COUNT - 1
     degree: int = 1
-    """The exponent k of a statistic: if all elements are multiplied by f, the statistic is multiplied by f ** k."""
+    """The exponent k of a statistic. If all elements are multiplied by f, the statistic is multiplied by f ** k."""
     has_sign: bool = True
     """If elements are multiplied by f, the statistic is multiplied by f**degree (True) or abs(f)**degree (False)."""
     is_nonfinite: bool = False
-    """True if the column counts NaN or infinite elements, which the statistics leave out."""
+    """True if the column counts NaN or infinite elements. Statistics leave these elements out."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The least and the greatest allowed value of an integer column; None for other types, and without bounds."""
+        """The least and the greatest allowed value of an integer column. None for other types and without bounds."""
         if self.lowest is None or not pa.types.is_integer(self.type):
             return None
         return self.lowest, min(self.highest, (1 << self.type.bit_width - 1) - 1)
@@ -153,7 +154,7 @@ COLUMNS = (
     Column("data", pa.large_binary(), _PAYLOAD, Combine.ANEW),
     Column("time_ns", _INT64, _ABOUT, Combine.FIRST, is_required=True, lowest=None),
 )
-"""All columns, in the order in which shards have them. FORMAT.md defines the meaning of each column."""
+"""All columns, in the order of shards. FORMAT.md defines their meanings."""
 
 COLUMN_OF: Mapping[str, Column] = {column.name: column for column in COLUMNS}
 STATISTIC_COLUMNS = tuple(column for column in COLUMNS if column.role is Role.STATISTIC)
@@ -163,21 +164,22 @@ DETAILS = tuple(column.name for column in COLUMNS if column.role is Role.DETAIL)
 NONFINITE = tuple(column.name for column in COLUMNS if column.is_nonfinite)
 PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD)
 KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
-"""The columns of `Role.KEY`, which identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
+"""The columns of `Role.KEY`. They identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
-"""The column that is null exactly if the row's elements were not read; other columns may be null for other reasons."""
+"""The column that is null exactly when the row's elements were not read. Other columns may be null for other
+reasons."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
-"""The columns by which rows are ordered in time, because the order of rows in a file is not the order of time."""
+"""The columns that order rows in time. Rows in a file may stand in another order."""
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 HANDED_ON = "between_stages"
-"""The key in a row's `note` (JSON) with [stage, number of stages], for a value passed between pipeline stages."""
+"""The key in a row's `note` (JSON) for a value passed between pipeline stages, with [stage, number of stages]."""
 BATCH_OR_ONE = "batch_or_one"
-"""The key in a row's `note` if the value is equal on all ranks, with one sample each: a batch, or one shared value."""
+"""The key in a row's `note` if ranks with one sample each have equal values: either a batch, or one shared value."""
 _MAX_SHAPE_TEXT = 4096
 _MAX_NUMEL = 1 << 48
-"""The largest product of a shape's nonzero sizes; the sum of such products over many ranks still fits in int64."""
+"""The largest product of a shape's nonzero sizes. Sums of such products over many ranks still fit in int64."""
 OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
-"""The columns that describe the complete local tensor; if the payload is in parts, only the row of part 0 has them."""
+"""The columns that describe the complete local tensor. If its payload is in parts, only part 0's row has them."""
 
 
 def schema_of(minor: int) -> pa.Schema:
@@ -187,27 +189,27 @@ def schema_of(minor: int) -> pa.Schema:
 
 
 SCHEMA = schema_of(FORMAT_VERSION[1])
-"""The schema of the newest version, with one row per observed tensor (or per part of a large tensor)."""
+"""The schema of the newest version. A row is one observed tensor, or one part of a large tensor."""
 SCHEMAS = tuple(
     schema_of(minor)
     for minor in range(FORMAT_VERSION[1], -1, -1)
     if minor == FORMAT_VERSION[1] or any(column.since == minor + 1 for column in COLUMNS)
 )
-"""The schemas of all versions of the format, newest first; versions with the same columns share one schema."""
+"""The schemas of all versions of the format, newest first. Versions with equal columns share one schema."""
 
 METADATA_COLUMNS = tuple(name for name in SCHEMA.names if name != "data")
-"""The columns of a shard's index: all columns except the payload, `data`."""
+"""The columns of a shard's index: all but `data`, the payload."""
 
 
 def lacks_rightly(schema: pa.Schema, column: Column) -> bool:
-    """Return whether a file with this schema may lack the column, because the file's version did not have it yet."""
+    """Return whether a file with this schema may lack the column, because the file's version is older."""
     version: bytes = (schema.metadata or {}).get(VERSION_KEY, b"")
     minor = version.partition(b".")[2]
     return column.since > (int(minor) if minor.isdigit() else 0)
 
 
 def parse_shape(text: Any) -> tuple[int, ...]:
-    """Return the shape in the text of a row's column `shape`. CorruptError: the text is no JSON list of sizes."""
+    """Parse the column `shape` of a row. Raises CorruptError if the text is no JSON list of sizes."""
     if not isinstance(text, str) or len(text) > _MAX_SHAPE_TEXT:
         raise CorruptError("shape is no short text")
     try:
@@ -224,7 +226,7 @@ def parse_shape(text: Any) -> tuple[int, ...]:
 
 
 def note_members(note: str | None) -> dict[str, Any]:
-    """Return the members of a row's note, which is untrusted input; empty if the text is no JSON object."""
+    """Parse a row's note, which is untrusted input. Return an empty dict if it is no JSON object."""
     try:
         parsed = json.loads(note) if note else {}
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Settings: their sources, their allowed values, and the settings in force.
+"""The settings: where they come from, which values are allowed, and which are in force.
 
 Precedence: default < file (``RECORDER_CONFIG``) < environment (``RECORDER_<NAME>``) < argument. The environment is read
-here and in `capture.topology`, nowhere else. Nothing here may import torch or pyarrow, because a wrong setting stops a
-launch before any of them is needed.
+here and in `capture.topology`, nowhere else. Nothing here may import torch or pyarrow: a wrong setting should stop a
+launch before either is loaded.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ FLAG = "RECORDER"
 CONFIG_FILE = "RECORDER_CONFIG"
 PREFIX = "RECORDER_"
 CHECKED_MARK = "_RECORDER_CHECKED"
-"""The environment variable that marks settings as checked; in child processes, a wrong setting is then only logged."""
+"""The variable that says that a parent process has checked the settings. A wrong one is then only logged."""
 
 PLACEHOLDER = "SET_ME"
-"""The text in the templates of `deploy/` for a value that users must replace."""
+"""The text for a value that users must fill in, in the templates of `deploy/`."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
-"""The pattern of the names that a run may have."""
+"""The allowed names of runs."""
 LATEST = "latest"
-"""The name that no run may have, because it stands for the newest run in commands."""
+"""In commands, the newest run. No run may have this name."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 _SPARSER = "0:5,10:100:10,100::50"
-"""The steps of the default rules. Few steps are recorded, as recording all modules makes a small program's step a third
-longer, or twice as long at worst, and the probe has one number of each value at every step anyway. Inputs of the root
-are recorded at more steps, as `check` compares the batches of successive steps."""
+"""The steps of the default rules. They are few, because recording all modules makes a small program's step a third
+longer, at worst twice as long. The probe has one number of each value at every step anyway. The model's inputs are
+recorded at more steps, because `check` compares the batches of successive steps."""
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
@@ -52,7 +52,7 @@ DEFAULT_RULES = parse_rules(
     "site=scalar keep=stats"
 )
 TRIGGERS = ("exception", "signal", "hang", "nonfinite", "spike", "jump")
-"""The triggers that fire without a request: an exception, a signal, a hang, and three rules of `recorder check`."""
+"""The triggers that nobody sends: an exception, a signal, a hang, and three rules of `recorder check`."""
 NO_TRIGGER = "none"
 DEFAULT_TRIGGERS = ",".join(TRIGGERS)
 TRIGGER_SIGNALS = ("SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -80,9 +80,9 @@ PRESETS = {
     "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
-"""The rules of each preset: ``light`` costs least, ``nan`` finds the first NaN at its step, ``blackbox`` writes the
-steps before a trigger, ``rollout`` is for `align` (tokens and log-probabilities of each call, modules and weights now
-and then), ``full`` records everything, and ``twin`` makes `diff` most certain."""
+"""The rules of each preset. ``light`` costs least. ``nan`` finds the first NaN at its step. ``blackbox`` writes the
+steps before a trigger. ``rollout`` is for `align`: tokens and log-probabilities of each call, and modules and weights
+now and then. ``full`` records everything. ``twin`` makes `diff` most certain."""
 
 
 def _setting(default: object, doc: str, *choices: str) -> Any:
@@ -91,7 +91,7 @@ def _setting(default: object, doc: str, *choices: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings. The text of each field says what the setting does and when to change it."""
+    """All settings. Each field's text says what it does and when to change it."""
 
     dir: str = _setting("recordings", "where run directories go; a fast local disk is best")
     name: str = _setting("", "what the run is called in commands; empty: after the script and the time of its start")
@@ -166,9 +166,9 @@ class Settings:
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
     batch_bytes: ClassVar[int] = 8 << 20
-    """The number of payload bytes at which a batch is written. Only tests change this number and `shard_rows`."""
+    """A batch is written once it has so many payload bytes. Only tests change this."""
     shard_rows: ClassVar[int] = 65536
-    """The number of rows at which a shard is sealed. Only tests change this number and `batch_bytes`."""
+    """A shard is sealed once it has so many rows. Only tests change this."""
 
     def __post_init__(self) -> None:
         for name, low, high in RANGES:
@@ -220,16 +220,16 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("status_interval_s", 0, 3600),
     ("join_deadline_s", 0, 3600),
 )
-"""For each setting that is a number: its name, its smallest and its largest value."""
+"""The numeric settings: name, smallest and largest value."""
 _LONGEST_LOOK_S = 2.0
 _SMALLEST_POOL_BYTES = 1 << 20
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-"""The pattern of the beginning of an object store's URL, with one slash, because pathlib turns two slashes into one."""
+"""The beginning of an object store's URL. It has one slash, because pathlib turns two slashes into one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One setting in force, as it is shown to people and written to the manifest."""
+    """A setting in force, as shown to people and written to the manifest."""
 
     name: str
     value: Any
@@ -239,7 +239,7 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The settings in force, and the source of each."""
+    """The settings in force, and where each comes from."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -254,7 +254,7 @@ class Loaded:
 
 
 def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the variable ``RECORDER`` asks for recording. ConfigError: its value is neither on nor off."""
+    """Whether ``RECORDER`` asks for recording. Raises ConfigError if it is neither on nor off."""
     value = (os.environ if environ is None else environ).get(FLAG, "").strip().lower()
     if value in OFF:
         return False
@@ -264,12 +264,12 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def is_native_wanted() -> bool:
-    """Whether a program that only reads may use the compiled loops: yes, unless ``RECORDER_NATIVE`` says no."""
+    """Whether a program that only reads runs may use the compiled loops. ``RECORDER_NATIVE=0`` forbids it."""
     return os.environ.get("RECORDER_NATIVE", "").strip().lower() not in OFF[1:]
 
 
 def load_settings(arguments: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
-    """Read the settings from file, environment and arguments; raises ConfigError for a wrong setting."""
+    """Read the settings from file, environment and arguments. Raises ConfigError for a wrong setting."""
     environ = os.environ if environ is None else environ
     known = {item.name: item for item in fields(Settings)}
     layers: list[tuple[str, Mapping[str, object]]] = []
@@ -307,9 +307,9 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
 
 
 def check_dir(loaded: Loaded) -> None:
-    """Check, without making a directory, that run directories can be made where the setting `dir` says.
+    """Check that run directories can be made where the setting `dir` says. No directory is made.
 
-    A file system that does not answer passes the check, after a delay of two seconds; the writer will find the problem.
+    A file system that does not answer within two seconds passes the check. The writer will find the problem.
 
     Raises:
         ConfigError: no directory can ever be made there.
@@ -337,11 +337,11 @@ def _problems_of_dir(wanted: Path) -> Iterator[str]:
 
 
 def _why_unusable(path: Path) -> str | None:
-    """Return why no directory can be made at a path, which may be missing; None if one can, or if a parent decides."""
+    """Return why no directory can be made at a path. Return None if one can, or if only a parent directory can tell."""
     try:
         if not path.is_dir():
-            # If the path is a link without a target: a directory is never made through a link. If it is a directory by
-            # now: another rank has just made it.
+            # The path may be a link without a target, through which a directory is never made. If it is a directory by
+            # now, another rank has just made it.
             return "is no directory" if os.path.lexists(path) and not path.is_dir() else None
         if os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             return None
@@ -351,7 +351,7 @@ def _why_unusable(path: Path) -> str | None:
 
 
 def read_toml(path: str, what: str) -> Mapping[str, Any]:
-    """Read a TOML file. ConfigError: the file cannot be read, or is not TOML; the message calls the file `what`."""
+    """Read a TOML file, which messages call `what`. Raises ConfigError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -407,7 +407,7 @@ def _convert(item: Any, raw: object) -> object:
 
 
 def read_number(name: str, raw: object, kind: type[int] | type[float]) -> int | float:
-    """Read an int or a float from a TOML value or a text; raises ConfigError for NaN and for any other input."""
+    """Read an int or a float from a TOML value or a text. Raises ConfigError for NaN and for any other input."""
     try:
         if isinstance(raw, bool) or (kind is int and isinstance(raw, float)):
             raise ValueError
@@ -421,7 +421,7 @@ def read_number(name: str, raw: object, kind: type[int] | type[float]) -> int | 
 
 
 def read_bytes(name: str, raw: object) -> int:
-    """Read a number of bytes, such as ``1000000``, ``50MB`` or ``512MiB``; raises ConfigError for anything else."""
+    """Read a number of bytes, such as ``1000000``, ``50MB`` or ``512MiB``. Raises ConfigError for other input."""
     match = re.fullmatch(r"\s*(\d{1,30}(\.\d+)?)\s*([A-Za-z]*)\s*", str(raw))
     unit = None if isinstance(raw, bool) or match is None else _UNITS.get(match[3].upper())
     if match is None or unit is None:

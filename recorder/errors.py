@@ -21,7 +21,7 @@ A message says where, what, what was expected and what to do.
 
 
 class RecorderError(Exception):
-    """The base of every error of the package; catch it to catch them all."""
+    """The base of all errors of the package."""
 
 
 class ConfigError(RecorderError, ValueError):
@@ -37,11 +37,11 @@ class TapError(RecorderError):
 
 
 class TraceError(RecorderError):
-    """A trace cannot answer: it keeps no graph, no graph joins two values, or a vector has the wrong shape."""
+    """A trace cannot answer. It keeps no graph, no graph joins two values, or a vector has the wrong shape."""
 
 
 class TraceKeyError(TraceError, KeyError):
-    """A trace has no such value, or several. The message names the most similar keys and, if known, the reason."""
+    """A trace has no such value, or several. The message names the most similar keys and the reason, if known."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would print the repr of its message
@@ -61,15 +61,15 @@ class StoreError(RecorderError):
     def __init__(self, message: str, kind: str = "failed") -> None:
         """Store the message and the kind of failure.
 
-        The kind is ``unreachable``, ``refused``, ``anonymous`` (the store wants credentials, and none were found),
-        ``busy``, ``changed``, ``damaged`` or ``failed``.
+        The kind is ``unreachable``, ``refused``, ``anonymous`` (credentials are needed, and none were found), ``busy``,
+        ``changed``, ``damaged`` or ``failed``.
         """
         super().__init__(message)
         self.kind = kind
 
 
 class ClusterError(RecorderError):
-    """A Dask or Ray cluster cannot be used, or was lost; the message names its scheduler or the worker, and why."""
+    """A Dask or Ray cluster cannot be used, or was lost. The message names the scheduler or worker, and the reason."""
 
 
 class RunError(RecorderError):
@@ -93,16 +93,16 @@ class LookupFailedError(RunError, LookupError):
 
 
 def not_installed(what: str, package: str, extra: str) -> str:
-    """Return the message that `what` needs a package that is missing, with the command that installs its extra."""
+    """Return the message that `what` needs a missing package, with the command that installs it."""
     return f"{what} needs {package}, which is not installed: {install_line(extra)} (or {package} alone)"
 
 
 def install_line(extra: str = "", *, is_upgrade: bool = False) -> str:
-    """Return the command that installs this package with an extra; from a clone, if this package came from a clone.
+    """Return the command that installs this package with an extra. A package from a clone is installed from the clone.
 
     To upgrade, the command first updates the clone.
     """
-    # These modules are imported only here, because every process that records loads this module.
+    # These imports stand here because every process that records loads this module.
     import contextlib
     import json
     import os

@@ -1,9 +1,9 @@
-"""The grammar of selection: patterns of names, schedules of numbers, rules made of both, and the matching of names.
+"""The grammar of rules: patterns of names, schedules of steps, rules made of both, and the matching of names.
 
-The rules of a recording and of a command have the same grammar, and `doctor` uses the same code to find values that
-should have been recorded. Patterns are a tuple of texts. Each is a glob over the complete name, or ``re:`` and a
-regular expression over the complete name; a pattern that equals the name always matches. A leading ``!`` excludes; if
-all patterns exclude, everything else is chosen. Nothing here may import torch or pyarrow.
+The rules of a recording and of a command have one grammar. `doctor` uses this code, too, to find values that should
+have been recorded. Patterns are a tuple of texts. A pattern is a glob over the complete name, or ``re:`` and a regular
+expression over it. A pattern that equals the name always matches. A leading ``!`` excludes; if all patterns exclude,
+everything else is chosen. Nothing here may import torch or pyarrow.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ KEEPS = {
     "replay": KEEP_TENSOR | KEEP_REPLAY,
     "ring": KEEP_RING,
 }
-"""For each word of a rule's ``keep``, its bits in the keep mask."""
+"""For each word of a rule's ``keep``, the bits that it sets in the mask."""
 ON = ("1", "true", "yes", "on")
 OFF = ("", "0", "false", "no", "off")
 ANY = ("*",)
-"""Patterns that match everything."""
+"""The patterns that match every name."""
 EXPRESSION = "re:"
-"""The beginning of a pattern that is a regular expression."""
+"""The prefix of a pattern that is a regular expression."""
 _WORD_PART = re.compile(r"\\.|\([^)]*\)|\[[^]]*\]|\{[^}]*\}|.", re.DOTALL)
 _MAX_COMPARED = 20_000
 _MAX_NUMBER_BITS = 53
-"""Steps and ranks are below two to this power."""
+"""Steps and ranks are below 2 to this power."""
 _MAX_RING_STEPS = 100_000
 _MAX_LISTED = 3
 
 
 def parse_patterns(text: str) -> tuple[str, ...]:
-    """Split the patterns that a person has written with commas between them; ``''`` is the empty name.
+    """Split patterns that are separated by commas. ``''`` is the empty name.
 
     A comma in brackets, as in ``re:h{1,2}``, separates nothing.
 
     Raises:
-        ValueError: a pattern begins with ``re:`` and is no regular expression.
+        ValueError: the text behind ``re:`` is no regular expression.
     """
     words = [""]
     for part in _WORD_PART.findall(text):
@@ -76,10 +76,10 @@ def parse_patterns(text: str) -> tuple[str, ...]:
 
 
 def checked(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns as a tuple, after compiling each regular expression among them.
+    """Return patterns as a tuple, and check the regular expressions among them.
 
     Raises:
-        ValueError: a pattern begins with ``re:`` and is no regular expression.
+        ValueError: the text behind ``re:`` is no regular expression.
     """
     valid = tuple(patterns)
     for pattern in valid:
@@ -93,16 +93,16 @@ def checked(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def matches_expression(expression: str, name: str) -> bool:
-    """Whether a user's regular expression matches a complete name; Python may take for ever with some expressions."""
+    """Whether a user's regular expression matches a complete name. With some expressions Python takes for ever."""
     return re.fullmatch(expression, name) is not None
 
 
 Expressions = Callable[[str, str], bool]
-"""A function that tells whether a regular expression matches a name; `matches_expression` is for trusted input."""
+"""Returns whether a regular expression matches a name. `matches_expression` is for trusted input."""
 
 
 def matches(patterns: tuple[str, ...], name: str, expressions: Expressions = matches_expression) -> bool:
-    """Whether patterns choose a name."""
+    """Whether the patterns choose a name."""
     if patterns == ANY:
         return True
     wanted, unwanted = sides(patterns)
@@ -112,7 +112,7 @@ def matches(patterns: tuple[str, ...], name: str, expressions: Expressions = mat
 
 
 def choose(patterns: tuple[str, ...], names: Collection[str]) -> list[str]:
-    """Return the names that patterns choose. A pattern that is a name chooses it alone: names may hold brackets."""
+    """Return the names that the patterns choose. A pattern that equals a name chooses only it, brackets included."""
     known_names, (wanted, unwanted) = set(names), sides(patterns)
 
     def is_hit(pattern: str, name: str) -> bool:
@@ -127,7 +127,7 @@ def choose(patterns: tuple[str, ...], names: Collection[str]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def sides(patterns: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the patterns that include, and the patterns that exclude, without their ``!``."""
+    """Split patterns into those that include and those that exclude, without their ``!``."""
     return [p for p in patterns if not p.startswith("!")] or list(ANY), [p[1:] for p in patterns if p.startswith("!")]
 
 
@@ -138,7 +138,7 @@ def _matches_one(pattern: str, name: str, expressions: Expressions) -> bool:
 
 
 def nearest(text: str, names: Collection[str], cutoff: float = 0.5) -> list[str]:
-    """Return up to three names that a user may have meant: names with the same end, or else names that look alike."""
+    """Return up to three names that a user may have meant: with the same end, or else similar ones."""
     ends = [name for name in names if text and name.endswith("." + text.lstrip("."))]
     return ends[:_MAX_LISTED] or difflib.get_close_matches(
         text, list(names)[:_MAX_COMPARED], n=_MAX_LISTED, cutoff=cutoff
@@ -146,7 +146,7 @@ def nearest(text: str, names: Collection[str], cutoff: float = 0.5) -> list[str]
 
 
 def hint(text: str, names: Collection[str], otherwise: str = "") -> str:
-    """Return the end of a message with the nearest names, ``; nearest is 'layers.0'``, or else `otherwise`."""
+    """Return the end of a message that names the nearest names, such as ``; nearest is 'layers.0'``, or `otherwise`."""
     near = nearest(text, names)
     listed = ", ".join(map(repr, near))
     return f"; nearest {'is' if len(near) == 1 else 'are'} {listed}" if near else otherwise
@@ -154,9 +154,9 @@ def hint(text: str, names: Collection[str], otherwise: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A set of whole numbers (steps or ranks): a union of slices, single numbers and powers of two.
+    """A set of steps or ranks: a union of slices, single numbers and powers of two.
 
-    The set is a function of the number alone, so that all ranks agree without communication.
+    Whether a number is in the set depends on the number alone, so all ranks agree without communication.
     """
 
     text: str
@@ -189,7 +189,7 @@ class Schedule:
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int | None, int]]) -> Schedule:
-        """Make a schedule from slices, with a text that `parse` reads; without slices it contains no number."""
+        """Make a schedule, and its text, from slices. Without slices it contains no number."""
         made = tuple(slices)
         words = [
             f"{start}:{'' if stop is None else stop}{'' if stride == 1 else f':{stride}'}"
@@ -198,7 +198,7 @@ class Schedule:
         return cls(",".join(words), made)
 
     def within(self, spans: Iterable[tuple[int, int | None]]) -> Schedule:
-        """Return the part of the schedule inside some ranges, given as first and last number (None: without an end)."""
+        """Return the part of the schedule within ranges of first and last number. None as last number means no end."""
         slices = list(self.slices)
         if self.powers_of_two:
             slices += [(n, n + 1, 1) for n in (0, *(1 << bits for bits in range(_MAX_NUMBER_BITS)))]
@@ -225,7 +225,7 @@ EVERY = Schedule.parse("::1")
 
 
 class RingWindow(NamedTuple):
-    """The steps around a trigger that a ring writes, including the trigger's own step."""
+    """How many steps before and after a trigger a ring (a buffer in memory) writes, besides the trigger's own."""
 
     before: int
     after: int
@@ -233,30 +233,30 @@ class RingWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One selection: which values, at which steps, and what to keep. Of several matching rules, all are obeyed."""
+    """One rule: which values, at which steps, and what to keep of them. All rules that match a value apply."""
 
     module: tuple[str, ...] = ANY
-    """Patterns of module paths; ``''`` is the root."""
+    """Patterns of module paths. ``''`` is the model itself."""
     cls: tuple[str, ...] = ANY
-    """Patterns of class names (key ``class``)."""
+    """Patterns of class names. The key is ``class``."""
     leaf: bool = False
     """True if the rule selects only modules without children."""
     site: tuple[str, ...] = SITES
     name: tuple[str, ...] = ANY
-    """Patterns of the names of tensors: an argument, a path in a nested output, or a parameter."""
+    """Patterns of names of tensors: of arguments, paths in nested outputs, or parameters."""
     rank: Schedule = EVERY
     steps: Schedule = EVERY
     call: Schedule = EVERY
-    """The numbers of the calls within a micro-step that are selected; an evaluation loop has many calls in a step."""
+    """The selected calls of a module within a micro-step. An evaluation loop has many calls in a step."""
     keep: int = KEEP_STATS
     unit_dim: int | None = None
-    """The dim along which units (channels) lie for ``keep=units``; None for the usual dim of the module's class."""
+    """For ``keep=units``, the dim along which units (neurons or channels) lie. None for the usual dim of the class."""
     before: int = 4
-    """The number of steps before a trigger that are written, for ``keep=ring``."""
+    """For ``keep=ring``, the number of steps before a trigger that are written."""
     after: int = 2
-    """The number of steps after a trigger that are written, for ``keep=ring``."""
+    """For ``keep=ring``, the number of steps after a trigger that are written."""
     written: str = field(default="", compare=False, repr=False)
-    """The rule as its user wrote it, for messages; empty for a rule that was not text."""
+    """The rule as the user wrote it, for messages. Empty for a rule that was no text."""
 
     KEYS: ClassVar = (
         "module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep", "unit_dim", "before", "after"
@@ -265,7 +265,7 @@ class Rule:
     def matches_module(
         self, module_path: str, class_name: str, is_leaf: bool, expressions: Expressions = matches_expression
     ) -> bool:
-        """Whether the rule may select a value of a module; `is_leaf` says whether the module has no children."""
+        """Whether the rule may select values of a module. `is_leaf`: the module has no children."""
         return (
             (is_leaf or not self.leaf)
             and matches(self.module, module_path, expressions)
@@ -277,7 +277,7 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """Return the rule in the form that `parse_rules` reads."""
+        """The rule as a text that `parse_rules` reads."""
         parts: list[str] = []
         for key, values in (("module", self.module), ("class", self.cls)):
             if values != ANY:
@@ -300,14 +300,14 @@ class Rule:
 
 
 class _Grammar(NamedTuple):
-    """The words that rules may be made of."""
+    """The keys and sites that rules may have."""
 
     keys: Sequence[str]
-    """The keys that a message about an unknown key offers."""
+    """The keys that messages about an unknown key list."""
     sites: Sequence[str]
-    """The sites that a message about an unknown site offers."""
+    """The sites that messages about an unknown site list."""
     is_open: bool
-    """True if rules may name sites that this version does not know."""
+    """True if unknown sites are accepted."""
 
 
 def parse_rules(
@@ -317,12 +317,12 @@ def parse_rules(
 
     Args:
         value: the rules.
-        keys: the keys that a message about an unknown key offers.
-        sites: the sites that a message about an unknown site offers.
-        takes_unknown_sites: True for rules of a recording, which a later version, with more sites, may have made.
+        keys: the keys that messages about an unknown key list.
+        sites: the sites that messages about an unknown site list.
+        takes_unknown_sites: True for the rules of a recording. A later version, with more sites, may have made it.
 
     Raises:
-        ConfigError: a key, a site, a schedule or a pattern is wrong; the message says what is allowed.
+        ConfigError: a key, a site, a schedule or a pattern is wrong. The message says what is allowed.
     """
     return _rules(value, _Grammar(keys, sites, takes_unknown_sites))
 
@@ -376,10 +376,10 @@ def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
 
 
 def _value_of(key: str, value: object, grammar: _Grammar) -> object:
-    """Return the value of one key of a rule, in the type of the field of `Rule`.
+    """Return the value of a rule's key, in the type of the field of `Rule`.
 
     Raises:
-        ValueError: the value makes no sense; the text says why.
+        ValueError: the value is invalid. The text says why.
     """
     text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     match key:
@@ -417,7 +417,7 @@ def _known(key: str, named: tuple[str, ...], allowed: Sequence[str], offered: Se
 
 
 def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each key that another key of its rule contradicts, and the reason."""
+    """Yield each key that contradicts another key of the rule, and the reason."""
     keep = chosen.get("keep", 0)
     if keep & KEEP_REPLAY and chosen["site"] != OF_REPLAY:
         yield "site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each"
@@ -434,10 +434,10 @@ def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def ring_window(rules: Iterable[Rule]) -> RingWindow | None:
-    """Return the steps around a trigger that rules with ``keep=ring`` ask for; None without such a rule.
+    """Return how many steps around a trigger rules with ``keep=ring`` ask for. Return None without such a rule.
 
     Raises:
-        ConfigError: two rules have different windows; a recording has one ring.
+        ConfigError: two rules have different windows, but a recording has one ring.
     """
     windows = dict.fromkeys(RingWindow(rule.before, rule.after) for rule in rules if rule.keep & KEEP_RING)
     if len(windows) > 1:
@@ -453,10 +453,10 @@ def _words(value: object) -> tuple[str, ...]:
 
 
 def read_boolean(name: str, raw: object) -> bool:
-    """Read yes or no, on or off, true or false, 1 or 0.
+    """Read a boolean: yes or no, on or off, true or false, 1 or 0.
 
     Raises:
-        ConfigError: the value is none of these; the message begins with `name`.
+        ConfigError: the value is none of these. The message begins with `name`.
     """
     text = str(raw).strip().lower()
     if text in ON:
@@ -467,6 +467,6 @@ def read_boolean(name: str, raw: object) -> bool:
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str:
-    """Return the end of a message with the choice nearest to a word; empty if no choice is near."""
+    """Return the end of a message that names the choice most similar to a word. Empty if none is similar."""
     near = difflib.get_close_matches(word, choices, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,4 +1,4 @@
-"""The version of the format, and the registry of sites: the places in a training step at which values are seen.
+"""The version of the format, and the registry of sites: where in a training step a value is seen, such as `output`.
 
 Code that records, expects, compares or shows values uses this registry. To add a site in a minor version, add an entry
 to `ALL_SITES`, a line to FORMAT.md, and the hook that records the site. This module imports nothing of the package and
@@ -16,33 +16,34 @@ from typing import Any
 
 FORMAT_NAME = "recorder"
 FORMAT_VERSION = (1, 4)
-"""The major and the minor version of the format. Readers refuse another major version and accept any minor one."""
+"""The major and the minor version of the format. Readers refuse another major version, and accept any minor one."""
 MAX_COUNT = 1 << 53
-"""The bound on a row's integers: exact in float64; sums of them, and products with an element's size, fit in int64."""
+"""The bound on a row's integers. They are exact in float64. Sums of them, and products with an element's size, fit in
+int64."""
 
 
 class Kind(Enum):
     """The kind of the values at a site."""
 
     ACTIVATION = "activation"
-    """A value of the batch, or a gradient of such a value: each rank has the values of its samples."""
+    """A value of the batch, or its gradient. Each rank has the values of its samples."""
     STATE = "state"
-    """A value that outlives the step, or the gradient of such a value: ranks have replicas or chunks of it."""
+    """A value that outlives the step, or its gradient. Ranks have replicas or chunks of it."""
     NUMBER = "number"
-    """A number that the program or the recorder gives for a step."""
+    """A number for a step, from the program or the recorder."""
 
 
 class Expected(Enum):
-    """The values that `doctor` expects if a rule selects a site of a module."""
+    """Which values `doctor` expects if a rule selects a site of a module."""
 
     CALL = "call"
-    """A value at each step at which the module is called."""
+    """A value at each step in which the module is called."""
     PARAMETER = "parameter"
-    """A value for each of the module's own parameters, at each step of its optimizer."""
+    """A value of each of the module's own parameters at each step of its optimizer."""
     BUFFER = "buffer"
-    """A value for each of the module's own buffers, at each step of an optimizer."""
+    """A value of each of the module's own buffers at each step of an optimizer."""
     NOTHING = "nothing"
-    """No fixed values: the program alone decides which values there are."""
+    """No certain values. The program alone decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +53,20 @@ class Site:
     name: str
     kind: Kind
     phase: str
-    """The phase in which the site's values are usually seen; other phases, such as ``recompute``, occur."""
+    """The usual phase of the site's values. Other phases, such as ``recompute``, occur."""
     expected: Expected
     gradient: str | None = None
-    """The site of the gradients of this site's values; the site's own name if only the phase tells them apart."""
+    """The site of the gradients of this site's values. It is the site itself if only the phase tells them apart."""
     is_gradient: bool = False
     """True if all values of the site are gradients."""
     is_updated: bool = False
-    """True if the optimizer's step writes the site's values."""
+    """True if the optimizer step writes the site's values."""
     is_given: bool = False
-    """True if the program passes the site's values in, so that no module has computed them."""
+    """True if the program passes the values in. No module has computed them."""
     is_of_optimizer: bool = False
-    """True if the optimizer, and not the module, has the site's values: without an optimizer there are no values."""
+    """True if the values belong to the optimizer and not to the module. Without an optimizer there are none."""
     is_selectable: bool = True
-    """False if rules cannot name the site; its rows are written along with values that a rule keeps."""
+    """False if rules cannot name the site. Its rows are written along with other values that a rule keeps."""
     since: int = 0
     """The minor version of the format that added the site."""
 
@@ -134,20 +135,21 @@ ALL_SITES = (
         since=4,
     ),
 )
-"""All sites, in the order in which people see them."""
+"""All sites, in the order in which they are shown."""
 
 SITES = tuple(site.name for site in ALL_SITES if site.is_selectable)
-"""The sites that rules and questions name."""
+"""The sites that rules and users name."""
 CALL = "call"
-"""The site of what a replay of a call needs besides the call's arguments: facts as JSON, parameters, buffers."""
+"""The site of what a replay of a module's call needs besides arguments: facts as JSON, parameters, buffers."""
 PROBE = "probe"
-"""The site of the rows of `keep=probe`, and the kind of their shards. A row has one value's numbers over many steps."""
+"""The site of rows of `keep=probe`, and their kind of shard. A row has one number of a value for each of many steps."""
 UPDATE = "update"
-"""The site of those numbers of the probe that say how far an optimizer's step has moved each parameter."""
+"""The site of the probe's numbers that say how far an optimizer step moved each parameter."""
 TOKENS = "tokens"
-"""The site of rows of `keep=tokens`, in the probe's shards. A row has a value's sketches (digests) of several calls."""
+"""The site of rows of `keep=tokens`, in the probe's shards. A row has sketches (digests) of a value from several
+calls."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
-"""The sites whose tensors a replay takes, or compares its results with."""
+"""The sites whose tensors a replay uses or compares with its results."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}
 
 ACTIVATIONS = tuple(site.name for site in ALL_SITES if site.kind is Kind.ACTIVATION)
@@ -158,15 +160,15 @@ GIVEN_SITES = tuple(site.name for site in ALL_SITES if site.is_given)
 UPDATED = tuple(site.name for site in ALL_SITES if site.is_updated)
 OF_CALLS = tuple(site.name for site in ALL_SITES if site.expected is Expected.CALL)
 VALUES_OF_CALLS = tuple(site for site in OF_CALLS if site not in GRADIENTS)
-"""The sites of the values that a call takes and returns."""
+"""The sites of a call's arguments and results."""
 OF_PARAMETERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.PARAMETER)
 OF_BUFFERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.BUFFER)
 PROGRAM_SITES = tuple(site.name for site in ALL_SITES if site.expected is Expected.NOTHING)
-"""The sites of values that the program names and that no module tree lists."""
+"""The sites of values that the program names, and no module tree lists."""
 LASTING_SITES = tuple(site for site in STATES if site not in GRADIENTS)
-"""The sites of values that stay from step to step, without gradients."""
+"""The sites of values that last from step to step. Gradients are not among them."""
 OF_MODULES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and not site.is_of_optimizer)
-"""The sites of state that a module itself has, and of the state's gradients."""
+"""The sites of a module's own state, and of its gradients."""
 HELD_BY_MODULES = tuple(site for site in OF_MODULES if site not in GRADIENTS)
 GRADIENT_OF: Mapping[str, str] = {site.name: site.gradient for site in ALL_SITES if site.gradient}
 """For each site of values, the site of their gradients."""
@@ -175,25 +177,25 @@ VALUE_OF: Mapping[str, str] = {gradient: name for name, gradient in GRADIENT_OF.
 
 
 def values_of(site: str) -> str:
-    """Return the site of the values whose gradients are at `site`; `site` itself if no gradients are there."""
+    """Return the site of the values whose gradients are at `site`. Return `site` itself for other sites."""
     return VALUE_OF.get(site, site)
 
 
 SKIPPED = "skipped"
-"""The name of the scalar that is 1 at each step whose update `GradScaler` has skipped, because gradients overflowed."""
+"""The scalar that is 1 at each step whose update `GradScaler` skipped because gradients overflowed."""
 _LOSS = re.compile(r"(.*[./])?loss")
 
 
 def is_loss(site: str, name: str) -> bool:
-    """Whether a value is a scalar that is called a loss, such as ``train/loss``."""
+    """Whether a value is a scalar named as a loss, such as ``train/loss``."""
     return site == "scalar" and _LOSS.fullmatch(name) is not None
 
 
 def may_mask(site: str, name: str) -> bool:
-    """Whether a program may want infinities in a value, as in an attention mask; a NaN is never wanted.
+    """Whether infinities in a value may be wanted, as in an attention mask. A NaN is never wanted.
 
-    A gradient, a state of the optimizer or a loss is never infinite on purpose. All code that checks whether values are
-    finite uses this function and those below: the warning in a training, `recorder first` and the rule `nonfinite` of
+    A gradient, optimizer state or a loss is never infinite on purpose. All code that checks whether values are finite
+    uses this function and those below: the warning during training, `recorder first`, and the rule `nonfinite` of
     `recorder check`.
     """
     known = SITE_OF.get(site)
@@ -201,42 +203,43 @@ def may_mask(site: str, name: str) -> bool:
 
 
 def is_mask(nan_count: Any, inf_count: Any, may_be: Any, most_infinite: Any = math.inf) -> Any:
-    """Whether infinities are a mask and no finding: there is no NaN, and there are not more than in the first record.
+    """Whether infinities are a mask and no finding: no NaN, and no more infinities than in the first infinite record.
 
-    Counts may be arrays. `may_be` says whether `may_mask` holds and, if it is known, whether the value's first record
-    was a mask; `most_infinite` is the number of infinities in the first infinite record of the value in this shape.
+    Counts may be arrays. `may_be` says whether `may_mask` holds and, if known, whether the value's first record was a
+    mask. `most_infinite` is the number of infinities in the value's first infinite record of this shape.
     """
     return (inf_count > 0) & (nan_count == 0) & may_be & (inf_count <= most_infinite)
 
 
 def tells_skip(site: str, name: str) -> bool:
-    """Whether a value is the scalar `SKIPPED`, which says of each step whether `GradScaler` has skipped it."""
+    """Whether a value is the scalar `SKIPPED`, which says at each step whether `GradScaler` skipped it."""
     return (site, name) == ("scalar", SKIPPED)
 
 
 def may_overflow(site: str) -> bool:
-    """Whether a step that `GradScaler` skips excuses NaN and infinities, by which it finds its scale, at a site."""
+    """Whether a step that `GradScaler` skips may have NaN and infinities at this site. It finds its scale by them."""
     return site in GRADIENTS
 
 
 AT_LEAST = "at_least"
-"""The value of `counts` in the `note` of a row whose counts are 1 for at least one NaN or infinite element, else 0."""
+"""The value of `counts` in the `note` of a row whose counts are only 0 or 1: 1 means at least one NaN or infinite
+element."""
 
 
 def full_name(path: str, name: str) -> str:
-    """Return the name that a module's parameter, buffer or part has in the model."""
+    """Return the full name in the model of a module's parameter, buffer or child."""
     return f"{path}.{name}" if path and name else path or name
 
 
 OBJECTIVE = "objective."
-"""The beginning of the names of the taps and scalars that `recorder.objective` makes."""
+"""The prefix of taps and scalars that `recorder.objective` makes."""
 OBJECTIVE_NORM, OBJECTIVE_COSINE = f"{OBJECTIVE}norm.", f"{OBJECTIVE}cosine."
-"""The beginnings of the names of scalars: the norm of an objective's gradient, and the cosine between two objectives'
-gradients, ``objective.cosine.A:B`` with sorted names. If the objectives of a module share several tensors in a
+"""The prefixes of two kinds of scalars: the norm of an objective's gradient, and the cosine between the gradients of
+two objectives, ``objective.cosine.A:B`` with sorted names. If the objectives of a module share several tensors in a
 micro-step, the names for the second tensor end in ``#2``, and so on."""
 
 
 def objectives_in(name: str, start: str) -> tuple[str, str]:
-    """Split the name of a tap or scalar of objectives, behind `start`, into the objectives' names and any ``#2``."""
+    """Split a tap's or scalar's name into the names of objectives behind the prefix `start`, and ``#2`` or the like."""
     names, mark, number = name.removeprefix(start).rpartition("#")
     return (names, mark + number) if names and number.isdecimal() else (name.removeprefix(start), "")

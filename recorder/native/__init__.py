@@ -1,8 +1,8 @@
 """Finds, checks and calls the compiled loops of `kernels.c`, if the library can be used.
 
-Every function here has a twin in pure Python, at its callers, that gives the same bits. Only the Huffman code has none:
-without the library, zstd gives other bytes of the same content. Nothing here may raise if the library is missing, of
-another version, or made for another processor.
+Each function here also exists in pure Python where it is called, and gives the same bits. Only the Huffman code does
+not: without the library, zstd makes other bytes with the same content. Nothing here may raise if the library is
+missing, of another version, or made for another processor.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from ..records import Measured
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 ABI = 13
-"""The ABI number in `kernels.c`; a library with another number is not used."""
+"""The ABI number in `kernels.c`. A library with another number is not used."""
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
-"""The fields of an ELF header that locate the table of sections: its offset, an entry's size, the number of entries."""
+"""The fields of an ELF header about the table of sections: its offset, the size of an entry, the number of entries."""
 _KINDS = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _TABLE_8, _TABLE_16 = len(_KINDS), len(_KINDS) + 1
 _NO_STATISTICS = -1
 HELD_BYTES = 1 << 15
-"""The size of a tensor up to which the interpreter's lock is held to measure it: 5 to 15 us for float32, 200 us for
-8-bit floats without vector instructions, were measured. Python takes the lock away only after 5 ms."""
+"""A tensor up to this size is measured with the interpreter's lock held: 5 to 15 us for float32, and 200 us for 8-bit
+floats without vector instructions. Python takes the lock away only after 5 ms."""
 KINDS = {name: number for number, name in enumerate(_KINDS)} | {"bool": _KINDS.index("uint8"), "float16": _TABLE_16}
 KINDS |= {f"float8_{kind}": _TABLE_8 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
-"""The element types whose statistics the library computes, by torch's names."""
+"""The dtypes whose statistics the library computes."""
 TABLE_KINDS = frozenset(name for name, kind in KINDS.items() if kind in (_TABLE_8, _TABLE_16))
-"""The element types whose values are looked up in a table."""
+"""The dtypes whose values are looked up in a table."""
 TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
-"""The element types of which `Kernels.measure_small` measures many values with one call."""
+"""The dtypes of which `Kernels.measure_small` measures many tensors with one call."""
 
 MOVED_KINDS = frozenset({"float32", "float64", "bfloat16", "float16"})
-"""The element types whose values `Kernels.moved` compares."""
+"""The dtypes for which `Kernels.moved` works."""
 SAMPLED = 1024
-"""The most elements of a tensor that `Kernels.moved` compares: 256 groups of 4 adjacent ones, evenly spaced."""
+"""The most elements of a tensor that `Kernels.moved` compares: 256 evenly spaced groups of 4 adjacent elements."""
 _Bytes = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements in a chunk of `kernels.c`, equal to `CHUNK_ITEMS` there."""
+"""The number of elements in a chunk. Equal to `CHUNK_ITEMS` of `kernels.c`."""
 _ITEMS_OF_THREAD = 1 << 16
-"""The number of elements from which one more thread saves time: two chunks of `kernels.c`."""
+"""From so many elements on, one more thread saves time: two chunks of `kernels.c`."""
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _PID = os.getpid()
-"""The id of the process that loaded this module. In a forked child the threads of an OpenMP runtime are gone, and a
-parallel region would wait for them for ever."""
+"""The id of the process that loaded this module. A forked child has no threads of the OpenMP runtime, and a parallel
+region would wait for them for ever."""
 _memset: Callable[[int, int, int], None] = ctypes.PyDLL(None).memset
-"""The C library's memset, called without giving up the interpreter's lock."""
+"""The C library's memset. The interpreter's lock is kept."""
 _memset.argtypes, _memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), None  # type: ignore[attr-defined]
 
 
 _STATISTICS = struct.Struct("10d3qQq")
-"""The layout of a tensor's statistics, which is `struct statistics` in `kernels.c`."""
+"""The layout of `struct statistics` of `kernels.c`."""
 _FINGERPRINT, _COUNTS = 13, slice(10, 13)
-"""The positions of the fingerprint and the counts in `_STATISTICS`; the number of finite values comes last."""
+"""The positions of the fingerprint and of the counts in `_STATISTICS`. The number of finite values comes last."""
 _MEASURING = struct.Struct("PqiPPPP")
 """The layout of `struct measuring` of `kernels.c`: data, items, kind, table, weights, bins, units."""
 _MEASURING_ITEMS = np.dtype(
@@ -78,11 +78,11 @@ _MEASURING_ITEMS = np.dtype(
         "itemsize": _MEASURING.size,
     }
 )
-"""The members of `struct measuring` that differ between small tensors."""
+"""The members of `struct measuring` that vary between small tensors."""
 
 
 class Weights(ctypes.Structure):
-    """The fingerprint's weights for a tensor's words, as `struct weights` in `kernels.c`; keeps its arrays alive."""
+    """The weights for the fingerprint of a tensor, as `struct weights` of `kernels.c`. Keeps its arrays alive."""
 
     word_bytes: int
 
@@ -109,7 +109,7 @@ class Weights(ctypes.Structure):
 
 
 class UnitAddresses(ctypes.Structure):
-    """The addresses of the sums over the values of each unit (channel or neuron), as `struct units` in `kernels.c`."""
+    """The addresses of the sums over units (neurons or channels), as `struct units` of `kernels.c`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sums", "squares", "peaks", "zeros")),
@@ -118,7 +118,7 @@ class UnitAddresses(ctypes.Structure):
 
 
 class LoopsPlan:
-    """What the compiled loops compute for tensors of one dtype and one shape that is not empty. Immutable."""
+    """What the compiled loops compute for tensors of one dtype and one nonempty shape. Immutable."""
 
     __slots__ = (
         *("_kept", "item_bytes", "items", "kind", "num_bins", "num_bytes", "num_units"),
@@ -137,12 +137,12 @@ class LoopsPlan:
         unit_inner: int = 0,
         has_statistics: bool = True,
     ) -> None:
-        """Store the results that are to be computed. `dtype` is one of `KINDS`.
+        """Choose what to compute for tensors of `items` elements. `dtype` is one of `KINDS`.
 
-        `table` has the value of each bit pattern, for float16 and floats of 8 bits. `weights` are for the fingerprint;
-        None: no fingerprint. `num_bins` is `numerics.histogram.NUM_BINS` of the dtype if values are counted for the
-        histogram, else 0. `unit_inner` is the number of adjacent elements of one unit; without units `num_units` is 0.
-        Without `has_statistics` only the fingerprint is computed, and its words count as `items`.
+        `table` has the value of each bit pattern, for float16 and 8-bit floats. `weights` are for the fingerprint; with
+        None there is no fingerprint. For a histogram, `num_bins` is `numerics.histogram.NUM_BINS` of the dtype; else it
+        is 0. `unit_inner` is the number of adjacent elements of a unit; without units `num_units` is 0. Without
+        `has_statistics` only the fingerprint is computed, and `items` becomes the number of its words.
         """
         self.items, self.kind, self.item_bytes = items, KINDS[dtype], item_bytes(dtype)
         if not has_statistics and weights is not None:
@@ -154,7 +154,7 @@ class LoopsPlan:
         self._kept = table, weights
 
     def read(self, data: _Bytes) -> tuple[Measured, npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
-        """Return the statistics (with the fingerprint at the origin), the bins and the units' sums from the bytes."""
+        """Decode a result's bytes: statistics (with the fingerprint at the origin), bins, and sums over units."""
         end = _STATISTICS.size + 8 * self.num_bins
         numbers = _STATISTICS.unpack(data[: _STATISTICS.size].data)
         is_alone = self.kind == _NO_STATISTICS
@@ -166,10 +166,10 @@ class LoopsPlan:
 
 
 class ManyTensors:
-    """The dtypes and sizes of many tensors that are summed together again and again, wherever the tensors lie."""
+    """The dtypes and sizes of many tensors that are summed together repeatedly. Their addresses may change."""
 
     def __init__(self, plans: Sequence[LoopsPlan]) -> None:
-        """Take one plan for each tensor. The plans are kept alive, because the C code reads tables in the plans."""
+        """Take one plan per tensor. The plans are kept alive, because the C code reads their tables."""
         self.plans = plans
         self.measuring = np.zeros(len(plans), _MEASURING_ITEMS)
         self.measuring["items"], self.measuring["kind"] = [one.items for one in plans], [one.kind for one in plans]
@@ -182,7 +182,7 @@ class _OfThread(threading.local):
     """The scratch memory of one Python thread."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate the memory; Python calls this in each thread that reads an attribute."""
+        """Allocate the memory. Python calls this in each thread that reads an attribute."""
         self._take(num_bytes)
 
     def _take(self, num_bytes: int) -> None:
@@ -190,26 +190,27 @@ class _OfThread(threading.local):
         self.scratch = address(self._memory)
 
     def at_least(self, num_bytes: int) -> int:
-        """Return the address of memory of at least `num_bytes`, which the thread keeps."""
+        """Return the address of at least `num_bytes` of memory. The thread keeps the memory."""
         if self._memory.nbytes < num_bytes:
             self._take(num_bytes)
         return self.scratch
 
 
 class Kernels:
-    """The loaded library of compiled loops. Any thread may call it; each thread has its own scratch memory."""
+    """The loaded library of compiled loops. Called on any thread; each thread has its own scratch memory."""
 
     def __init__(self, path: Path = LIBRARY, level: int = -1) -> None:
-        """Load the library and select the widest vectors of the processor, or those of `level`.
+        """Load the library and select the processor's widest vectors, or those of `level`.
 
         Raises:
             OSError: the library cannot be loaded.
-            AttributeError: the library has no function of an expected name.
+            AttributeError: the library lacks a function.
             ValueError: the library is of another version, or cut short.
         """
         _check_whole(path)  # the loader maps what is missing, and a look at it ends the process
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        """Calls of `held` keep the interpreter's lock, because to hand it over takes longer than some of the work."""
+        """Calls of `held` keep the interpreter's lock, because some of the work takes less time than handing the lock
+        over."""
         if (abi := library.recorder_native_abi()) != ABI:
             raise ValueError(f"{path} has ABI {abi}: expected {ABI}")
         self.level = LEVELS[library.recorder_native_select(level)]
@@ -253,7 +254,7 @@ class Kernels:
         self._of_thread = _OfThread(int(self._scratch_bytes(0, 1)))
 
     def fingerprint(self, data: _Bytes, num_words: int, weights: Weights) -> int:
-        """Return the fingerprint at the origin of contiguous bytes, seen as words; the bytes may lie at any address."""
+        """Return the fingerprint at the origin of contiguous bytes, read as words. The bytes need no alignment."""
         measuring = _MEASURING.pack(address(data), num_words, _NO_STATISTICS, 0, weights.address, 0, 0)
         out = bytearray(_STATISTICS.size)
         measure = self._measure if len(data) > HELD_BYTES else self._measure_held
@@ -263,11 +264,12 @@ class Kernels:
     def measure_at(
         self, at: int, plan: LoopsPlan, out: int, *, num_threads: int = 1, held_bytes: int = HELD_BYTES
     ) -> None:
-        """Write the results of a plan, for a tensor with contiguous elements at the address `at`, to the address `out`.
+        """Measure a tensor as `plan` says. Its contiguous elements lie at address `at`; results go to address `out`.
 
-        At `out`, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and for units (channels): sums,
-        sums of squares, peaks and counts of zeros. `num_threads` threads of the loaded OpenMP runtime measure; their
-        number does not change the bits. A tensor of at most `held_bytes` is measured with the interpreter's lock held.
+        At `out`, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and for units (neurons or
+        channels) the sums, sums of squares, peaks and counts of zeros. `num_threads` threads of the loaded OpenMP
+        runtime measure; their number does not change the bits. A tensor of at most `held_bytes` is measured with the
+        interpreter's lock held.
         """
         bins = out + _STATISTICS.size
         sums = bins + 8 * plan.num_bins
@@ -297,10 +299,10 @@ class Kernels:
             (self._measure_held if is_held else self._measure)(measuring, 1, self._of_thread.scratch, out)
 
     def sum_of_squares(self, at: int, plan: LoopsPlan, *, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> float:
-        """Return the sum of the squares of a tensor's values; the sum is not finite if a value is not.
+        """Return the sum of the squares of a tensor's values. It is not finite if a value is not.
 
-        The arguments are those of `measure_at`. The bits depend neither on the vectors of the processor nor on the
-        number of threads; the sum that `measure_at` computes may differ in the last places.
+        The arguments are those of `measure_at`. The bits depend neither on the processor's vectors nor on the number of
+        threads. The sum that `measure_at` computes may differ in the last places.
         """
         measuring = _MEASURING.pack(at, plan.items, plan.kind, plan.table_address, 0, 0, 0)
         squares = self._squares_held if plan.items * plan.item_bytes <= held_bytes else self._squares
@@ -314,8 +316,8 @@ class Kernels:
     ) -> list[float]:
         """Return the sum of the squares of each of many tensors, as `sum_of_squares` does, with one call.
 
-        `at` has the address, and `tensors` the elements of each tensor. The interpreter's lock is held if the tensors
-        have at most `held_bytes` together.
+        `at` has the address of each tensor in `tensors`. The interpreter's lock is held if the tensors have at most
+        `held_bytes` together.
         """
         tensors.measuring["at"] = at
         run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
@@ -328,11 +330,11 @@ class Kernels:
     def moved(
         self, at: Sequence[int], tensors: ManyTensors, before: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        """Return the sum of the squares of the changes of each tensor's sampled elements since the call before.
+        """Return how much each tensor's sampled elements have changed since the call before, as sums of squares.
 
-        `at` has the address of each tensor. `before` has the sampled elements of the call before, at most `SAMPLED` of
-        a tensor, one tensor after the other; this call overwrites them with its own. The tensors are of `MOVED_KINDS`.
-        The interpreter's lock is held. A sum is not finite if a change is not.
+        `at` has the address of each tensor. `before` has the elements sampled by the call before, at most `SAMPLED` of
+        a tensor, one tensor after the other; they are overwritten with new ones. The tensors are of `MOVED_KINDS`. The
+        interpreter's lock is held. A sum is not finite if a change is not.
         """
         tensors.measuring["at"] = at
         out = np.empty(len(at))
@@ -342,12 +344,12 @@ class Kernels:
     def measure_small(
         self, at: Sequence[int], items: Sequence[int], dtypes: Sequence[str], weights: Sequence[Weights | None]
     ) -> Callable[[], list[Measured]]:
-        """Measure many tensors in one call, with the fingerprint at the origin for tensors with weights.
+        """Measure many small tensors in one call. Tensors with weights also get the fingerprint at the origin.
 
-        The result is a function that returns the statistics of each tensor, also when the tensors are gone. The
-        interpreter's lock is held during the call, so the tensors should have about `HELD_BYTES` together. Only the
-        arguments take a Python statement for each tensor. `at` are the addresses, and `items` the numbers of elements.
-        Each dtype is one of `TOGETHER_KINDS`.
+        Return a function that returns the statistics of each tensor, also after the tensors are gone. The interpreter's
+        lock is held during the call, so all tensors together should have about `HELD_BYTES`. Only the arguments take a
+        Python statement per tensor. `at` has the addresses, and `items` the numbers of elements. Each dtype is one of
+        `TOGETHER_KINDS`.
         """
         measuring = np.zeros(len(at), _MEASURING_ITEMS)
         measuring["at"], measuring["items"], measuring["kind"] = at, items, [KINDS[dtype] for dtype in dtypes]
@@ -380,10 +382,7 @@ class Kernels:
         self._planes(address(data), items, item_bytes, planes[0], planes[-1], address(out), items)
 
     def huffman(self, data: _Bytes, item_bytes: int, plane: int, out: _Bytes) -> int:
-        """Write a byte plane as Zstandard frames to the front of `out`, by entropy coding alone, without matches.
-
-        The number of bytes of `out` that the frames take is returned.
-        """
+        """Write a byte plane to `out` as Zstandard frames, by entropy coding alone. Return the bytes taken."""
         items = len(data) // item_bytes
         num_written = self._huffman(
             address(data), items, item_bytes, plane, address(out), len(out), self._of_thread.scratch
@@ -393,10 +392,10 @@ class Kernels:
         return int(num_written)
 
     def encode(self, data: _Bytes, item_bytes: int, num_framed: int, out: _Bytes) -> int:
-        """Write the first planes as `huffman` does, then the other planes unchanged, to `out`; return the bytes taken.
+        """Write the first planes to `out` as `huffman` does, then the other planes unchanged. Return the bytes taken.
 
-        The result is a payload of encoding ``planes`` (for elements of one byte: ``raw``) if all planes are framed,
-        else of encoding ``planes_plain``, which begins with the length of the frames.
+        If all planes are framed, this is a payload of encoding ``planes`` (``raw`` for elements of one byte). Otherwise
+        it is one of ``planes_plain``, which begins with the length of the frames.
         """
         items = len(data) // item_bytes
         num_written = self._encode(
@@ -407,10 +406,10 @@ class Kernels:
         return int(num_written)
 
     def sample(self, data: _Bytes, item_bytes: int, slices: int, slice_items: int, out: _Bytes) -> tuple[int, int]:
-        """Copy all byte planes of slices spread evenly over the data to the front of `out`, end to end.
+        """Copy the byte planes of evenly spaced slices of the data to the front of `out`, end to end.
 
-        Return the number of elements of the slices (all elements of short data), and the approximate number of bytes
-        that `huffman` makes of the first plane.
+        Return the number of elements in the slices (of short data, all elements), and about how many bytes `huffman`
+        makes of the first plane.
         """
         items = len(data) // item_bytes
         num_items = min(items, slices * slice_items)
@@ -425,17 +424,17 @@ class Kernels:
 def _measured(statistics: tuple[Any, ...], weights: Weights | None) -> Measured:
     fingerprint, count = statistics[13:]
     known = statistics[:13] if count else (*(None,) * 10, *statistics[10:13])
-    # This makes the same tuple as `Measured(...)`, in a third of the time.
+    # This makes the tuple that `Measured(...)` makes, in a third of the time.
     return tuple.__new__(Measured, (*known, None if weights is None else fingerprint, None, None, None))
 
 
 @lru_cache(maxsize=1)
 def parallel_region() -> int:
-    """Return the address of `GOMP_parallel` of the OpenMP runtime that torch has loaded; 0 if there is none.
+    """Return the address of `GOMP_parallel` in the OpenMP runtime that torch has loaded. Return 0 without one.
 
-    Training's threads wait in this runtime between two operations, so a measurement costs no thread of its own. The
+    Training's threads wait in this runtime between two operations, so a measurement needs no threads of its own. The
     runtimes of LLVM and Intel have the function, too. If several runtimes are loaded, only one in a folder of torch
-    counts, because another runtime would start threads in addition to those of training.
+    counts, because another one would start more threads.
     """
     with contextlib.suppress(OSError, AttributeError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
@@ -448,16 +447,16 @@ def parallel_region() -> int:
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Return the address at which a contiguous array begins."""
+    """Return the address of a contiguous array."""
     try:
-        # For writable memory, this takes a quarter of the time of `__array_interface__`.
+        # For writable memory this takes a quarter of the time that `__array_interface__` takes.
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return int(array.__array_interface__["data"][0])
 
 
 def _check_whole(path: Path) -> None:
-    """Check that a shared library is as long as its header says; its table of sections comes last in the file."""
+    """Raise ValueError if a library file is cut short. Its header says where its last part, the sections, ends."""
     with path.open("rb") as file:
         size, header = os.fstat(file.fileno()).st_size, file.read(_ELF_HEADER.size)
     if len(header) < _ELF_HEADER.size or not header.startswith(_ELF_64_LITTLE):
@@ -476,7 +475,7 @@ class LoadedKernels(NamedTuple):
 
 @lru_cache(maxsize=1)
 def find() -> LoadedKernels:
-    """Load the library of compiled loops, once in a process. Never raises."""
+    """Load the library of compiled loops, once per process. Never raises."""
     if not LIBRARY.is_file():
         return LoadedKernels(None, "not built")
     try:
@@ -486,12 +485,12 @@ def find() -> LoadedKernels:
 
 
 def load(wanted: bool = True) -> Kernels | None:
-    """Return the library of compiled loops; None if it is not wanted or cannot be used."""
+    """Return the library of compiled loops. Return None if it is not wanted or cannot be used."""
     return find().kernels if wanted else None
 
 
 def in_force(wanted: bool = True) -> str:
-    """Return which code computes, for people and the manifest: ``compiled (avx2)``, or ``python`` and the reason."""
+    """Say which code computes, for people and the manifest: ``compiled (avx2)``, or ``python`` and the reason."""
     if not wanted:
         return "python (native = no)"
     library = find()

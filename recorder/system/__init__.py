@@ -1,1 +1,1 @@
-"""Access to the operating system: processes, descriptors, memory, the log, executors."""
+"""Access to the operating system: processes, file descriptors, memory, logging, executors."""

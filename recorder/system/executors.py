@@ -1,4 +1,4 @@
-"""Executors on other machines: checks that versions are compatible, and makes an executor of a Dask or Ray cluster.
+"""Executors on a Dask or Ray cluster, and the check that its processes have compatible versions.
 
 Nothing here may start a scheduler or a worker.
 """
@@ -24,26 +24,26 @@ from ..errors import ClusterError, not_installed
 
 _CONNECT_S = 10.0
 _WORKERS_S = 10.0
-"""The seconds for which a scheduler may have no worker when the client connects."""
+"""The longest wait for a first worker after connecting."""
 _ALONE_S = 60.0
-"""The seconds for which a scheduler may have no worker during the work: Dask soon restarts a killed worker."""
+"""The longest time without workers during the work. Dask soon restarts a killed worker."""
 _LOOK_S = 1.0
 _RAY_PORT = 10001
-"""The port of a Ray cluster for clients, if the address names no port."""
+"""The port of a Ray cluster if its address has none."""
 _RAY_TRIES = 3
-"""The most tries to connect to Ray. Ray's head forks a process for each try, and 8 of 73 such processes died in gRPC's
+"""The most tries to connect to Ray. Ray's head forks a process for each try. 8 of 73 such processes died in gRPC's
 handler of forks (https://github.com/ray-project/ray/issues/63202), which Ray's client reports after 40 s."""
 _LOST = "the scheduler of the cluster is gone"
 _KILLED = "several workers died over the same unit of work (see their logs: most likely they need more memory)"
 _PACKAGES = ("torch-recorder", "pyarrow", "numpy", "zstandard", "ml_dtypes")
-"""The packages whose versions decide the bytes of the results."""
+"""The packages whose versions affect the bytes of results."""
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that another process must have to work for this one."""
+    """Return the package versions that another process needs in order to work for this one."""
     wanted = {"python": ".".join(map(str, sys.version_info[:2]))}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(name: str, installed: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
-    """Raise ClusterError if a process has other versions than this one, and might compute other bytes."""
+    """Raise ClusterError if a process has other versions than this one, because its bytes might differ."""
     for package, own_version in wanted.items():
         their_version = installed.get(package)
         if their_version in (None, "None"):
@@ -64,16 +64,16 @@ def check_versions(name: str, installed: Mapping[str, Any], wanted: Mapping[str,
 
 
 def worker_name() -> str:
-    """Return the name of this process in messages."""
+    """Return this process's name for messages."""
     return f"worker {socket.gethostname()} (process {os.getpid()})"
 
 
 _kept: dict[int, tuple[bytes, Any]] = {}
-"""For each thread of a worker, by its id: its last key, and the object that the thread has made for the key."""
+"""For each thread of a worker, by its id: its latest key, and the object made for that key."""
 
 
 def keep(question: bytes, make: Callable[[], T]) -> T:
-    """Return this thread's object for a key; for a new key, drop the old object and make a new one."""
+    """Return this thread's object for a key. A new key drops the old object and makes a new one."""
     thread = threading.get_ident()
     if thread in _kept and _kept[thread][0] == question:
         return _kept[thread][1]  # type: ignore[no-any-return]
@@ -85,15 +85,15 @@ def keep(question: bytes, make: Callable[[], T]) -> T:
 
 
 def drop_all() -> None:
-    """Drop the objects of all threads, because a removed run occupies the disk while its shards are mapped."""
+    """Drop the objects of all threads. A removed run occupies the disk as long as its shards are mapped."""
     _kept.clear()
     gc.collect()
 
 
 def open_cluster(address: str) -> AbstractContextManager[tuple[Executor, int]]:
-    """Enter the workers of a Dask or Ray cluster as an executor, and the number of calls that they run at once.
+    """Enter a Dask or Ray cluster. Yield its executor and the number of calls that the executor runs at once.
 
-    ClusterError is raised if there is no cluster, or if it has no workers or workers of other versions.
+    Raises ClusterError if there is no cluster, or if it has no workers, or workers of other versions.
     """
     return _open_ray(address) if address.startswith("ray://") else _open_dask(address)
 
@@ -148,7 +148,7 @@ def _open_ray(address: str) -> Iterator[tuple[Executor, int]]:
 
     try:
         parts = urlsplit(address)
-        # The address is tried first, because Ray's own client looks for a missing cluster for 35 s.
+        # The address is tried first: Ray's own client searches for a missing cluster for 35 s.
         socket.create_connection((parts.hostname or "", parts.port or _RAY_PORT), _CONNECT_S).close()
         connect = partial(ray.init, address, logging_level=logging.CRITICAL, log_to_driver=False)
         client = _connect_ray(address, connect)
@@ -189,7 +189,7 @@ def _call(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 class _ClusterExecutor(Executor):
-    """An executor of a cluster's own futures. Failures become `ClusterError`; nobody waits for absent workers."""
+    """An executor on a cluster. Failures become `ClusterError`. Calls fail if all workers are gone for a time."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _ClusterExecutor(Executor):
         num_workers: Callable[[], int],
         explain: Callable[[BaseException], BaseException | str],
     ) -> None:
-        """Watch the cluster. `explain` turns a future's error into the function's error or a text about the cluster."""
+        """Watch the cluster. `explain` turns a future's error into the error of the called function, or a text."""
         self.num_workers = num_workers
         self._address = address
         self._start = start
@@ -233,7 +233,7 @@ class _ClusterExecutor(Executor):
             future.set_exception(ClusterError(f"{self._address}: {told}") if isinstance(told, str) else told)
 
     def _look_after(self) -> None:
-        """Fail the pending calls once the cluster has lost its last worker, because they would wait for ever."""
+        """Fail the pending calls once the last worker is gone, because they would wait for ever."""
         alone_s = 0.0
         while alone_s < _ALONE_S:
             if self._is_closed.wait(_LOOK_S):
@@ -266,7 +266,7 @@ def _ray_failure(error: BaseException) -> BaseException | str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Dask's log lines about lost connections off the terminal; losses that matter raise a `ClusterError`."""
+    """Silence Dask's log lines about lost connections. A loss that matters raises a `ClusterError`."""
     import distributed
 
     assert distributed  # the import configures distributed's loggers
@@ -287,7 +287,7 @@ def _connect(address: str) -> Any:
     from distributed.comm.registry import backends
 
     try:
-        # A Dask client needs 20 s to find such errors itself, and writes a traceback when it is garbage-collected.
+        # A Dask client finds such errors only after 20 s, and writes a traceback when it is garbage-collected.
         scheme, host_port = parse_address(address)
         if scheme not in backends:
             raise ValueError(f"{scheme}:// is not known")

@@ -1,11 +1,11 @@
-"""Logs the library's lines through `logging`, but never on standard output, and without waiting.
+"""Logs the package's lines through `logging`, never to standard output, and without waiting.
 
 Standard output belongs to the program, and another program may parse it. Standard error may be a full pipe that nobody
-reads: a line to it must delay neither the thread that writes it nor the end of the process. Nothing here may change the
+reads. A line to it must delay neither the thread that writes it nor the end of the process. Nothing here may change the
 program's logging.
 
-Any thread may add an event. Only the writer thread, or the thread that ends the recording, logs the event, because a
-log handler may write to a slow or full disk. An exception of such a handler is not passed on.
+Any thread may add an event. Only the writer thread, or the thread that ends the recording, logs it, because a log
+handler may write to a slow or full disk. An exception of such a handler is not passed on.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from .processes import loaded
 
 _WINDOW_S = 300.0
-"""The seconds over which a `LimitedLog` counts the lines of a kind."""
+"""The period in seconds for which a `LimitedLog` limits lines."""
 
 
 def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
-    """Log a line, as `logger.log` does, but to standard error if a handler would write it to standard output.
+    """Log a line as `logger.log` does, but to standard error if a handler would write it to standard output.
 
-    The line has the format that the handler gives it, and the handler's level and filters apply. If another handler
-    writes the line to standard error anyway, the line appears once. If logging is not configured, a line of level
-    WARNING or above goes to standard error, as Python's default does, after the name of the package. An exception of a
-    handler of the program is raised here.
+    The line has the handler's format, and the handler's level and filters apply. If another handler writes it to
+    standard error anyway, it appears once. If logging is not configured, lines of level WARNING or above go to standard
+    error, as is Python's default, with the package's name before them. An exception of a program's handler is raised
+    here.
     """
     if not logger.isEnabledFor(level):
         return
@@ -62,9 +62,10 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
 
 
 def _write(text: str) -> None:
-    """Write lines to standard error, at the beginning of a line even if tqdm draws a bar there.
+    """Write lines to standard error, from the start of a line even if tqdm has drawn a bar there.
 
-    A terminal shows the bar again below the lines. tqdm's own `write` takes a lock for which a thread may have to wait.
+    A terminal shows the bar again below the lines. tqdm's own `write` is not used: it takes a lock, for which a thread
+    may have to wait.
     """
     if sys.stderr is not None:
         tqdm = loaded("tqdm.std", "tqdm")
@@ -75,7 +76,7 @@ def _write(text: str) -> None:
 
 
 class _OnStandardError(logging.Handler):
-    """Replaces `logging.lastResort`, whose lines do not name the package."""
+    """Stands in for `logging.lastResort`, whose lines do not name the package."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _write(f"{self.format(record)}\n")
@@ -86,7 +87,7 @@ _unconfigured.setFormatter(logging.Formatter("recorder: %(message)s"))
 
 
 def say(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
-    """Log a line as `log` does, but ignore exceptions of the program's handlers, whose disk may be failing, too."""
+    """Log a line as `log` does, but ignore exceptions of the program's handlers. Their disk may be failing, too."""
     with contextlib.suppress(Exception):
         log(logger, level, text, *args, exc_info=exc_info)
 
@@ -97,12 +98,12 @@ def tell(
     deadline_s: float,
     is_first: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Log lines at level INFO so that users see them even if they have not configured logging.
+    """Log lines at level INFO that users see even if logging is not configured.
 
-    If logging is not configured, the lines go to standard error. Otherwise the user's levels and handlers decide,
-    except that a handler for standard output writes them to standard error. `lines` is called once there is room for
-    the lines; the wait for room takes at most `deadline_s`. `is_first` is called last; it returns False if another
-    thread has begun to write the lines.
+    If it is not configured, the lines go to standard error. Otherwise the user's levels and handlers decide, except
+    that a handler for standard output writes to standard error. `lines` is called once the streams have room; the wait
+    for room takes at most `deadline_s`. `is_first` is called last, and returns False if another thread has begun to
+    write.
     """
     with contextlib.suppress(Exception):
         root = logging.getLogger()
@@ -125,20 +126,20 @@ def tell(
 
 
 class LimitedLog:
-    """A log with at most `max_lines` lines of each kind per five minutes. Only one thread may use it."""
+    """A log with at most `max_lines` lines of each kind per five minutes. Used by one thread."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, max_lines: int = 1) -> None:
-        """Begin with no lines logged. In five minutes of the clock, at most `max_lines` lines of a kind are logged."""
+        """Make a log in which no line is logged yet. `clock` returns seconds."""
         self._logger = logger
         self._clock = clock
         self._max_lines = max_lines
         self._windows: dict[str, tuple[float, int]] = {}
-        """For each kind of line: the start of the current five minutes, and the number of lines logged since then."""
+        """For each kind of line: the start of its current five minutes, and the lines logged since then."""
 
     def say(
         self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
     ) -> bool:
-        """Log `message`, and `exception`'s traceback at DEBUG; return False if the limit or full streams forbid it."""
+        """Log `message`, and at DEBUG the traceback. Return False if the limit or a full stream prevents it."""
         self.begin_anew(kind)
         since_s, num_said = self._windows.get(kind, (self._clock(), 0))
         if num_said >= self._max_lines or not can_say(self._logger):
@@ -150,7 +151,7 @@ class LimitedLog:
         return True
 
     def begin_anew(self, kind: str) -> bool:
-        """Begin the next five minutes of a kind if the previous five are over; return whether they are over."""
+        """Begin the next five minutes of a kind if the current ones are over. Return whether they were."""
         now = self._clock()
         if now - self._windows.get(kind, (now, 0))[0] < _WINDOW_S:
             return False
@@ -159,13 +160,13 @@ class LimitedLog:
 
 
 def can_say(logger: logging.Logger, deadline_s: float = 0.0) -> bool:
-    """Whether every stream to which `logger` writes can take a line now, or before the deadline."""
+    """Whether all streams of `logger` can take a line now, or before the deadline."""
     until_s = time.monotonic() + deadline_s
     return all(has_room(stream, max(until_s - time.monotonic(), 0.0)) for stream in _streams(logger))
 
 
 def has_room(stream: Any, deadline_s: float) -> bool:
-    """Whether a short text can be written to a stream without waiting: a pipe that is not full takes a page at once."""
+    """Whether a short text can be written to a stream without waiting. A pipe that is not full takes a page at once."""
     if stream is None or getattr(stream, "closed", False):
         return False
     try:
@@ -179,7 +180,7 @@ def has_room(stream: Any, deadline_s: float) -> bool:
 
 
 def _streams(logger: logging.Logger) -> Iterator[Any]:
-    """Yield the streams to which `logger` writes a line: standard error if it has no handlers."""
+    """Yield the streams to which `logger` writes. Without handlers this is standard error."""
     if not logger.hasHandlers():
         yield sys.stderr
     for handler in _handlers(logger):
@@ -196,7 +197,7 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 
 
 def _stream(handler: logging.Handler) -> Any:
-    """Return the stream that a handler writes to; rich's handler has a console in between."""
+    """Return the stream of a handler. The handler of rich has it in a console."""
     stream = getattr(handler, "stream", None)
     return stream if stream is not None else getattr(getattr(handler, "console", None), "file", None)
 
@@ -215,27 +216,27 @@ def _writes_to_stdout(handler: logging.Handler) -> bool:
 
 _logger = logging.getLogger("recorder")
 _MAX_KEPT_OF_A_KIND = 100
-"""The most events of one kind that the manifest lists. Later events share a single entry with a count."""
+"""The most events of one kind that the manifest lists. Later ones share one entry with a count."""
 _REST = "\0rest"
-"""The key of the single entry for all events of a kind that have no entry of their own."""
+"""The key of the shared entry for events of a kind that have no entry of their own."""
 _MAX_LINES = 5
-"""The most lines of one kind in five minutes. One more line gives the number of suppressed lines."""
+"""The most lines of one kind in five minutes. One more line says how many were suppressed."""
 
 
 class _HeldBack:
-    """The events of one kind that were not logged, because the limit of lines was reached."""
+    """The events of one kind that were not logged because of the limit."""
 
     __slots__ = ("level", "num_lines", "num_unkept")
 
     def __init__(self) -> None:
         self.num_lines = 0
         self.num_unkept = 0
-        """The number of events, among those without an entry of their own, that the counts logged so far include."""
+        """The number of events without own entries that the logged counts include so far."""
         self.level = logging.INFO
 
 
 class Events:
-    """A bounded list of events, with one entry and a count for each kind and key."""
+    """A bounded list of events. Equal kinds and keys share one entry with a count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._kept: dict[tuple[str, str], dict[str, Any]] = {}
@@ -255,7 +256,7 @@ class Events:
         exception: BaseException | None = None,
         whose: str = "",
     ) -> None:
-        """Add an event; the first of its kind and key will be logged, after the text `whose`. Any thread, no wait."""
+        """Add an event. The first of its kind and key will be logged, after `whose`. Any thread; never waits."""
         known = self._kept.get((kind, key)) or self._kept.get((kind, _REST))
         if known is not None:
             known["count"] += 1
@@ -270,7 +271,7 @@ class Events:
         self.has_changed = True
 
     def say(self, *, is_last: bool = False) -> None:
-        """Log the events since the last call: a few lines of each kind, then a count; `is_last` logs all counts now."""
+        """Log the events since the last call: some lines of each kind, then a count. `is_last`: log all counts now."""
         if not can_say(_logger):
             return  # the event is not logged, but the manifest has it
         while self._unsaid:

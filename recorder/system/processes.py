@@ -1,9 +1,9 @@
-"""Facts and services of the operating system: cores, imported modules, processes, memory, descriptors and locks.
+"""The operating system: cores, imported modules, processes, memory, file descriptors and locks.
 
-A process id alone does not identify a process: the kernel reuses ids, and each container has its own. A program that
-becomes a daemon closes every descriptor, even the recorder's, and the kernel reuses their numbers for the next files
-that the program opens. Nothing here may signal a process, import a module of the program, or write to or close a
-descriptor that is no longer the recorder's.
+A process id alone does not identify a process, because the kernel reuses ids, and each container has its own. A program
+that becomes a daemon closes every descriptor, even the recorder's. The kernel then gives their numbers to files that
+the program opens. Nothing here may signal a process, import a module of the program, or write to or close a descriptor
+that is no longer the recorder's.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..errors import ConfigError, WriteError
 
 _T = TypeVar("_T")
 _IMPORT_S = 1.0
-"""A child process that used fewer seconds of processor time than this cannot have imported torch."""
+"""A child process that used less processor time than this, in seconds, cannot have imported torch."""
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_program() -> bool:
-    """Whether this process runs a program of the user, and does the work itself instead of a child process.
+    """Whether this process runs a user's program and does the work itself, not in child processes.
 
-    The result is False if Python runs no file, or an installed file, as in launchers and compile workers. It is also
-    False if the children used more processor time than an import of torch, because then a user's file is a launcher.
+    The result is False for launchers and compile workers, in which Python runs no file or an installed file. It is also
+    False if children used more processor time than an import of torch takes: the user's file is then a launcher.
     """
     main = Path(next(iter(sys.argv), ""))  # `__main__` has lost its file when exit functions run
     parent = loaded("multiprocessing", "parent_process")
@@ -52,16 +52,16 @@ def is_program() -> bool:
 
 
 def own_process() -> dict[str, Any]:
-    """Return the members that identify this process in a manifest; `runs` reads them."""
+    """Return the entries of a manifest that identify this process. `runs` reads them."""
     pid = os.getpid()
     return {"host": os.uname().nodename, "pid": pid, "process": f"{_realm()}:{_started(pid)}"}
 
 
 def runs(host: str, pid: int, process: str | None) -> bool | None:
-    """Whether the process that wrote a manifest still runs on this host; None if this process cannot find out.
+    """Whether the process that wrote a manifest still runs. Return None if this process cannot find out.
 
-    It cannot find out about a process on another host, in another container or before a reboot of this host. `process`
-    distinguishes processes with the same id; None if the manifest has no such text.
+    It cannot find out about a process on another host, in another container, or from before a reboot. `process` tells
+    apart processes with the same id; it is None if the manifest has no such text.
     """
     if host != os.uname().nodename or pid <= 0:
         return None
@@ -74,7 +74,7 @@ def runs(host: str, pid: int, process: str | None) -> bool | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process with an id exists and has not ended; a zombie has ended."""
+    """Whether a process exists and has not ended. A zombie has ended."""
     if _stat(pid)[:1] == ["Z"]:
         return False
     try:
@@ -87,7 +87,7 @@ def _exists(pid: int) -> bool:
 
 
 def _realm() -> str:
-    """Return a text with the ids of this kernel's boot and of the namespace of process ids; empty without /proc."""
+    """Return a text that identifies this boot of the kernel and the namespace of process ids. Empty without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
@@ -100,7 +100,7 @@ def _started(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty without /proc, or if the process has ended."""
+    """Return the fields of /proc/PID/stat from the state on. Empty without /proc or after the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -108,16 +108,16 @@ def _stat(pid: int) -> list[str]:
 
 
 def loaded(module_name: str, name: str) -> Any:
-    """Return an attribute of a module if the program has imported the module; else None."""
+    """Return an attribute of a module if the program has imported it. Return None if not."""
     return getattr(sys.modules.get(module_name), name, None)
 
 
 def live_instances(*of: type[_T]) -> list[_T]:
-    """Return the live instances of classes and their subclasses, by type alone, so that no lazy object is loaded.
+    """Return the live instances of classes and their subclasses. Only types are compared, so no lazy object is loaded.
 
-    The interpreter runs no Python for each object, so that 361,000 objects take 0.02 s and not 0.1 s. The list of all
-    objects must stay in this function and out of any closure: a list that contains its own cell is a cycle, which
-    keeps every object of the program alive until the collector's next full pass.
+    No Python runs for each object, so 361,000 objects take 0.02 s and not 0.1 s. The list of all objects must stay in
+    this function and out of any closure. A list that contains its own cell is a cycle, which would keep every object of
+    the program alive until the collector's next full pass.
     """
     kinds: list[type] = [*of]
     for one in kinds:
@@ -128,7 +128,7 @@ def live_instances(*of: type[_T]) -> list[_T]:
 
 
 def comes_from_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the program raised this error while our code ran, so that we must not catch it."""
+    """Whether the program's signal handler raised this error while our code ran. Such an error must not be caught."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     codes = {code for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
     trace = error.__traceback__
@@ -144,20 +144,20 @@ _WIPE_ON_FORK = 18
 
 
 _MIN_NS = 250_000_000
-"""The least time in nanoseconds that a thread must have run or waited before `CoreShare` gives a result."""
+"""The nanoseconds that a thread must have run or waited before `CoreShare` gives a result."""
 
 
 class CoreShare:
-    """Measures whether the calling thread gets a core when it wants one. Works only on Linux."""
+    """Measures whether the calling thread gets a CPU core when it wants one. Works only on Linux."""
 
     def __init__(self) -> None:
         self._ran_ns = self._waited_ns = 0
 
     def look(self) -> float | None:
-        """Return the fraction of the thread's time, since the last result, in which it did not wait for a core.
+        """Return the fraction of the thread's time since the last result in which it did not wait for a core.
 
-        The result is None if the kernel does not measure this, or if the thread has not run or waited for a quarter of
-        a second yet. A wait for the disk or for the interpreter's lock does not count.
+        Return None if the kernel does not measure this, or if the thread has not run or waited for a quarter of a
+        second yet. A wait for the disk or for the interpreter's lock does not count.
         """
         try:
             with open("/proc/thread-self/schedstat", encoding="ascii") as file:
@@ -172,15 +172,15 @@ class CoreShare:
 
 
 def private_memory(nbytes: int) -> mmap.mmap:
-    """Return page-aligned memory that is empty in forked children; pages that are not touched cost nothing.
+    """Return page-aligned memory. It is empty in forked children, and pages that are not touched cost nothing.
 
-    The pages are large if the system has large pages, because a direct write pins each page that it reads from.
+    Large pages are used if the system has them, because a direct write pins each page that it reads from.
 
     Raises:
         OSError: no memory is left.
     """
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # MADV_DONTFORK is not used: a child that frees the memory would unmap whatever the kernel has mapped there since.
+    # MADV_DONTFORK is not used. A child that frees the memory would unmap whatever the kernel has mapped there since.
     for advice in (_WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
         with contextlib.suppress(OSError):
             region.madvise(advice)
@@ -188,13 +188,13 @@ def private_memory(nbytes: int) -> mmap.mmap:
 
 
 class Descriptor(int):
-    """A file descriptor that remembers for which file it was opened. It is an `int`, and is used as one."""
+    """A file descriptor that remembers its file. It is an `int`, and is used as one."""
 
     _file: tuple[int, int]
 
     @classmethod
     def of(cls, number: int) -> Descriptor:
-        """Return a new descriptor as a `Descriptor`; close it and raise if its file cannot be identified."""
+        """Return a new descriptor as a `Descriptor`. If its file cannot be identified, close it and raise OSError."""
         try:
             status = os.fstat(number)
         except OSError:
@@ -206,7 +206,7 @@ class Descriptor(int):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the descriptor still refers to the file for which it was opened."""
+        """Whether the descriptor still refers to the file that was opened."""
         try:
             status = os.fstat(self)
         except OSError as error:
@@ -215,14 +215,14 @@ class Descriptor(int):
 
 
 def require_ours(descriptor: int) -> None:
-    """Raise EBADF for a closed descriptor, as the kernel does, even if its number is in use again."""
+    """Raise OSError (EBADF) if the descriptor was closed, even if its number is in use again."""
     if isinstance(descriptor, Descriptor) and not descriptor.is_ours:
         raise OSError(errno.EBADF, "somebody else closed the descriptor")
 
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, work: str) -> Iterator[None]:
-    """Lock a folder, if its file system supports locks. WriteError: another process does the same `work` in it."""
+    """Lock a folder, if its file system has locks. Raises WriteError if another process does the same `work` in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -236,7 +236,7 @@ def locked_folder(folder: Path, work: str) -> Iterator[None]:
 
 
 def sync_directory(path: Path | str) -> None:
-    """Make the names in a directory durable, if the file system supports this."""
+    """Make the names in a directory durable, if the file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -246,7 +246,7 @@ def sync_directory(path: Path | str) -> None:
 
 
 def set_malloc(**parameters: int) -> None:
-    """Set parameters of glibc's allocator for this process, by their ``mallopt`` names in malloc.h."""
+    """Set parameters of glibc's allocator, by their ``mallopt`` names in malloc.h."""
     numbers = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_ARENA_MAX": -8}
     import ctypes
 
@@ -257,12 +257,12 @@ def set_malloc(**parameters: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host address."""
+    """Return whether a host address can be reached from this machine alone."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def tls_context(certificate: str | os.PathLike[str], setting: str) -> Any:
-    """Return a server's TLS context from a PEM file. ConfigError, which names the setting: the file is unusable."""
+    """Return a server's TLS context from a PEM file. Raises ConfigError, which names `setting`, for a bad file."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""Counts, lists, sizes and times as text for people, and values for JSON.
+"""Formats counts, lists, sizes and times for people, and values for JSON.
 
 A long list is cut, and ends with the number of omitted items.
 """
@@ -14,13 +14,13 @@ from typing import Any
 MAX_CELL = 200
 """The most characters of a text that `printable` returns."""
 _MAX_MEMBERS = 8
-"""The most numbers that a pattern such as ``{0,2,5}`` lists; of more numbers, the middle is left out."""
+"""The most numbers in a pattern such as ``{0,2,5}``. If there are more, the middle is left out."""
 _MAX_DEPTH = 50
-"""The most levels of a JSON document. Deeper parts of untrusted input become ``...``."""
+"""The most levels of JSON. Deeper parts of untrusted input become ``...``."""
 
 
 def plural(noun: str, number: int) -> str:
-    """Return a noun for a number of things: ``row``, ``rows``; ``batch``, ``batches``."""
+    """Return a noun in the singular or plural: ``row``, ``rows``; ``batch``, ``batches``."""
     return noun if number == 1 else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
 
 
@@ -47,13 +47,13 @@ def steps_in_words(steps: Sequence[int], noun: str = "step") -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, with its middle left out if it has more than `most` characters."""
+    """Return a text. If it has more than `most` characters, the middle is left out."""
     half = most // 2 - 1
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def one_line(value: object) -> str:
-    """Return any object as text on one line, without control characters, even if `str` fails for the object."""
+    """Return any object as text on one line without control characters, even if `str` fails for it."""
     try:
         text = str(value)
     except Exception:  # a class of the program may raise anything
@@ -77,7 +77,7 @@ def size(num_bytes: int) -> str:
 
 
 def moment(time_ns: int) -> str:
-    """Return a wall clock time as text in local time; empty for 0 and times out of range."""
+    """Return a wall clock time as text in local time. Empty for 0 and for times out of range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9)) if time_ns > 0 else ""
     except (OverflowError, OSError, ValueError):
@@ -85,12 +85,12 @@ def moment(time_ns: int) -> str:
 
 
 def printable_line(text: object) -> str:
-    """Return untrusted input on one line, as `printable` does, but of any length."""
+    """Return untrusted input on one line of any length, otherwise as `printable` does."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
 
 
 def printable(text: object) -> str:
-    """Return untrusted input on one line, of bounded length, without control characters that a terminal would obey."""
+    """Return untrusted input on one line of bounded length, without control characters for terminals."""
     shown = printable_line(text)
     return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 3] + "..."
 
@@ -105,7 +105,7 @@ def number(value: float | int | None) -> str:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as a range, with their number if some in between are missing: ``0..100 (57)``."""
+    """Return sorted numbers as a range, such as ``0..100``. If some are missing, add the count: ``0..100 (57)``."""
     if not numbers:
         return ""
     first, last = numbers[0], numbers[-1]
@@ -116,7 +116,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def grouped(paths: Sequence[str]) -> list[str]:
-    """Return paths in quotes; if paths differ only in numbers and all combinations occur, they become one pattern."""
+    """Return paths in quotes. Paths that differ only in numbers, in all combinations, become one pattern."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     for path in paths:
         parts = path.split(".")
@@ -159,7 +159,7 @@ def bytes_of_setting(value: int) -> str:
 
 
 def for_json(value: Any, depth: int = 0) -> Any:
-    """Return a value that JSON can represent: keys become texts, and numbers that are not finite become null."""
+    """Return a value that JSON can represent. Keys become texts, and NaN and infinities become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if not isinstance(value, (Mapping, list, tuple)):
