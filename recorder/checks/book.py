@@ -28,7 +28,7 @@ RULES: tuple[type[CheckRule], ...] = (
     comparing.OutlierRank, comparing.Replica, values.Data, comparing.RunningStatistics, activations.DeadUnits,
     activations.OutlierUnits, activations.LowPrecision, comparing.Width, comparing.Unusual, comparing.Invariant,
 )  # fmt: skip
-"""All rules that come with the recorder; a user may add others."""
+"""All rules that come with the recorder. A user may add others."""
 ENTRY_POINTS = "recorder.checks"
 """The group of entry points by which an installed package adds rules. Each entry point names one `CheckRule`."""
 _OWN = "rule"
@@ -38,7 +38,7 @@ _STATISTICS = (
     "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count", "numel"
 )  # fmt: skip
 _MAX_BYTES = 1 << 20
-"""The largest settings file that is read; people write smaller files."""
+"""The most bytes of a settings file. People write smaller files."""
 
 Thresholds = dict[str, dict[str, float]]
 """Maps a rule's name and a setting's name to the number that replaces the setting's default."""

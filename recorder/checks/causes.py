@@ -63,7 +63,7 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("saturated", Link.NEAR, ("no_gradient", "vanishing")),
     ("no_gradient", Link.LATER, ("loss",)),
 )  # fmt: skip
-"""The rule of a cause, where its consequences must be, and their rules. Causes are looked for in this order."""
+"""The rule of a cause, the place of its consequences, and the rules of these. Causes are looked for in this order."""
 _RULES = list(dict.fromkeys(rule for rule, link, _ in _LINKS if link is not Link.RATE))
 """The rules whose findings can be causes, in the order of causes. A risen learning rate does not count here."""
 

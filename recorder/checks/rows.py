@@ -89,7 +89,7 @@ class Catalog:
         """By lane (a series on one rank), the rank; -1 for a value that all ranks have in common."""
         self.part_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on a rank), the number of the part of the batch that the rank works on. Ranks may share
-        it."""
+        one."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []
@@ -114,7 +114,7 @@ class Catalog:
         return self.about[int(self.series_of[lane])]
 
     def class_of(self, key: SeriesKey) -> str:
-        """Return the class name of the module that a series belongs to; empty where the class is not known."""
+        """Return the class name of the module that a series belongs to. Return an empty string if it is not known."""
         module = self.modules.get((key.root, key.module_path))
         return "" if module is None else module.class_name
 
@@ -127,7 +127,7 @@ class Catalog:
         return known
 
     def find(self, key: SeriesKey, rank: int) -> int | None:
-        """Return the lane (index) of a series on a rank; None if the rank has no row of the series."""
+        """Return the lane (index) of a series on a rank. Return None if the rank has no row of the series."""
         series = self._number_of.get(key)
         return None if series is None else self._lane_of.get(series * _MAX_RANK + rank + 1)
 
@@ -318,7 +318,10 @@ def ends(lanes: Integers) -> Flags:
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return the number before each row in its lane (value and rank). The rows are sorted by lane."""
+    """Return the number before each row in its lane (a value on one rank). The rows are sorted by lane.
+
+    `memory` has each lane's last number of earlier batches, and gets the last one of this batch.
+    """
     before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]
@@ -327,7 +330,10 @@ def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """Return the first number of each row's lane (value and rank), as kept in `memory`. Rows are sorted by lane."""
+    """Return the first number that each row's lane (a value on one rank) ever had. The rows are sorted by lane.
+
+    `memory` keeps the first numbers between batches.
+    """
     firsts = np.flatnonzero(begins(lanes))
     new = firsts[np.isnan(memory[lanes[firsts]])]
     memory[lanes[new]] = values[new]
@@ -335,7 +341,10 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return how many flagged rows in succession end at each row. The rows are sorted by lane (value and rank)."""
+    """Return how many flagged rows in succession end at each row. The rows are sorted by lane (a value on one rank).
+
+    `memory` has the lengths at the end of earlier batches, so that a streak may go on in this batch.
+    """
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))

@@ -37,8 +37,7 @@ class Aligned:
     """The number of tokens that both sides have."""
     num_samples: int
     joined_by: str
-    """How the samples of trainer and engine were matched: by the ``names`` that the program gave, or by their
-    ``tokens``."""
+    """How the samples of both sides were matched: by the ``names`` that the program gave, or by their ``tokens``."""
     num_unknown: int
     """The number of calls of the model, in trainer and engine together, whose tokens are not known."""
     step: int
@@ -168,7 +167,7 @@ def align(
 
 
 def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
-    """Return statistics of the differences of the tokens' log-probabilities; None if no token has one on both sides."""
+    """Return statistics of the tokens' log-probability differences. Return None if no token has one on both sides."""
     apart = joined.logprobs[0] - joined.logprobs[1]
     known = np.flatnonzero(~np.isnan(apart))
     if not known.size:
@@ -184,7 +183,7 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
 
 
 def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
-    """Return renames that undo a wrapper around the model of one run alone, such as PEFT's; none if there is none."""
+    """Return renames that undo a wrapper around one run's model, such as PEFT's. Return no renames if there is none."""
     ours, theirs = ({path for _, path in run.modules if path} for run in (trainer, engine))
     for outer, inner in ((ours, theirs), (theirs, ours)):
         last = f".{min(inner, default='')}"

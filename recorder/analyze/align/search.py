@@ -129,8 +129,7 @@ from module to module, but a fault begins at once."""
 _TIMES_NOISE = 10.0
 """A value differs if trainer and engine are more than this many times as far apart as two runs of the engine."""
 _CERTAIN = 0.5
-"""If noise was measured, a difference between this fraction of the bound and the bound may still be a fault at all
-tokens."""
+"""A difference between this fraction of a measured bound and the bound may still be a fault at all tokens."""
 _FLOOR = 0.1
 """A bound from measured noise is at least this fraction of the assumed bound, since a repeated run may show no noise by
 luck. An output that differs by less than this fraction of the bound agrees."""
@@ -171,18 +170,16 @@ class Search:
         self.values: list[ValueApart] = []
         self.experts: dict[str, ExpertsApart] = {}
         self._num_chosen: list[tuple[int, str]] = []
-        """For each router that chooses another number of experts in the engine: the number of values before it, and a
+        """For each router that chooses another number of experts in the engine: the number of earlier values, a
         sentence."""
         self._merged: dict[str, float] = {}
         """Maps the path of each module into which the engine has merged an adapter to the factor of this adapter."""
         self.few_compared = ""
-        """A clause that says how few of the engine's modules both sides recorded; empty if they are at least a
-        fifth."""
+        """A clause that says how few of the engine's modules both sides recorded. Empty if they are a fifth or more."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
-        """The largest of `BOUNDS` for the dtypes so far. The rounding errors of a coarse dtype stay in all later
-        values."""
+        """The largest of `BOUNDS` for the dtypes so far. Rounding errors of a coarse dtype stay in all later values."""
         self.unsure: ValueApart | None = None
         """The farthest apart of the values whose difference may be either rounding or a fault."""
         self.set_aside = ""
@@ -238,7 +235,10 @@ class Search:
         return explained < largest and not num_beyond
 
     def _note_types(self) -> int | None:
-        """Return the index of the first value whose dtypes differ, or None. If it is the very first, just note it."""
+        """Return the index of the first value whose dtypes differ between the two sides; None if there is none.
+
+        If already the first of all values has two dtypes, add a note and return None.
+        """
         self._first_other = next((i for i, one in enumerate(self.values) if one.dtype_trainer != one.dtype_engine), -1)
         if self._first_other:
             return self._first_other if self._first_other > 0 else None
@@ -307,7 +307,10 @@ class Search:
         return not later or any(other.is_beyond.any() for other in later[: 1 if is_of_positions else _MAX_AGREEING])
 
     def _is_of_positions(self, number: int) -> bool:
-        """Return whether a value is an output computed from positions or token ids, or an input equal to one."""
+        """Return whether a value is computed from positions or token ids, as by an embedding.
+
+        This holds for the output of a module with such an input, and for an input that equals such an output.
+        """
         one = self.compared[number]
         if one.name.site == "input":
             outputs = [at for at, of in enumerate(self.compared[:number]) if of.name.site == "output"]
@@ -319,7 +322,10 @@ class Search:
         return any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
 
     def _judged(self, state: WeightState, number: int | None) -> WeightState:
-        """Return the state of a parameter. If only the trainer has it, `MERGED` if an output that it affects agrees."""
+        """Return the state of a parameter, after a decision about one that only the trainer has.
+
+        Such a parameter, as of an adapter, counts as merged if an output that it affects agrees.
+        """
         if state.state != TRAINER_ONLY or not self.values:
             return state
         theirs, path = {name.module_path for name in self._engine.values}, state.module_path
@@ -425,7 +431,7 @@ class Search:
         return ""
 
     def _alone_near(self, path: str) -> str:
-        """Say which module in or around `path` runs on one side alone; empty if both sides have such, or none."""
+        """Say which module in or near `path` runs on one side alone. Empty if none does, or such are on both sides."""
         for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
@@ -453,7 +459,7 @@ class Search:
         return f"{before}, so it is the module itself, or what it is handed{of_attention}: its inputs were not compared"
 
     def _scales_below(self, parent: str) -> str:
-        """Say by which factors adapters of the modules below `parent` are merged; empty if no adapter is."""
+        """Say by which factors adapters of the modules below `parent` are merged. Return "" if no adapter is merged."""
         scales: dict[str, list[str]] = {}
         for of, times in self._merged.items():
             if of.startswith(parent):
@@ -465,7 +471,10 @@ class Search:
         return f", adapters are merged {rest}{odd} times (lora_alpha / r?)"
 
     def _wrong_until(self, number: int) -> list[WeightState]:
-        """Return the wrong parameters of modules that run up to a value, unless their outputs agree. Nearest first."""
+        """Return the wrong parameters that may explain the difference of a value, those of its own module first.
+
+        Modules that run later, or whose outputs agree, are left out.
+        """
         path, order = self.values[number].module_path, list(dict.fromkeys(name[0] for name in self._trainer.values))
         outputs = [one for one in self.values[:number] if one.site == "output"]
         agree = {one.module_path for one in outputs if one.largest < _FLOOR * one.bound}

@@ -16,8 +16,7 @@ _MAX_SAMPLES = 32
 trainer's."""
 _MAX_SHIFT = 4
 _LEAST_SHARED = 4
-"""The least number of equal first tokens for which a message names the trainer's sample beside an unmatched one of the
-engine."""
+"""A message names a sample of the trainer beside the engine's unmatched samples if this many first tokens are equal."""
 _LEAST_ALIKE = 0.8
 """Tokens count as inserted into one of two samples if at least this fraction of the other tokens is equal."""
 _NUM_LOOKED_AT = 64
@@ -41,12 +40,11 @@ class Match(NamedTuple):
     shift: int
     """How many more tokens the trainer's sample has in front; negative if the other side's sample has more."""
     num_joined: int
-    """How many tokens from position 0 on are equal on both sides. If there is a shift, 0 unless the sample is
-    packed."""
+    """How many tokens from position 0 on are equal on both sides. With a shift, 0 unless the sample is packed."""
 
 
 def match_samples(trainer: AlignedRun, other: AlignedRun, *, by_name: bool) -> list[Match | None]:
-    """Return the trainer's sample for each sample of the other side, in order; None for a sample without a match."""
+    """Return the trainer's sample that matches each sample of the other side. An item is None if no sample matches."""
     if by_name:
         numbers = {sample.name: number for number, sample in enumerate(trainer.samples)}
         return [_match(trainer, numbers.get(sample.name), sample.tokens) for sample in other.samples]
@@ -71,7 +69,7 @@ def match_samples(trainer: AlignedRun, other: AlignedRun, *, by_name: bool) -> l
 
 
 def _packed(trainer: AlignedRun, theirs: list[int]) -> Match | None:
-    """Return the trainer's sample that has all of the engine's behind other tokens, which are no padding; or None."""
+    """Return the trainer's sample that has the engine's behind other tokens, or None. Padding does not count."""
     for number, ours in enumerate(sample.tokens for sample in trainer.samples):
         for at in range(_MAX_SHIFT + 1, len(ours) - max(len(theirs), _MAX_SHIFT) + 1) if theirs else ():
             if ours[at] == theirs[0] and ours[at : at + len(theirs)] == theirs and len(set(ours[:at])) > 1:
@@ -80,7 +78,7 @@ def _packed(trainer: AlignedRun, theirs: list[int]) -> Match | None:
 
 
 def _nearest(trainer: AlignedRun, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
-    """Return the trainer's sample that shares the most tokens with a given sample; None if all share few."""
+    """Return the trainer's sample that shares the most tokens with a given one. Return None if all share few."""
     tries = [
         (_num_same(ours, theirs, shift), -abs(shift), -number, shift)
         for number in numbers
@@ -234,8 +232,7 @@ class JoinedTokens:
         """By slot (token number), the positions given to the models of trainer and engine; -1 if none was recorded."""
         self.is_continued = theirs[:, 2] > 0
         self.begins, self.bases = np.arange(num_slots) - theirs[:, 5].astype(np.int64), bases[self.samples]
-        """By slot (token number), the slot at which the token's sample begins: first in the engine, then in the
-        trainer."""
+        """By slot (token number), the slot at which the token's sample begins, in the engine and in the trainer."""
         self.is_joined = (ours[:, 0] * theirs[:, 0]) > 0
         joined = np.flatnonzero(self.is_joined)
         self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
@@ -264,7 +261,10 @@ class JoinedTokens:
 
 
 def _by_slot(side: AlignedRun, num_slots: int) -> Floats:
-    """Return, by slot: is present, given position, is continued, first step, log-probability, position in this run."""
+    """Return the facts about each token of one side, by slot (token number).
+
+    The columns are: is present, given position, is continued, first step, log-probability, position on this side.
+    """
     found = np.zeros((num_slots, 6))
     found[:, 4] = np.nan
     for key, call in reversed(side.calls.items()):

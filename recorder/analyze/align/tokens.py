@@ -90,8 +90,7 @@ class TokensOfCall(NamedTuple):
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
     hashes: npt.NDArray[np.uint64]
-    """The hash of the sample's tokens up to and including this one. A discarded token's hash differs from the
-    sample's."""
+    """The hash of the sample's tokens up to and including this one. The sample has another if this was discarded."""
     is_continued: npt.NDArray[np.bool_]
     """Whether the call continues the token's sample from a cache, as a decoding step does."""
     given: Integers
@@ -116,7 +115,7 @@ class TokensOfCall(NamedTuple):
 
 
 def fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:
-    """Return positions in the shape of the tokens. Return None if neither the size nor that of a single row fits."""
+    """Return positions in the tokens' shape. Return None if their number fits neither all tokens nor one row."""
     if given is None or given.size == 0:
         return None
     if given.size == shape[0] * shape[1]:
@@ -145,8 +144,7 @@ class _Sequence(NamedTuple):
     at: list[int] | None
     """The position of each token in the sample, if the program or an engine says it; else None."""
     before: tuple[int, ...] | None
-    """The place in the cache of the token before the sequence. None if the sequence does not continue from the
-    cache."""
+    """The place in the cache of the token before the sequence. None if the sequence does not go on."""
 
 
 class _CallArguments:
@@ -361,8 +359,7 @@ class AlignedRun:
         """The ids of tokens that a mask has hidden, such as padding."""
         self.calls: dict[CallKey, TokensOfCall] = {}
         self.num_unknown = 0
-        """The number of calls whose tokens are unknown, for example because the beginning of a cache was not
-        recorded."""
+        """The number of calls whose tokens are unknown, for example as a cache's beginning was not recorded."""
         self._named: dict[str, int] = {}
         for _, of_rank in itertools.groupby(keys, lambda key: key[:2]):
             self._last: tuple[int, TokensOfCall] | None = None
@@ -418,7 +415,11 @@ class AlignedRun:
     def _put(
         self, call: _CallArguments, sequence: _Sequence, sample: int, first: int
     ) -> Iterator[tuple[int, int, int, int, bool]]:
-        """Add a sequence to its sample and the cache. Yield per token: index, sample, position, hash, is continued."""
+        """Add a sequence to its sample and to the cache.
+
+        Yields five numbers for each token: flat index, sample, position, hash, and whether the token continues a
+        sample.
+        """
         own, of, row = sequence.tokens, self.samples[sample], sequence.row
         at = range(first, first + len(own)) if sequence.at is None else sequence.at
         is_continued = bool(own) and at[0] > 0

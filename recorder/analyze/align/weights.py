@@ -151,7 +151,7 @@ def _state(
 
 
 def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
-    """Return a parameter's state. `steps` are those at which the trainer's equals the engine's; `now` is expected."""
+    """Return a parameter's state. At `steps` it equals the engine's parameter. It should do so at the step `now`."""
     if now in steps:
         return WeightState(name, EQUAL, now, 0, fused)
     known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps
@@ -191,8 +191,7 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    # The first guess is that all slices are of step `now`, the next that one is of another step, the last that all are
-    # of one other step.
+    # First all slices are taken to be of step `now`, then one of them of another step, then all of one other step.
     offsets = np.cumsum([0, *(ours[name].newest.shape[0] for name in names)]).tolist()
     row = whole.newest
     places = [

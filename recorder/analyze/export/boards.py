@@ -47,8 +47,7 @@ Step = Mapping[str, "float | Histogram | Picture"]
 
 
 Add = Callable[[int, float, Step], None]
-"""A function that writes one step to a run on the board. It takes the step, the time in seconds and the step's
-values."""
+"""A function that writes a step, the time in seconds and the values to a run on the board. Steps come in order."""
 
 
 class BoardExport:

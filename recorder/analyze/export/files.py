@@ -44,8 +44,7 @@ SAFETENSORS_TYPES: dict[str, str] = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
 _AS_PARTS = {"complex32": "F16", "complex128": "F64"}
-"""The complex types that safetensors lacks, with the type of a part. The real and the imaginary part lie along one more
-dim."""
+"""The complex types that safetensors lacks, with the type of their two parts. The parts lie along one more dim."""
 _AS_BYTES = ("float4_e2m1fn_x2",)
 """Types with two elements in a byte, written as bytes because readers disagree on their shape."""
 

@@ -126,8 +126,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
-"""The sites (kinds of values) to write, for parameters or gradients. The first site decides which steps can be
-exported."""
+"""The sites (kinds of values) to write, for parameters or gradients. The first decides which steps can be exported."""
 _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
@@ -289,7 +288,7 @@ def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[s
 
 
 def _is_part(name: str, taken: set[str]) -> bool:
-    """Return whether a name is that of a part of a parameter, such as ``weight._scale``."""
+    """Return whether a name belongs to a part of a parameter, such as ``weight._scale``."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in taken for i in range(1, len(parts)))
 

@@ -44,7 +44,7 @@ _GENERATOR_BYTES = {5056: "cpu", 16: "cuda"}
 _CLOCKS_APART_NS = 1_000_000_000
 """By how many nanoseconds a file system's clock may be behind that of this process."""
 _MOVED = "moved"
-"""Stands for the digest of a random state in the checkpoint that the run had at the beginning of no step."""
+"""Stands for a random state in the checkpoint that the run did not have at the beginning of any step."""
 _HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
 """The kinds of values that a checkpoint should hold. The kind is the first word of a value's key."""
 
@@ -162,7 +162,7 @@ def _saved_at(path: Path) -> int:
 
 
 def _of_one_checkpoint(files: Sequence[Path], num_ranks: int) -> Iterator[Path]:
-    """Yield the files of the newest step. The names of older ones differ in a number that is not a rank."""
+    """Yield the newest step's files. The names of older steps' files differ in a number that is not a rank."""
     newest: dict[str, list[int]] = {}
     for path in files:
         numbers = [int(number) for number in re.findall(r"\d+", path.name)]
@@ -326,7 +326,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
 
 
 def _start_of(run: Observed, matches: Mapping[int, _Match]) -> int | None:
-    """Return the index of the update before which the run held what the checkpoint holds; None if there is none."""
+    """Return the index of the update before which the run held what the checkpoint holds. Return None without one."""
     held = {rank: RankSeen(pid=0, looks=(Look(0, match.now),), printed=()) for rank, match in matches.items()}
     votes = votes_of(run, Observed(exit_code=0, ranks=held))
     firsts = {kind: update for update in sorted(votes, reverse=True) for kind in votes[update]}

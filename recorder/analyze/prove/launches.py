@@ -64,7 +64,7 @@ def values_named(keys: Iterable[str]) -> str:
 
 
 def on_ranks(ranks: Collection[int]) -> str:
-    """Return words that name ranks, such as `` on ranks 0, 1``; empty if there are no ranks."""
+    """Return words that name ranks, such as `` on ranks 0, 1``. Return an empty string if there are no ranks."""
     return f" on {named('rank', sorted(ranks))}" if ranks else ""
 
 
@@ -103,7 +103,7 @@ class Observed:
     """The exit code and the ranks of one launch of the program."""
 
     exit_code: int
-    """The exit code of the command; a negative code is the signal that ended it."""
+    """The exit code of the command. A negative code is the signal that ended it."""
     ranks: Mapping[int, RankSeen]
 
     @property
@@ -157,10 +157,9 @@ class Proven(NamedTuple):
 
     proof: Proof
     runs: tuple[Run, ...]
-    """The runs in which the verdict is stored. None if nothing was recorded, several if ranks recorded runs of their
-    own."""
+    """The runs in which the verdict is stored: no run without a recording, several if the ranks have no common run."""
     said: str
-    """The last lines that the command wrote if it failed; else empty."""
+    """The last lines that the command wrote if it failed, or an empty string."""
 
 
 def reply_of(proved: Proven) -> Reply:

@@ -184,7 +184,7 @@ _RULES = "site=param,buffer,grad,optim keep=tensor,stats,fingerprint; site=input
 
 
 def asked_ranks(command: Sequence[str]) -> str:
-    """Return, as text, how many ranks a command's options ask for; empty if no option says so."""
+    """Return, as text, how many ranks a command's options ask for. Return an empty string if no option says so."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if option := _NUM_RANKS.fullmatch(word):
             return option[3] or following

@@ -129,7 +129,7 @@ def is_leftover(launch: Observed) -> bool:
 
 
 def start_of(killed: Observed, resumed: Observed) -> int | None:
-    """Return which update of the killed launch the resumed launch makes first, as an index; None if it starts anew."""
+    """Return the index of the killed launch's update that the resumed one makes first; None if it starts anew."""
     votes = votes_of(killed, resumed)
     if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
         return None
@@ -137,7 +137,7 @@ def start_of(killed: Observed, resumed: Observed) -> int | None:
 
 
 def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
-    """Return, by update of the killed launch, which kinds of values agree best there with the resumed launch's first.
+    """Return, by update of the killed launch, the kinds whose values agree best there with the resumed launch's start.
 
     A kind whose values agree most at update 0 is left out: it was not restored, or it never changes.
     """
@@ -160,13 +160,15 @@ class BothLaunches:
     """Compares the updates that both launches have made."""
 
     def __init__(self, killed: Observed, updates: Sequence[Sequence[Pair]], notes: list[str]) -> None:
-        """Take the `updates` of both. Differences that do not matter, as of unused random states, go to `notes`."""
+        """Take the updates that both launches have made.
+
+        Differences that do not matter, such as random states that no step draws from, are added to `notes`.
+        """
         self._killed = killed
         self._updates = updates
         self._notes = notes
         self.suspects: list[str] = []
-        """Differences at the beginning of the last compared update that count as a loss of state only if gradients
-        differ, too."""
+        """Differences before the last compared update that count as lost state only if gradients differ, too."""
 
     def state_findings(self, i: int) -> list[str]:
         """Say how each kind of state differs before update `i`. Values that differ in the same way share a text."""

@@ -110,7 +110,7 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
 
 
 def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
-    """Return the name of a module's class if the script needs a factory to make the module; else None."""
+    """Return the name of a module's class if the script needs a factory to make the module. Otherwise return None."""
     where, _, qualified = str(facts.get("class")).partition(":")
     is_made = facts.get("constructor") is not None and where.startswith("torch.nn.modules.")
     return None if is_made else qualified

@@ -197,7 +197,7 @@ class _Recent:
             self._kept.popleft()
 
     def first_moved(self, one: Finding) -> str:
-        """Return a text that names the value that first left its usual range before a finding; empty if none did."""
+        """Name the value that first left its usual range before a finding. Return an empty string if none did."""
         rank = one.ranks[0] if one.ranks else -1
         parts = []
         for rows in self._kept:
@@ -225,7 +225,7 @@ class _Recent:
         return ""
 
     def risen_rate(self, one: Finding) -> str:
-        """Return a text that names the learning rate that rose most shortly before a finding; empty if none rose."""
+        """Name the learning rate that rose most shortly before a finding. Return an empty string if none rose."""
         rank = one.ranks[0] if one.ranks else -1
         rates = concatenate([rows.take(rows.where("rate", _is_rate) & (rows.ranks == rank)) for rows in self._kept])
         rates = rates.by_lane()
@@ -346,8 +346,9 @@ class Jump(CurveRule):
     def set_up(self) -> None:
         super().set_up()
         self._largest, self._is_up, self._recent = Memory(0.0), Memory(0.0), Memory(0.0)
-        """By curve: the largest of the first samples; 1 while above the limit, since only the first sample above it is
-        reported; and the largest of the last samples, which shrinks with each further sample."""
+        """Three numbers by curve. The first is the largest of the first samples. The second is 1 while the curve is
+        above its limit, since only the first sample above it is reported. The third is the largest of the last samples,
+        and shrinks with each further sample."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         is_early = self.num[curves] < self.thresholds["first"]

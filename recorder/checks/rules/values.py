@@ -62,7 +62,11 @@ class NonFinite(CheckRule):
         self._last_step = int(rows.steps[-1])
 
     def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
-        """Return which rows may have infinities, as masks do: the first record has some, and no later one has more."""
+        """Return which rows may have infinities, as attention masks do.
+
+        The first record of the row's value must have infinities and no NaN. The row must have no NaN, and no more
+        infinities.
+        """
         order = np.argsort(rows.lanes, kind="stable")
         firsts = order[begins(rows.lanes[order])]
         firsts = firsts[self._is_known[rows.lanes[firsts]] == 0]
@@ -75,7 +79,7 @@ class NonFinite(CheckRule):
         return np.asarray(is_mask(nan, inf, began_as_mask, known))
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Yield a finding for consecutive bad steps, on the value that was bad first, for each rank with this value."""
+        """Report consecutive bad steps once, on the value that was bad first. Yield a finding for each rank with it."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
@@ -136,7 +140,7 @@ class NonFinite(CheckRule):
         return found._replace(detail=detail)
 
     def _objectives(self, rows: Rows, is_bad: Flags) -> str:
-        """Return words that name the objectives with non-finite values; empty if all have some, or none has."""
+        """Name the objectives with non-finite values. Return an empty string if all objectives have some, or none."""
         keys = [self.catalog.series[series] for series in rows.series.tolist()]
         states: dict[str, bool] = {}
         for key, is_bad_one in zip(keys, is_bad.tolist(), strict=True):
