@@ -127,7 +127,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
 
 
 def _detach(recorder: Recorder, root: Root) -> None:
-    """Detach one handle. A model's last handle removes its hooks. The last model ends a recording of `attach`."""
+    """Detach one handle. A model's last handle removes its hooks. The last model ends what `attach` began."""
     root.attachments = [handle for handle in root.attachments if (held := handle()) is not None and held.is_attached]
     capture = recorder.capture
     if recorder.by_flag or root.attachments or root.is_kept or capture is None or root not in capture.roots:

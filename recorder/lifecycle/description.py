@@ -206,9 +206,9 @@ def quoted(path: Path) -> str:
 
 
 ROW_BYTES = 100
-"""The bytes of a row of statistics on disk; 85 to 110 were measured."""
+"""The bytes of a row of statistics on disk. 85 to 110 were measured."""
 HISTOGRAM_BYTES = 40
-"""The bytes that a histogram adds to a row on disk; 37 to 46 were measured."""
+"""The bytes that a histogram adds to a row on disk. 37 to 46 were measured."""
 UNIT_BYTES = 19
 """The bytes that the sums of one unit (channel or neuron) add to a row on disk."""
 PROBE_BYTES = 5
@@ -258,7 +258,7 @@ class Estimate:
             self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
 
     def look(self, step: int) -> str | None:
-        """Return the estimate, once. Until no record of the first step has come since the last call, return None."""
+        """Return the estimate, once, when the first step has no more records to come. Otherwise return None."""
         if self._is_over or self._first is None or step <= self._first:
             return None
         num_rows = self._num_rows.total()
@@ -297,7 +297,7 @@ class Estimate:
         return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)
 
     def _begins_later(self, site: str, first: int) -> bool:
-        """Return True if rules will soon keep tensors of a site (such as output) but kept none at the first step."""
+        """Return True if rules keep no tensors of a site (such as output) at the first step, but will soon."""
         schedules = self._schedules(site, KEEP_TENSOR)
         soon = range(first, first + _AHEAD[-1] + 1)
         return not any(first in schedule for schedule in schedules) and any(

@@ -302,7 +302,7 @@ class Triggers:
         """Carry out a dump command that another rank or a person has sent. Writer thread.
 
         Raises:
-            CommandError: the window is larger than the ring's, or there were too many dumps; the text is the answer.
+            CommandError: the window is larger than the ring's, or there were too many dumps. The text is the answer.
         """
         assert command.to_step is not None, "a dump has a last step"
         num_steps, most = command.to_step - command.from_step + 1, sum(self.window) + 1

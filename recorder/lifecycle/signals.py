@@ -31,7 +31,7 @@ _MAIN_THREAD_GRACE_S = 0.5
 _NAP_S = 0.05
 """The seconds that the watching thread sleeps after each wake-up, so that a profiler's timer cannot keep it busy."""
 _SIGACTION_BYTES = 512
-"""A size in bytes, larger than ``struct sigaction`` on any system; the struct begins with the handler."""
+"""A size in bytes, larger than ``struct sigaction`` on any system. The struct begins with the handler."""
 
 _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
 """The signals that a thread causes itself by a fault. They must not be blocked."""

@@ -24,7 +24,7 @@ FOLDER = "_RECORDER_PROBE"
 """The environment variable that names the folder for the results. `analyze.prove` sets it, and `STEPS`."""
 STEPS = "_RECORDER_PROBE_STEPS"
 RESUME = "_RECORDER_PROBE_RESUME"
-"""The environment variable of ``prove --resume``: ``killed`` for the launch that is killed, else ``resumed``."""
+"""The environment variable of ``prove --resume``: ``killed`` for the launch that is killed, otherwise ``resumed``."""
 _WAIT_S = 60.0
 """The most seconds that a rank waits at the end for the other ranks. They would be ended if it left early."""
 _TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
@@ -310,5 +310,5 @@ def _hash(text: bytes) -> str:
 
 
 def _legacy_state(state: Any) -> str:
-    """Return a digest of the state of a NumPy random generator of the older kind, which `get_state` returns."""
+    """Return a digest of what `get_state` of one of NumPy's older random generators returns."""
     return _hash(repr([part.tolist() if hasattr(part, "tolist") else part for part in state]).encode())

@@ -31,7 +31,7 @@ _FLUSHED_S = 2.0
 
 
 class ResumeProbe(base.ProgramProbe):
-    """Writes a line for each update by an optimizer: the state before the update, and its batches and gradients."""
+    """Writes a line for each update by an optimizer: the state before it, the batches and the gradients."""
 
     def __init__(self, folder: str, num_steps: int, *, is_killed: bool) -> None:
         super().__init__(folder, num_steps)
@@ -46,7 +46,7 @@ class ResumeProbe(base.ProgramProbe):
         self._batches: dict[int, str] = {}
         """The digests of the batches of the update that is under way, by the number of the forward call."""
         self._kind_of: dict[type, type | None] = {}
-        """For each type, its base class in `_KINDS`, `object` for another type with a `state_dict`, or None."""
+        """Maps a type to its base class in `_KINDS`, to `object` for another type with a `state_dict`, or to None."""
         self._others: dict[int, str] = {}
         """The names of objects beside the model, such as a moving average of the weights, by the objects' `id`."""
         self._generators: list[tuple[Any, int | None]] = []
@@ -155,7 +155,7 @@ class ResumeProbe(base.ProgramProbe):
         self._see_variables(seen)
 
     def _see_variables(self, seen: dict[str, str]) -> None:
-        """Add digests of generators and weight averages. Note the generators made or seeded since the last call."""
+        """Add to `seen` digests of generators and weight averages, and which generators are new or newly seeded."""
         types: tuple[type, ...] = (torch.Generator, random.Random)
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]

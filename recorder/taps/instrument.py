@@ -30,9 +30,9 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
 
     In eager code a tap does nothing: the recorder's own hooks see the value. Where the model is compiled, exported,
     traced, scripted or differentiated by `torch.func`, the tap becomes an op of the graph, ``recorder::tap``, which
-    records the value and its gradient and returns a copy. The model is changed in place; it can still be pickled,
-    copied and packaged. A graph made of it records wherever ``import recorder`` was done and a recording is on. A
-    process without an optimizer, which only infers, needs ``RECORDER_ROOTS=any`` or `attach` to record.
+    records the value and its gradient and returns a copy. The model is changed in place. It can still be pickled,
+    copied and packaged. A graph made of the model records wherever ``import recorder`` was done and a recording is on.
+    A process without an optimizer, which only infers, needs ``RECORDER_ROOTS=any`` or `attach` to record.
 
     Args:
         model: a module, before its first compiled call.

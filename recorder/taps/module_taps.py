@@ -41,7 +41,7 @@ _SCRIPT_NAMES = {"Tensor", "int", "float", "bool", "str", "Tuple", "List", "Dict
 
 
 _models: dict[str, weakref.ref[nn.Module]] = {}
-"""The last model of this process that was instrumented under each name."""
+"""Maps each name to the last model of this process that was instrumented under the name."""
 
 
 class Where(NamedTuple):
@@ -338,7 +338,7 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Record a tensor under ``name``, and its gradient. Returns the tensor itself when nothing is recording.
 
     In compiled, exported and traced code the call becomes an op of the graph, if the recorder is on when the graph is
-    made; in TorchScript the call always becomes an op.
+    made. In TorchScript the call always becomes an op.
 
     Raises:
         TapError: the name is no text, is empty, or has more than 256 letters.
@@ -357,9 +357,9 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
     ``objective.NAME``. Where the gradients of several objectives come back to one tensor, the norm of each gradient and
     the cosine of each pair are recorded as scalars, which ``recorder check`` judges.
 
-    A loss may be passed as well, before it is added to the total: then its value is recorded, and its gradient, which
-    is its weight in the total. How strongly an objective pulls at a shared part of the model is shown only by the
-    shared tensor.
+    A loss may be passed as well, before it is added to the total. Then the loss is recorded, and the gradient of the
+    loss, which is its weight in the total. Only the shared tensor shows how strongly an objective pulls at a shared
+    part of the model.
 
     Raises:
         TapError: the name is no text, is empty, has ``:`` or ``#``, or more than 246 letters.

@@ -45,11 +45,11 @@ def trace(
     """Keep the values of a model's calls in memory: ``with recorder.trace(model, depth=2) as values: model(x)``.
 
     The trace keeps only calls by the thread that entered the block, but it keeps gradients wherever they are computed,
-    even after the block. Parameters and buffers are copied at the start of the block, a parameter's ``grad`` at its
-    end. A checkpointed module's call and its recompute count as one call. The trace has no influence on a recording
-    that is under way. Of a compiled module only the arguments and the result of the outermost call are kept, unless the
-    trace is entered under ``torch.compiler.set_stance("force_eager")``. A function that is compiled for the first time
-    in a block is compiled again outside the block.
+    even after the block. Parameters and buffers are copied at the start of the block, and each parameter's ``grad`` at
+    the end of the block. A checkpointed module's call and its recompute count as one call. The trace has no influence
+    on a recording that is under way. Only the arguments and the result of the outermost call of a compiled module are
+    kept, unless the trace is entered under ``torch.compiler.set_stance("force_eager")``. A function that is compiled
+    for the first time in a block is compiled again outside the block.
 
     Args:
         model: any module, wrapped or not.
@@ -278,7 +278,7 @@ class _TracedModuleHooks:
         return seen.num_calls - 1
 
     def _recomputed_call(self) -> int | None:
-        """Return the index of the call that is recomputed. None if unknown, or if the forward made the graph."""
+        """Return the index of the recomputed call. Return None if unknown, or if the forward made the graph."""
         seen = self.seen
         seen.num_recomputed += 1
         if self._num_graphless and seen.num_calls > 1:

@@ -27,7 +27,7 @@ from ..native import address
 from ..system.processes import Descriptor, private_memory, require_ours
 
 GRAIN_BYTES = 4096
-"""The alignment in bytes of the addresses, lengths and offsets of direct writes; no common disk needs more."""
+"""The alignment in bytes of the addresses, lengths and offsets of direct writes. No common disk needs more."""
 HEAD_BYTES = 2 * GRAIN_BYTES
 """The bytes of memory kept free before each part of a file. Arrow writes its schema there; the file does not get it."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
@@ -51,7 +51,7 @@ class Disk:
     _reserve: Descriptor | None = None
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory; raise FileExistsError if it exists."""
+        """Create a directory. Raises FileExistsError if it exists."""
         mode = self.file_mode | (self.file_mode & 0o444) >> 2
         os.mkdir(path, mode)
         if self.file_mode != Disk.file_mode:
@@ -62,7 +62,7 @@ class Disk:
         os.rmdir(path)
 
     def create(self, path: Path) -> int:
-        """Create a file, never through a symbolic link; raise FileExistsError if it exists."""
+        """Create a file, never through a symbolic link. Raises FileExistsError if it exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = self._open(path, flags)
         if self.file_mode != Disk.file_mode:
@@ -136,11 +136,11 @@ class Disk:
         return os.fstat(descriptor).st_nlink > 0
 
     def link(self, path: Path, final: Path) -> None:
-        """Give a file a second name; raise FileExistsError if the name is taken."""
+        """Give a file a second name. Raises FileExistsError if the name is taken."""
         os.link(path, final, follow_symlinks=False)
 
     def rename(self, path: Path, final: Path) -> None:
-        """Rename a file; raise FileExistsError if the name is taken."""
+        """Rename a file. Raises FileExistsError if the name is taken."""
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "renameat2"):
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path), None, str(final))
@@ -269,7 +269,7 @@ class AppendFile:
         self.end += len(lead) + len(values) + len(trail)
 
     def sync(self) -> None:
-        """Make the appended bytes durable; the first call also makes the file's name durable."""
+        """Make the appended bytes durable. The first call also makes the file's name durable."""
         self._sync_content()
         if not self._is_name_durable:
             self._disk.persist_directory(self.path.parent)
@@ -289,7 +289,7 @@ class AppendFile:
         self._disk.truncate(self._descriptor, self.end)
 
     def close(self) -> None:
-        """Close the file once; a second call does nothing, even after an error."""
+        """Close the file. A second call does nothing, even after an error."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             self._disk.close(descriptor)
@@ -393,7 +393,7 @@ def _round_up(nbytes: int, grain: int) -> int:
 
 
 _LONGEST_SYNC_S = 10.0
-"""The longest time in seconds that the writer waits for one sync; meanwhile new records fill the pool."""
+"""The longest wait of the writer for one sync, in seconds. Meanwhile new records fill the pool."""
 _SHORTEST_SYNC_S = 0.05
 _SYNC_AT_END_S = 0.2
 
@@ -412,7 +412,7 @@ class SyncThread:
         self._given_up: _Sync | None = None
 
     def hurry(self, until_s: float) -> None:
-        """Set the time (`time.monotonic`) at which waits for syncs end, because `close` does. Any thread."""
+        """Set the time (`time.monotonic`) at which all waits for syncs end, for `close`. Called on any thread."""
         self._until_s = until_s
 
     def do(self, sync: Callable[[], None]) -> None:

@@ -31,11 +31,11 @@ NO_MEMORY = "no_memory"
 DUMP_BYTES = "dump_bytes"
 """The drop reason for rows of a dump that exceed the limit on the bytes of all dumps together."""
 WRITE_ERROR = "write_error"
-"""The prefix of the drop reasons for other disk errors; a colon and the name of the errno follow."""
+"""The prefix of the drop reasons for other disk errors. A colon and the name of the errno follow."""
 
 
 class _Tally:
-    """A counter that any thread may increment at any time, because advancing a C iterator is atomic under the GIL."""
+    """A counter that any thread may increment at any time. Advancing a C iterator is atomic under the GIL."""
 
     __slots__ = ("_ticks",)
 
@@ -106,7 +106,7 @@ class Ledger:
             return self._final or self._accounts(about_to_write)
 
     def close(self, leftover_reason: str) -> dict[str, Any]:
-        """Count unaccounted rows as dropped for `leftover_reason`, and return the final counts, which stay."""
+        """Count unaccounted rows as dropped for `leftover_reason`, then freeze and return the counts."""
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)

@@ -19,7 +19,7 @@ from ..format.rundir import STATUS, encode_manifest, encode_status
 from .file import Disk, name_newly, write_all
 
 Unsynced = Callable[[OSError], None]
-"""Called with the error of a failed sync, if the manifest exists, but a loss of power may remove it."""
+"""A function that takes the error of a failed sync. The manifest exists, but a loss of power may remove it."""
 
 
 def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> None:

@@ -110,7 +110,7 @@ class Quota:
         return min(removable[:num_older], key=gap)
 
     def outdated(self, kind: str) -> list[HeldShard]:
-        """Return this writer's shards that have none of the `keep_newest` newest steps, but never its newest shard."""
+        """Return this writer's shards without any of the `keep_newest` newest steps, except the newest shard."""
         first_step = self._newest_step - self._keep_newest + 1
         if not self._keep_newest or first_step <= 0:
             return []
@@ -128,7 +128,7 @@ class Quota:
         held_of_kind[held_of_kind.index(held)] = held._replace(is_kept=True)
 
     def _removable(self, kind: str) -> list[HeldShard]:
-        """Return the deletable shards: never this writer's newest, nor the oldest unless `keep_newest` is set."""
+        """Return the deletable shards: not this writer's newest, and the oldest only if `keep_newest` is set."""
         held = self._held[kind]
         num_own = sum(shard.earlier is None for shard in held)
         stop = len(held) - 1 if num_own else len(held)
@@ -186,7 +186,7 @@ class EarlierShard(NamedTuple):
         return [self.directory / each for each in (rundir.open_name(name), name, rundir.index_name(name))]
 
     def look(self, keep_steps: Schedule) -> Content | None:
-        """Read the shard's steps and ledger. Return None for a damaged shard, which is better left alone."""
+        """Read the shard's steps and counts of rows. Return None for a damaged shard, which is better left alone."""
         num_rows, is_kept, ledger = 0, False, {}
         try:
             for batch, header in _batches(self.directory / self.name, self.directory / rundir.open_name(self.name)):
@@ -205,7 +205,7 @@ class Content(NamedTuple):
     is_kept: bool
     """True if the shard has a step that retention never deletes."""
     ledger: Mapping[str, Any]
-    """The ledger of the shard's writer when the shard's last batch was written."""
+    """The counts of rows of the shard's writer, as of the shard's last batch."""
 
 
 def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:

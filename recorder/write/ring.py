@@ -1,4 +1,4 @@
-"""The ring: records of the last steps, which wait in memory for a trigger. Writer thread only.
+"""The ring: records of the last steps, which wait in memory for a trigger. Used on the writer thread only.
 
 A record leaves the ring in one of two ways. If a trigger asks for its step, the record goes to the shards like any
 other record. If its step passes, its pool block becomes free. Nothing here may touch a file or a payload.
@@ -81,7 +81,7 @@ class Due(NamedTuple):
     measured: Measured | None
     """The statistics of the record; None for a record that was not measured yet."""
     dump: Dump | None
-    """The dump of the record; None if the record's step has passed, and only its statistics are written."""
+    """The dump of the record. None if the record's step has passed, and only its statistics are written."""
 
 
 class _HeldRecord(NamedTuple):
@@ -117,7 +117,7 @@ class Ring:
     max_bytes: int
     """The largest number of payload bytes that all dumps together may have."""
     ledger: Ledger
-    """Counts the records that leave the ring unwritten."""
+    """Counts the rows that leave the ring unwritten."""
     clock: Callable[[], float]
     """A monotonic clock, in seconds."""
 
@@ -141,7 +141,7 @@ class Ring:
         self._asked_bytes = 0
 
     def ask(self, dump: Dump) -> None:
-        """Request that the steps of a dump are written. Any thread; never waits."""
+        """Request that the steps of a dump are written. Called on any thread; never waits."""
         self._wanted.append((dump.first_step, dump.last_step))
         self._wanted_until = max(self._wanted_until, dump.last_step)
         self._asked.append(dump)

@@ -111,7 +111,7 @@ class RotatingShards:
         return num
 
     def _begin_step(self, step: int) -> None:
-        """Begin a new step. All steps of a shard are of one kind: kept for good, or deletable by retention."""
+        """Begin a new step. A shard has only steps that are kept for good, or only steps that retention may delete."""
         is_kept = step in self.keep_steps
         if is_kept != self._is_kept:  # retention deletes only complete shards
             self.flush()

@@ -308,7 +308,7 @@ def _layout_columns(chunk: Chunk | None) -> tuple[str | None, ...]:
 
 
 def _merge_notes(staged: str | None, measured: str | None) -> str | None:
-    """Add the reason for missing statistics (``key:detail``) to capture's note, which is JSON or None."""
+    """Return capture's note (JSON or None) with the reason for missing statistics (``key:detail``) added."""
     if measured is None:
         return staged
     key, _, detail = measured.partition(":")

@@ -78,9 +78,9 @@ class CloseReport:
     directory: Path | None
     """The writer's directory; None if it was never made."""
     ledger: Mapping[str, Any]
-    """The final ledger: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
+    """The final counts of rows: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
     error: WriteError | None
-    """The error at which the writer gave up, with the cause chained; None if it did not give up."""
+    """The error at which the writer gave up, with the cause chained. None if it did not give up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,14 +198,14 @@ class Writer:
 
     @property
     def directory(self) -> Path | None:
-        """The writer's directory; None until it is claimed."""
+        """The writer's directory; None until the writer has claimed it."""
         return self._writer_directory.path
 
     def start(self) -> None:
         self._thread.start()
 
     def hold(self, window: RingWindow, room: Room) -> None:
-        """Make records with `KEEP_RING` wait for a trigger in a ring. Called before `start`."""
+        """Keep records with `KEEP_RING` in memory until a trigger asks for their steps. Called before `start`."""
         settings = self._settings
         self._ring = Ring(
             window=window,
@@ -521,7 +521,7 @@ class Writer:
             self._num_failures = 0
 
     def _hold(self, ring: Ring, staged: Staged) -> None:
-        """Make a record wait for a trigger, once its bytes have arrived. Its statistics are computed at once."""
+        """Put a record into the ring (the last steps' records) once its bytes have arrived. Measure it at once."""
         is_held = False
         drop_reason = WRITER_ERROR
         try:

@@ -1,1 +1,1 @@
-"""Copies each recorded tensor once into a pool of host memory, at training's cost, and computes its statistics."""
+"""Copies each recorded tensor once into a pool of host memory, on the training thread, and computes statistics."""

@@ -58,7 +58,7 @@ class Stager(Protocol):
     """Copies tensors of one device type into the pool of host memory."""
 
     copied_bytes: int = -1
-    """Tensors of up to this many bytes are copied even if their payload is not kept; no `plan` is made for them."""
+    """Tensors of up to this many bytes are copied even if their payload is not kept. No `plan` is made for them."""
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy a dense tensor's elements in C order into ``block``.
@@ -291,7 +291,7 @@ STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = 
     "xla": lambda pool, settings, say: XlaStager(pool),
     "cuda": CudaStager,
 }
-"""For each device type, the function that makes its stager, called when the first tensor of that type is recorded. Its
+"""Maps a device type to the function that makes its stager, called when the first tensor of that type is recorded. The
 arguments are the pool, the settings and a function that logs a line.
 """
 
@@ -299,4 +299,4 @@ WHY_LOST = {
     CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
     NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
 }
-"""For each reason of a `LostError` that `Stager.copy` raises, a sentence that explains the reason."""
+"""Maps each reason of a `LostError` that `Stager.copy` raises to a sentence that explains the reason."""

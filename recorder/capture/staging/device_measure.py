@@ -57,8 +57,7 @@ class DeviceMeasure:
         """Launch the kernels that measure a contiguous tensor on the current stream, and return the results.
 
         The results are a flat int64 tensor on the device: those of each box, then the sums of each unit (neuron or
-        channel). `weights` is the stream's cache of fingerprint weights; this call adds to it. The tensor is not
-        changed.
+        channel). `weights` is the stream's cache of fingerprint weights, which grows. The tensor is not changed.
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -74,7 +73,7 @@ class DeviceMeasure:
         return torch.cat((statistics, self._sum_units(flat, self._sides).view(torch.int64).reshape(-1)))
 
     def _sum_units(self, flat: torch.Tensor, sides: Sides) -> torch.Tensor:
-        """Return, for each unit (neuron or channel), the sums of x and x^2, the largest magnitude and the zeros."""
+        """Return, for each unit (neuron or channel), sums of x and x^2, largest magnitude and number of zeros."""
         sums = torch.zeros((_SUMS_OF_UNIT, sides.num), dtype=torch.float64, device=flat.device)
         for start, offsets, shape in self._boxes:
             values = flat[start : start + math.prod(shape)].reshape(shape).movedim(sides.dim, 0)
@@ -136,7 +135,7 @@ _SUMS_OF_UNIT = 4
 
 
 def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut a shape into contiguous boxes; yield the flat start, offsets and shape of each box, in order."""
+    """Cut a shape into contiguous boxes. Yield the flat start, the offsets and the shape of each box, in order."""
     split = len(shape)
     while split and math.prod(shape[split - 1 :]) <= max_items:
         split -= 1
@@ -209,7 +208,7 @@ def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights)
 
 
 def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weights) -> torch.Tensor:
-    """Return the fingerprint weight of each index of a group of dims. Dims count from the tensor's last dim, 0."""
+    """Return the fingerprint weight of each index of a group of dims. Dim 0 is the tensor's last dim."""
     factor = kept.get(group)
     if factor is not None:
         return factor

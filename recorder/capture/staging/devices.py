@@ -59,7 +59,7 @@ class Device(Protocol):
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU, called through torch. Where torch's call has a side effect, the CUDA driver is called."""
+    """One NVIDIA GPU, called through torch, or through the CUDA driver where torch's call has a side effect."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -126,8 +126,7 @@ class CudaDevice(Device):
     def _beside_captures(self) -> Iterator[None]:
         """Let this thread call the driver while another thread captures a graph, without spoiling the capture.
 
-        The device's context is set, too. A thread that never used the device has none, and the driver then refuses
-        calls.
+        The context is set, too: the driver refuses calls by a thread that has never used the device.
 
         Raises:
             RuntimeError: the driver refuses the context or the capture mode.

@@ -292,7 +292,7 @@ def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 Bins = npt.NDArray[np.uint64]
 _FLOATS = {"bfloat16": (2, 7), "float32": (4, 23), "float64": (8, 52)}
-"""For each float dtype, the size of an element in bytes, and the number of bits below the exponent."""
+"""Maps a float dtype to the number of bytes of an element and the number of bits below the exponent."""
 _ITEMS = 1 << 15
 
 

@@ -29,8 +29,7 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""Block sizes are multiples of this. A record's Python objects take about as many bytes, so the pool bounds them, too.
-"""
+"""Block sizes are multiples of this. A record's Python objects are about as large, so the pool bounds them, too."""
 _NAP_S = 0.002
 """The seconds between two attempts to take a block, while a thread waits for room in the pool."""
 
@@ -123,7 +122,7 @@ class Pool:
         self._free = [(0, self.capacity_bytes)]
         self._returned: deque[PoolBlock] = deque()
         self._small: deque[PoolBlock] = deque()
-        """Free blocks of `GRAIN_BYTES`; each is taken and given back by one C call, without a lock or a search."""
+        """Free blocks of `GRAIN_BYTES`. One C call takes or gives back a block, without a lock or a search."""
         self._used_bytes = 0
         self.peak_bytes = 0
         self._progress_s = progress_s

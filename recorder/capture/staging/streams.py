@@ -304,7 +304,7 @@ class _DeviceCopies:
                 under_way[1].poll()
 
     def poll_oldest(self) -> None:
-        """Poll copies, oldest first, until one is not over: they end about in order. Not for graph captures."""
+        """Poll copies, oldest first, until one is not over: they end about in order. Not during a graph capture."""
         for arrival in list(self._under_way):
             if not arrival.poll():
                 break
