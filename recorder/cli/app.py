@@ -71,7 +71,7 @@ def load_command(name: str) -> Any:
 
 
 def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command with an added option ``--json`` that prints its `Reply`. Return other commands unchanged."""
+    """Return a command that prints its `Reply`, with an added option ``--json``. Return other commands unchanged."""
     signature = inspect.signature(command, eval_str=True)
     if signature.return_annotation is not Reply:
         return command

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ThinnedSteps:
-    """The steps that are drawn: at first all, later every second, then every fourth. The newest always is."""
+    """The steps that are drawn: at first all, later every second, then every fourth. The newest step always is."""
 
     def __init__(self) -> None:
         self.num_seen, self._stride, self._last = 0, 1, -1

@@ -286,7 +286,7 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
 
 
 def _apart(batch: Any, path: Location) -> Any:
-    """Return a batch that keeps no payload in memory. A batch from a store is copied, so that its message is freed."""
+    """Return the batch without a hold on its payload. A batch from a store is copied, so that its message is freed."""
     if store_of(path) is LOCAL:  # the file is mapped
         return batch
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)

@@ -70,7 +70,7 @@ _BAD_STATES = ("killed", "failed", "silent")
 
 
 class Drawing:
-    """The blocks of one run's page. One thread calls `refresh`. A lock of the owner guards it and `blocks_since`."""
+    """The blocks of one run's page. One thread calls `refresh`. The caller locks `refresh` and `blocks_since`."""
 
     def __init__(self, location: Location, manifest: RunManifest) -> None:
         """Prepare, without reading the run yet."""
