@@ -72,7 +72,7 @@ def modules_meant(run: Run, wanted: Selection) -> list[str]:
 
 
 def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = None) -> Any:
-    """Return the selected rows, one row for each tensor. Arrow filters by module before Python filters the rest."""
+    """Return the selected rows, one for each tensor. Arrow filters modules before Python filters other columns."""
     expression = pc.field("part") == 0
     if wanted.module is not None:
         expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))
@@ -202,7 +202,7 @@ def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
 
 
 def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
-    """Return a line that draws the last histogram of each series, and a legend. All have the same powers of two."""
+    """Return lines that draw the last histogram of each series, all in the same powers of two, and a legend."""
     newest = [
         next((one for row in reversed(member.rows) if (one := histogram_of_row(row)) is not None), None)
         for member in series
@@ -236,7 +236,7 @@ def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statist
 
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
-    """Return, by the key of each row, how many of its units (channels) are always zero, as a text ``dead/all``."""
+    """Return, by the key of each row, how many of the row's units (channels) are always zero, such as ``3/64``."""
     num_dead_of_all = {}
     is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
     for step in steps[-_MAX_UNIT_STEPS:]:

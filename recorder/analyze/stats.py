@@ -195,7 +195,7 @@ class _RangeAnswer(NamedTuple):
 
 
 class _RangeStatistics:
-    """Computes the statistics of a range of steps, from the rows of single ranks, of a merged run, or of all ranks."""
+    """Computes the statistics of a range of steps, from rows of single ranks or of a merged run, or global tensors."""
 
     def __init__(
         self, run: Run, selection: Selection, options: GlobalOptions, keys: Sequence[str], more: Sequence[str]

@@ -153,7 +153,7 @@ def _selects_all(rule: Rule, wanted: Rule) -> bool:
 def _learnt(
     baselines: Sequence[Run], rules: Sequence[type[CheckRule]], settings: Mapping[str, dict[str, float]]
 ) -> tuple[Normal, list[set[SeriesKey]]]:
-    """Return what the baseline runs show as normal, with their findings, and the names of each run's values."""
+    """Return what is `Normal` in the baseline runs, with the findings in them, and the keys of each run's values."""
     normal, values = Normal(), []
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])

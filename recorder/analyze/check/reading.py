@@ -172,7 +172,7 @@ class RunRows:
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any) -> tuple[Integers, Integers, Integers]:
-        """Return three numbers per row: of the value, the rank's part of the batch, the rank's piece of the model."""
+        """Return numbers for each row's value, for the rank's part of the batch, and for its piece of the model."""
         groups = group_rows(table, _KEY)
         series_of = []
         for row in table.select((*_KEY, *_ABOUT, _WHOLE)).take(pa.array(groups.firsts)).to_pylist():

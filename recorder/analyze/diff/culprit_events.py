@@ -63,7 +63,7 @@ class StepEvent(NamedTuple):
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:
-    """Return the events of each step of which both runs have rows. The keys are steps.
+    """Return the events of each step at which both runs have rows. The keys are steps.
 
     `differs` flags the pairs of rows that differ. `is_open` flags further pairs, which may differ without an error.
     """

@@ -89,7 +89,7 @@ class Culprit(NamedTuple):
 
 
 class CulpritFinder:
-    """Finds the culprits for the differences between two runs. It takes one range of steps after another."""
+    """Finds the computations that differ between two runs although their inputs agree, one range of steps at a time."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -128,7 +128,7 @@ class CulpritFinder:
         return sorted(self.culprits, key=lambda culprit: culprit.why == ROUNDING_ALONE)
 
     def _is_rounding(self, suspect: Suspect) -> bool:
-        """Return whether the gradient was, in both runs, no larger than rounding of the module's other gradients."""
+        """Return whether both runs' gradients of a suspect are as small as rounding of the module's other gradients."""
         event, step = suspect.event, suspect.step
         if suspect.phase != UPDATE or suspect.path is None or event.site not in ("param", "optim") or event.alone:
             return False
@@ -277,7 +277,7 @@ def _factor_of_norms(row: dict[str, Any]) -> float | None:
 
 
 def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
-    """Return the ranks whose chunk of a tensor differs in the second run, and the micro-batches; empty if unknown."""
+    """Return the ranks, and the micro-batches, whose chunks of a tensor differ in the second run; empty if unknown."""
     if a.table.column("shape")[row_a].as_py() != b.table.column("shape")[row_b].as_py():
         return [], []
     try:

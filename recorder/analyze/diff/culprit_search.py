@@ -155,14 +155,14 @@ class _Forward:
 
 
 class CulpritSearch:
-    """Searches one step after another for culprits. It keeps the last step to judge the next step."""
+    """Searches one step after another for computations that differ between the runs although their inputs agree."""
 
     def __init__(self) -> None:
         self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
         """For each suspected learning rate: the suspect, and a new suspect that names the parameters with this rate."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
-        """For each root (model), the last step number and step. None instead of the step if the runs agreed at it."""
+        """For each root (model), the number of the last step, and its events. None for events if the runs agreed."""
         self._num_steps = 0
 
     @property
@@ -410,7 +410,7 @@ def _inherits_update(event: StepEvent, old: _Step) -> bool:
 
 
 def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
-    """Keep one suspect for each module and phase. If nearly all parameters of the run or a stage differ, keep one."""
+    """Keep one suspect for each module and phase, or one for all parameters if nearly all of a run or stage differ."""
     stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
     params = {(path, name) for _, path, site, name in now.known if site == "grad"}
     params = params or {(path, name) for _, path, site, name in now.known if site == "param"}

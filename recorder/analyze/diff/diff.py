@@ -1,4 +1,4 @@
-"""Compares two runs value by value, whatever their layouts, in bounded memory.
+"""Compares two runs value by value, in bounded memory. The runs may split their tensors over ranks differently.
 
 Payloads are not read where fingerprints are equal. Statistics are compared only where a payload is missing.
 """
@@ -72,7 +72,7 @@ def diff(
     report: Callable[[int], None] = lambda num_bytes: None,
     mapper: Mapper = map_serially,
 ) -> Diff:
-    """Compare two runs value by value: the global tensors, whatever the layouts.
+    """Compare two runs value by value, as global tensors: the ranks' chunks of a tensor put together.
 
     Values are paired by root, step, module path, site, name, micro-step, call, repeat, mode and phase. Two elements
     count as equal if they are equal (NaN equals NaN) or within any of the tolerances. Different types are compared in
@@ -238,14 +238,14 @@ def _module_paths(run: Run) -> list[str]:
 
 
 def _unpaired_names(paths: Sequence[str], names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the modules that only one run has, for each run: the name after renaming, and the run's own name."""
+    """Return, for each run, the modules that only it has: a map from the name after renaming to the run's own name."""
     there, theirs = set(paths), set(names.values())
     alone_a = {path: path for path in paths if path not in theirs}
     return alone_a, {name: own for own, name in names.items() if name not in there}
 
 
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
-    """Yield ranges of steps that together cover all runs. `windows` are the ranges of each run; none is exceeded."""
+    """Yield ranges of steps that cover all runs, cut wherever a range in the `windows` of some run begins."""
     starts = sorted({first for some in windows for first, _ in some})
     bounds = [None, *starts[1:], None]
     yield from pairwise(bounds)

@@ -114,7 +114,7 @@ class Drift:
     def _is_made_from_noise(
         self, step: int, pairs: Pairs, parameter: Parameter, number: int, allowed: float
     ) -> bool | None:
-        """Return whether the differences of its gradient and optimizer state explain a parameter's difference.
+        """Return whether a parameter's gradient and optimizer state explain how far the parameter differs.
 
         Return None if they were not recorded. The updates of an element may differ by the share by which its gradients
         or states differ, times `MARGIN`.

@@ -46,7 +46,7 @@ _FAR = ("max_abs", "l2_apart", "statistic_rel")
 
 
 def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
-    """Return how far noise moves the tensor of each row, by `_FAR`, and whether noise changes its fingerprint.
+    """Return how far noise moves the tensor of each row, by column of `_FAR`, and whether it changes the fingerprint.
 
     A distance is NaN if no noise run has the value.
     """
@@ -108,10 +108,10 @@ class BeyondNoise:
         self._eps = eps
         self._drift = Drift()
         self._factors: dict[str, float] = {}
-        """For each root (model), the largest factor by which parameters began a step farther apart than the twin's."""
+        """For each root, the largest factor by which parameters began a step farther apart than in the twin run."""
         self._shown: dict[str, tuple[float, float]] = {}
-        """For each root, at its last step: how far parameters had drifted, as a share of their norm, and how many times
-        the noise the values of the forward differed."""
+        """For each root, at its last step: how far parameters had drifted, as a share of their norm, and the difference
+        of the forward's values, divided by the noise."""
         self._first_drift: int | None = None
         self._off: dict[str, float] = {}
         """For each root, the largest |factor - 1| by which rounding scaled all gradients of a step."""
@@ -128,7 +128,7 @@ class BeyondNoise:
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
     def of(self, judged: Verdicts, measured: NoiseMeasure | None, compared: Callable[[], PairedSteps]) -> Verdicts:
-        """Return the verdicts without the pairs that differ by no more than noise, and with a column `noise`.
+        """Return the verdicts without the pairs that differ by no more than noise. Other pairs get a column `noise`.
 
         `compared` returns the rows, and is called only if rows are needed.
         """
@@ -266,10 +266,11 @@ class NoiseMeasure:
         return np.asarray(are_noise | (self.kinds == "dtype"))
 
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
-        """Return which rows differ by no more than noise, if the parameters began the step farther apart than a twin's.
+        """Return a mask of the rows that differ by no more than noise times `factors`.
 
-        They were `factors` times as far apart. Norms are compared, because one element that is far apart moves a few
-        elements of every later tensor. A further difference by the share `off` of the norm is allowed.
+        `factors` says how many times farther apart than in the twin run the parameters began the step. Norms are
+        compared, because one element that is far apart moves a few elements of every later tensor. A further difference
+        by the share `off` of the norm is allowed.
         """
         kinds, eps = self.kinds[rows], self._eps[rows] + off
         with np.errstate(invalid="ignore"):
@@ -323,7 +324,7 @@ class NoiseMeasure:
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
-        """Return how many times the noise the values of the forward differ between the runs, as a median."""
+        """Return the difference between the runs divided by the noise: the median over the forward's values."""
         forward = rows[self._phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]
@@ -352,7 +353,7 @@ class NoiseMeasure:
         return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
     def lines(self, rows: Integers, indices: Integers) -> list[dict[str, Any]]:
-        """Return rows as dictionaries, with the pair's index `number` and how far noise moves an element, `allowed`."""
+        """Return rows as dictionaries. `number` is the pair's index. Noise moves an element by up to `allowed`."""
         lines = self._table.take(pa.array(rows)).to_pylist()
         known = zip(lines, indices[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
@@ -387,7 +388,7 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
 
 
 def _steadied(values: Floats, table: Any) -> Floats:
-    """Return the noise of each row. A small tensor gets its largest noise of any step: its noise at one is random."""
+    """Return the noise of each row. Small tensors get their largest noise of any step, as one step's is random."""
     groups = group_rows(table, ("root", "module_path", "site", "name"))
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)

@@ -1,7 +1,7 @@
 """Pairs the rows of two recorded runs, and compares each pair: by fingerprint, else by values, else by statistics.
 
-If one run lacks ranks of a value, the recording explains a difference, not the training. Such a difference has the kind
-``partial``. This module must never read the payloads of a pair whose fingerprints are equal.
+If one run lacks ranks of a value, a difference is due to the recording, not to the training. Such a difference has the
+kind ``partial``. This module must never read the payloads of a pair whose fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def _both(left: Any, right: Any, name: str) -> Flags:
 _SLICED = ("step", "root", "mode")
 """The columns with equal values in all micro-steps of one step."""
 _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
-"""The columns that identify a value over all micro-steps of its step."""
+"""The columns that identify a value at one rank, apart from its micro-step."""
 
 
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
@@ -482,7 +482,7 @@ def align(a: Any, b: Any) -> Alignment:
     left, right = join(id_a * width + rank_a + 1, id_b * width + rank_b + 1)
     is_same = _have_one_part(a, b, left, right) | (rank_a[left] < 0)
     has_whole_a, has_whole_b = (_flags(ids[ranks < 0], num_ids) for ids, ranks in ((id_a, rank_a), (id_b, rank_b)))
-    # The rows of values that have a row for all ranks in one run, and only rows of single ranks in the other run.
+    # These rows are of values that have a row for all ranks in one run, and only rows of single ranks in the other.
     whole_a = np.flatnonzero((rank_a < 0) & ~has_whole_b[id_a])
     whole_b = np.flatnonzero((rank_b < 0) & ~has_whole_a[id_b])
     pieces_a = np.flatnonzero((rank_a >= 0) & ~has_whole_a[id_a] & has_whole_b[id_a])

@@ -142,7 +142,7 @@ class UnpairedModules:
         self._prints: dict[str, dict[tuple[str, str], str]] = {}
 
     def add(self, table: Any) -> None:
-        """Add rows of renamed modules. The rows must be in the order of execution."""
+        """Add rows whose modules have the names after renaming. The rows must be in the order of execution."""
         if not self.own_names:
             return
         rows = table.filter(pc.is_in(table.column("module_path"), pa.array(list(self.own_names), pa.string())))

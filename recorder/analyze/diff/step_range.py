@@ -296,7 +296,7 @@ class Diff(NamedTuple):
     unpaired_a: Sequence[str] = ()
     """If modules were renamed, the modules of the first run without a partner in the second run."""
     unpaired_b: Sequence[str] = ()
-    """If modules were renamed, the modules of the second run without a partner in the first run, unrenamed."""
+    """If modules were renamed, the modules of the second run without a partner in the first run, by their own names."""
     problems_a: Sequence[str] = ()
     """Contradictions in the rows of the first run, or in the layouts that the caller gave."""
     problems_b: Sequence[str] = ()

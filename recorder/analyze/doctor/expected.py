@@ -203,7 +203,7 @@ class _AskedSlots:
 
 
 def compare(run: Run) -> Expectation:
-    """Compare the values that are expected by a run's manifests with the run's rows."""
+    """Compare the values that a run should have recorded, by its manifests, with the run's rows."""
     slots = Slots(writer.manifest for writer in run.writers)
     asked = _AskedSlots(run, slots)
     ranks, axis, is_merged = asked.ranks, asked.axis, run.is_merged
@@ -293,7 +293,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
-    """Return the steps at which a rule selects values, the number of all steps, and of steps kept only in memory."""
+    """Return the steps at which rules want values, the number of all steps, and how many were kept only in memory."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
         return np.zeros(0, np.int64), 0, 0
@@ -360,7 +360,7 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
 
 
 def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
-    """Return whether the run that a merged run was made from lost rows. Manifests do not say at which steps."""
+    """Return whether rows were lost before the merge of a merged run. Manifests do not say at which steps."""
     return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
 
 

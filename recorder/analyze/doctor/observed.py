@@ -159,7 +159,7 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
 
 
 def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
-    """Yield the missing sequence numbers of a writer. `following` is the first step of the rank's next writer."""
+    """Yield ranges of a writer's missing sequence numbers. `following` is the first step of the rank's next writer."""
     balance = writer.balance
     is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
     usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
@@ -212,7 +212,7 @@ def _gaps_between(
 
 
 def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
-    """Return the earliest and the latest phase of a step in which the rows missing after `indices` were numbered."""
+    """Return the earliest and the latest phase in which the rows missing after each row in `indices` were numbered."""
     before, after = rows.when[indices], rows.when[indices + 1]
     is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
     is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
@@ -223,7 +223,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
-    """Return ranges (low, high, cause) of the sequence numbers in damaged or removed shards, without low and high."""
+    """Return ranges (low, high, cause) of sequence numbers in damaged or removed shards. Both ends are excluded."""
     removed = []
     limits = _limits(rows, len(writer.all_shards))
     for kind in ("tensors", "stats", PROBE):
@@ -463,7 +463,7 @@ class RankView:
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Return which values have a key in `keys`. Rows are the slots from `low` to `high`, columns are `columns`."""
+        """Return a mask, slots from `low` to `high` by steps `columns`, of the values whose key is in `keys`."""
         num_steps = self.when.shape[1]
         has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])

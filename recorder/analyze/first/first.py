@@ -28,14 +28,14 @@ class First(NamedTuple):
     num_nonfinite: int
     num_nonfinite_modules: int
     num_known: int
-    """The number of recorded values that are known to be finite or known not to be."""
+    """The number of recorded values that were checked for NaN and infinity."""
     has_masks: bool
     """Whether some values are infinite from their first record on, as masks are. Their infinities are not counted."""
     steps: list[int]
     replica: Differing | None
     """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
     replica_probed: ApartByProbe | None
-    """The first value whose replicas differ in the probe (one number per value and step). None if rows do earlier."""
+    """The first value that differs in the probe (one number per value and step) before replicas differ in rows."""
     differing: list[tuple[str, str, str]]
     """The module, site and name of every value whose replicas differ, in the order of their first differences."""
     buffers: list[Differing]

@@ -82,7 +82,7 @@ class NonFiniteFinder:
         self.num_values = 0
         """The number of rows with NaN or infinities, without masks."""
         self.num_known = 0
-        """The number of rows that are known to be finite or known not to be."""
+        """The number of rows that were checked for NaN and infinity."""
         self._modules: set[tuple[str, str]] = set()
         self._masks: dict[tuple[str, ...], str] = {}
         self._overflow: NonFiniteTensor | None = None

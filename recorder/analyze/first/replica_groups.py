@@ -314,7 +314,7 @@ def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
 
 
 def _shards(table: Any) -> Integers:
-    """Return a number for each row, equal for equal coordinates on the mesh axes that do not replicate. 0: unknown."""
+    """Number the rows by the rank's coordinate on the mesh axes that do not replicate. 0 if it is unknown."""
     numbers: dict[Any, int] = {None: 0}
     shards, ids = by_distinct(table, ("placements", "mesh"), _shard)
     return np.array([numbers.setdefault(shard, len(numbers)) for shard in shards], np.int64)[ids]
@@ -341,7 +341,7 @@ def _statistics_ids(table: Any) -> Integers:
 
 
 def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
-    """Return, for each row, the lowest rank that holds the same model; and the roots of which this is only assumed.
+    """Return each row's lowest rank with the same model, and the roots whose ranks are only assumed to share a model.
 
     Ranks of different pipeline stages hold different models. If manifests contradict each other, each rank's own
     manifest counts. A row for all ranks has -1.

@@ -285,7 +285,7 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
 def _common_factor(
     sizes: Any, ranks: Integers, ids: Integers, asked: Any, sides: list[list[int]], *, is_gradient: bool
 ) -> str:
-    """Return a sentence on the factor between two sets of ranks. Empty if the groups in `asked` have different ones."""
+    """Return a sentence on the factor between two sets of ranks. Empty if the groups in `asked` disagree on it."""
     of_sides = []
     for side in sides:
         column = np.full(len(asked), np.nan)
