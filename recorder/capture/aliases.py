@@ -95,13 +95,13 @@ class Aliases:
         return None
 
     def wait(self, waiting: Waiting) -> None:
-        """Hold a record back until its chunk is known. At a flush, or if too many wait, it is put without a chunk."""
+        """Hold a record back until its chunk is known. At a flush, or if too many wait, it goes on without a chunk."""
         self._waiting.append(waiting)
         if len(self._waiting) > _MAX_WAITING:
             self._release(self._waiting[0], None)
 
     def end(self) -> None:
-        """Release the waiting records and forget all DTensors, as a model's call ends. Later, memory may be reused."""
+        """Release the waiting records and forget all DTensors as a model's call ends, because memory is reused then."""
         self.flush()
         self._known.clear()
 
@@ -158,7 +158,7 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
 
 
 def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
-    """Return the chunk of the gradient that `DTensor.from_local` returns. A partial sum has a replicated gradient."""
+    """Return the chunk of the gradient that `from_local` passes back. A partial sum has a replicated gradient."""
     from torch.distributed.tensor import Replicate
 
     mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh

@@ -77,7 +77,7 @@ _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 """Returns a shape as a cached tuple. New objects in the channel's queue would bring garbage collections nearer."""
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
-"""The most rows as which one dropped tensor counts. Each row takes a sequence number, and expanded tensors are huge."""
+"""The most rows that one dropped tensor counts for. Each row takes a sequence number, and expanded tensors are huge."""
 _MAX_ERRORS = 20
 """After this many errors of the recorder at one site (such as `output`) of a module, the site is no longer recorded."""
 _TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
@@ -159,7 +159,7 @@ class Capture:
 
     @property
     def observed(self) -> int:
-        """Return how many rows were seen. Called on any thread. Reads the counter's repr, as `next` counts up."""
+        """Return how many rows were seen. Any thread may call. Reads the counter's repr: `next` would change it."""
         return int(repr(self._sequence)[6:-1])
 
     @property
@@ -267,7 +267,7 @@ class Capture:
             ):
                 self._drop(reason, min(_num_parts(local.numel() * local.itemsize, keep), _MAX_DROPPED_PARTS))
                 return
-            kind = "cpu" if local.is_cpu else local.device.type  # as `stager_of`, without a call
+            kind = "cpu" if local.is_cpu else local.device.type  # `stager_of`, inlined
             stager = self._stagers.get(kind) or self._stager(kind)
             # `Tensor.nbytes` wraps at 2^64 bytes, which an expanded tensor can have.
             nbytes = local.numel() * local.itemsize

@@ -112,7 +112,7 @@ class DeviceProbe:
         return True
 
     def bring(self) -> list[NormsOnWay]:
-        """Start to copy the norms of the step that ends to the host. Return the copies that are under way."""
+        """Start to copy the ending step's norms to the host. Return the copies that are under way."""
         of_step, self._seen = self._seen, {}
         on_way = []
         for norms, seen in of_step.items():

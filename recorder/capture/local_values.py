@@ -42,7 +42,7 @@ def dtensor_chunk(tensor: Any) -> Chunk:
 
 
 def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-    """Return the chunk of a parameter, its gradient or state, if DDP has made a DTensor parameter local; else None."""
+    """Return the chunk of a parameter that DDP made local, or of its gradient or state. None for other parameters."""
     spec = localized_spec(parameter)
     if spec is None or tensor.shape != parameter.shape:
         return None

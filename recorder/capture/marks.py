@@ -447,7 +447,7 @@ def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> C
     whole = {"output": (inputs if is_embedding else outputs, True)} | (
         {} if is_embedding else {"input": (inputs, True)}
     )
-    if parts and not is_embedding and (valid := getattr(module, "old_num_embeddings", 0)):  # the rest fills it up
+    if parts and not is_embedding and (valid := getattr(module, "old_num_embeddings", 0)):  # the others are padding
         parts = _as_chunks([min(max(valid - start, 0), parts[0]) for start in range(0, sum(parts), parts[0])])
         whole["output"] = (valid, True)
     sizes = {(site, 0, -1): (parts[at],)} if parts and not is_gathered else {}

@@ -86,7 +86,7 @@ class FirstNonFinite:
         is_told_of = origin.site in _SITES or (origin.site == "input" and not origin.module_path)
         is_late = staged.note is not None and AT_LEAST in staged.note
         if self.first is not None and is_late and self._is_scalar and step <= self.first.step and not self._is_said:
-            self.first = None  # the number was computed from this value
+            self.first = None  # the scalar was computed from this value
         if self.first is not None or not is_told_of or staged.phase == "recompute":
             return
         if tells_skip(origin.site, origin.name):

@@ -145,8 +145,8 @@ class OptimizerHooks:
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
-        """By site and parameter id, the last `repeat` (number of a row of the same key) in this step. Buffers have the
-        id 0."""
+        """By site and parameter id, the last `repeat` (index among rows of the same key) in this step. Buffers have id
+        0."""
         self._firsts: dict[int, int] = {}
         """By optimizer id, the id of the first parameter that the optimizer updated in this step."""
         self._repeats_step = -1
@@ -252,7 +252,7 @@ class OptimizerHooks:
 
     def _learn(self) -> None:
         self._learned_at = self.num_steps
-        self._unknown |= self._late  # first `_rows_of` looks for the rows of these parameters
+        self._unknown |= self._late  # `_rows_of` looks at `_rows` before it looks here
         self._late.clear()
         roots = self._capture.roots
         names = {root.name for root in roots}
@@ -279,7 +279,7 @@ class OptimizerHooks:
         self._learn()
 
     def _repeats_at(self, site: str) -> dict[int, int]:
-        """Return, by parameter id, the last `repeat` (number of a row of the same key) at a site in this step.
+        """Return, by parameter id, the last `repeat` (index among rows of the same key) at a site in this step.
 
         The repeats belong to parameters and not to optimizers, because optimizers may share parameters, get more
         parameters later, and be made and deleted within a step.
@@ -327,7 +327,7 @@ class OptimizerHooks:
             self._rescan_after_first_step()
         self.know_groups(optimizer)
         if not self._has_noted_rates:
-            self.name_of(optimizer)  # makes it one of the known
+            self.name_of(optimizer)  # adds the optimizer to `known`
             self._note_rates()
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer):
@@ -463,7 +463,7 @@ class OptimizerHooks:
             for one in pair
             if one is not None
         ]
-        tensors = [one for one in locals_ if one.numel()]  # the probe passes over what lies on other ranks alone
+        tensors = [one for one in locals_ if one.numel()]  # the probe skips tensors without local elements
         if key not in groups and (group := self._with_other_masks(key, groups)) is not None:
             groups[key] = group
         if key in groups:
@@ -522,7 +522,7 @@ class OptimizerHooks:
         note = None if inside is optimizer else HERE_ALONE
         for parameter, state in inside.state.items():
             rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
-            if rows is None or not isinstance(state, dict) or id(parameter) not in updated:  # of a group left out
+            if rows is None or not isinstance(state, dict) or id(parameter) not in updated:  # its group is left out
                 continue
             repeat = _next_repeat(repeats, parameter)
             for key, value in state.items():

@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
-"""The rows of a payload with four numbers a step: for a value that was not finite or changed its size in the block."""
+"""The rows of the payload of a value that was not finite, or changed its size, in the block. Others only have norms."""
 _BAD = slice(_NUM_NAN, _NUM_INF + 1)
 
 
 class StepNumbers(NamedTuple):
-    """The probe's numbers of one step. A column is the index of one value."""
+    """The probe's numbers of one step. Each value has one column: an index into the arrays."""
 
     step: int
     sums: npt.NDArray[np.float64]
@@ -69,7 +69,7 @@ class StepNumbers(NamedTuple):
     numels: npt.NDArray[np.float64]
     """For each value, the number of elements that were seen at this step. 0 if the value was not seen."""
     bad: dict[int, tuple[int, int]]
-    """For each column with non-finite elements, the number of NaN and the number of infinite elements."""
+    """For each column (one value) with non-finite elements, the number of NaN and the number of infinite elements."""
 
 
 def block_rows(
@@ -158,7 +158,7 @@ class KnownValue:
             and tensor.is_cpu
             and is_ordinary(tensor)
             and tensor.is_contiguous()
-            and not tensor.storage_offset()  # the storage of one that has an offset may be freed
+            and not tensor.storage_offset()  # with an offset, the storage may have been freed
         )
         at = tensor.data_ptr() if is_known else 0
         return bool(at) and self._probe.saw_again(self._column, at, self._numel, self._plan, step)
@@ -188,18 +188,19 @@ class Probe:
         """A lock for adding a column, appending a step and recording a block, because several threads may train."""
         self._columns: list[ProbedSeries] = []
         self._origins: list[ValuePlace] = []
-        """For each column that was recorded before, the origin (module and name) of its rows of site ``probe``."""
+        """For each column (one value) that was recorded before, the origin (module and name) of its rows of site
+        ``probe``."""
         self._by_key: dict[tuple[ValuePlace, str, str], int] = {}
-        """The index of each column, by the column's origin, phase and mode."""
+        """The index of each column (one value), by the value's origin, phase and mode."""
         self._sums: list[float] = []
-        """For each column, the sum of the squares of the finite elements at the current step."""
+        """For each column (one value), the sum of the squares of the finite elements at the current step."""
         self._numels: list[int] = []
-        """For each column, the number of elements that were seen at the current step."""
+        """For each column (one value), the number of elements that were seen at the current step."""
         self._bad: dict[int, tuple[int, int]] = {}
         """For each column with non-finite elements at the current step, the numbers of NaN and of infinite elements."""
         self._were_bad: dict[int, tuple[bool, float]] = {}
-        """For each column that was not finite when it was last seen: whether it had a NaN, and the largest fraction of
-        its elements that was infinite."""
+        """For each column (one value) that was not finite when last seen: whether it had a NaN, and the largest
+        fraction of elements that was infinite."""
         self._steps: list[StepNumbers] = []
         """The steps of the current block, in order. The last step has the most columns."""
         self._step = 0
@@ -208,7 +209,7 @@ class Probe:
         self._has_measured = False
         self._has_refused = False
         self._seen: dict[int, list[tuple[ProbedValue, int]]] = {}
-        """By thread inside `learning`, the values that were measured there, each with its bits of KEEP_*."""
+        """For each thread in a `learning` block, the values that were measured there, each with its bits of KEEP_*."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from ..format.fingerprint import compiled_weights
@@ -372,7 +373,7 @@ class Probe:
     ) -> Callable[[], list[Measured]]:  # fmt: skip
         """Measure statistics of small host tensors that `saw_group` has measured, and fingerprints where `keeps` asks.
 
-        The statistics are returned by the function that is returned. It may be called on any thread.
+        Return a function that gives the statistics. It may be called on any thread.
         """
         assert self._kernels is not None, "groups on the host are measured by the compiled loops"
         weights = [
@@ -384,7 +385,7 @@ class Probe:
     def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: StepPosition) -> None:
         """Count an update. `sums` has the sum of squares of the changes of each parameter's sampled elements."""
         for value, total in zip(updates, sums, strict=True):
-            if math.isfinite(total):  # else the parameter says that it is not
+            if math.isfinite(total):  # otherwise the row of the parameter shows it
                 self._sums[value.column] += total * max(value.numel / SAMPLED, 1.0)
                 self._numels[value.column] += value.numel
         self._has_values = True
@@ -500,7 +501,7 @@ class Probe:
 
     def _add_norms(self, seen: list[SeenOnDevice], norms: npt.NDArray[np.float32], numbers: StepNumbers) -> None:
         squares = np.square(norms.astype(np.float64))
-        if not np.isfinite(squares).all():  # of an update that is not finite the parameter says so
+        if not np.isfinite(squares).all():  # a non-finite update shows in the parameter's row
             is_counted = np.isfinite(squares) | np.array([one.value.origin.site != UPDATE for one in seen])
             seen, norms, squares = list(compress(seen, is_counted)), norms[is_counted], squares[is_counted]
         columns = np.array([one.value.column for one in seen])
@@ -515,7 +516,7 @@ class Probe:
             numbers.bad[column] = max(had_nan, int(is_nan)), max(had_inf, int(not is_nan))
             numbers.sums[column] = np.nan
             if self._has_turned(column, is_nan, float(not is_nan)) and column not in told:
-                told.add(column)  # one row a step, as a second one would have the same key
+                told.add(column)  # one row a step: a second row would have the same key
                 self._tell_trouble(one.value.origin, one.moment, is_nan=is_nan)
                 self._on_device.record_turned(one, is_nan=is_nan)
         there = np.zeros(len(numbers.numels))
@@ -590,8 +591,8 @@ def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *,
 class Updates:
     """Measures how far one optimizer's updates move its parameters, by comparing samples of the elements.
 
-    The same elements are sampled at every update: all of a parameter with at most 1,024, and 256 evenly spaced pieces
-    of 4 of a larger parameter. Any other write into a parameter between two updates counts as a move, too.
+    The same elements are sampled at every update: all elements of a parameter with at most 1,024, and 256 evenly spaced
+    pieces of 4 of a larger parameter. Any other write into a parameter between two updates counts as a move, too.
     """
 
     def __init__(self, probe: Probe) -> None:

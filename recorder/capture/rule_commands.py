@@ -86,7 +86,7 @@ class RuleCommands:
             replace(rule, steps=EVERY, keep=rule.keep & (KEEP_STATS | KEEP_FINGERPRINT), unit_dim=None).text
             for rule in self._sparse
         ]
-        number = MAX_COMMANDS + self._num_troubles  # no command that is sent has such a number
+        number = MAX_COMMANDS + self._num_troubles  # commands from outside have smaller numbers
         rules = tuple(dict.fromkeys(more))
         self._told.append(Command(kind=SET, from_step=step, to_step=last, rules=rules, reason=why, number=number))
 
@@ -128,7 +128,7 @@ class RuleCommands:
         rules = rules_of(command)
         if (problem := self._problem_of_ring(rules)) is not None:
             return problem
-        if self._selection.num_rules == self._changes.num_rules:  # else an interrupt came after this call
+        if self._selection.num_rules == self._changes.num_rules:  # otherwise an interrupt came after `extend`
             self._selection.extend(rules)
         meant = [(root, one) for root in self._roots for one in root.modules if one.is_meant_by(rules)]
         if has_compiled_anything() and (lacking := [one.node_path for _, one in meant if one.lacks_hooks()]):

@@ -91,7 +91,7 @@ class LastGradient(NamedTuple):
             if type(gradient) is not torch.Tensor or not gradient.is_cpu or gradient.is_sparse:
                 continue
             if in_ddp and gradient._is_view():
-                continue  # a view of DDP's bucket has the version of the bucket, which each gradient there counts up
+                continue  # the version is that of DDP's bucket, which every gradient in the bucket counts up
             if 1 < gradient.numel() <= _SMALL:
                 version = gradient._version + (2 if in_ddp else 1)
                 return cls(weakref.ref(gradient), gradient.detach().clone(), version)

@@ -41,7 +41,7 @@ _GIVEN = {
     "cu_seqlens": "lengths", "cu_seqlens_q": "lengths", "cu_seq_lens_q": "lengths",
     "logits_to_keep": "kept", "logits_indices": "kept", "write_index.0": "slots",
 }  # fmt: skip
-"""Maps the names of arguments that tell a token's sample and position to their names in the rows."""
+"""Maps arguments that tell a token's sample or position to the names of these arguments in the rows."""
 _OF_ATTENTION = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 """Attributes of vLLM's attention metadata: each sample's start, length and cache blocks, each token's cache place."""
 _LOGITS = "logits_processor"
@@ -114,7 +114,7 @@ class TokenBlocks:
         """Record a module's arguments if they contain tokens. Do nothing inside a call that was given tokens."""
         call = self._call
         if origin.module_path == _LOGITS:
-            return  # an engine gives it the tokens once more
+            return  # an engine passes the tokens to this module, too
         around = f"{call.module_path}." if call.module_path else ""
         if call.number is not None and origin.module_path != call.module_path and origin.module_path.startswith(around):
             return
@@ -125,7 +125,7 @@ class TokenBlocks:
             return
         context = getattr(sys.modules.get("vllm.forward_context"), "_forward_context", None)
         if context is not None and not context.attn_metadata:
-            return  # vLLM warms its model up, on nobody's tokens
+            return  # the warm-up of vLLM has no real tokens
         with self._changing:
             call.number, self._num_calls = self._num_calls, self._num_calls + 1
         call.module_path, call.seen = origin.module_path, {}
@@ -173,12 +173,12 @@ class TokenBlocks:
     ) -> None:  # fmt: skip
         """Add the log-probabilities of the tokens that this call is given, from the logits of the last call."""
         facts = {"after": after, "packed": lengths is not None and len(ids) == 1}
-        if lengths is not None and len(ids) == 1:  # each with each, as only a reader can tell who goes on
+        if lengths is not None and len(ids) == 1:  # all pairs, as only a reader can tell which sample goes on
             first = ids[0, lengths.reshape(-1)[:-1].long().clamp(max=ids.shape[1] - 1)]
             if len(first) * len(logits) > _MAX_PAIRS:
                 return
             told = torch.stack([_logprobs(logits, token.expand(len(logits))) for token in first])
-        elif len(ids) == len(logits):  # without a cache the model is given all again, and what was chosen at the end
+        elif len(ids) == len(logits):  # without a cache, all tokens are given again, the chosen one last
             told = torch.stack([_logprobs(logits, ids[:, column]) for column in (0, -1)])
         else:
             return
@@ -188,7 +188,7 @@ class TokenBlocks:
         """Add the log-probabilities of the tokens inside this call, if this module was given the tokens."""
         call, ids = self._call, self._call.ids
         if origin.module_path == _LOGITS and (waiting := self._pending.get(origin.root)) is not None:
-            made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # not of drafts
+            made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # no draft's
             self._pending[origin.root] = waiting[0], next(made, None)
         if call.number is None or ids is None or call.module_path != origin.module_path:
             return
@@ -196,7 +196,7 @@ class TokenBlocks:
             self._pending[origin.root], call.number, call.ids = (call.number, None), None, None
             return
         values = {name: value for name, value in leaves if value.is_floating_point()}
-        of_head = values.get("log_probs")  # of a head that makes no logits, as TRL's; 0 where no label asks for one
+        of_head = values.get("log_probs")  # from a head without logits, as TRL's; 0 where no label asks
         if of_head is not None and of_head.shape == (len(ids), ids.shape[1] - 1):
             own = of_head.detach().float().masked_fill(of_head == 0, torch.nan)
             self._add(origin, "logprobs", moment, {"shape": tuple(own.shape)}, own)
@@ -292,7 +292,7 @@ def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[st
     places = of.get("req_to_token_pool.req_to_token")
     if slots is None or lengths is None or requests is None or places is None:
         return
-    own = of.get("extend_seq_lens", torch.ones_like(lengths)).to(lengths.dtype)  # none where each request decodes
+    own = of.get("extend_seq_lens", torch.ones_like(lengths)).to(lengths.dtype)  # absent if every request decodes
     ends = own.cumsum(0)
     yield from (("slots", slots), ("lengths", torch.cat([ends.new_zeros(1), ends])), ("kept", ends - 1))
     behind = places[requests.long(), (lengths - own - 1).clamp(min=0).long()]
@@ -300,7 +300,7 @@ def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[st
 
 
 def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:
-    """Return the argument with the token ids, or None. A root whose positions alone were said gets ids of -1."""
+    """Return the argument with the token ids, or None. If the program said only a root's positions, ids are -1."""
     named = next((arguments[name] for name in _IDS if name in arguments and _is_whole(arguments[name])), None)
     if named is not None or not is_root:
         return named
@@ -330,7 +330,7 @@ def _given(arguments: Mapping[str, torch.Tensor], grid: tuple[int, ...]) -> Iter
         if mask.dim() == 2 and mask.shape[0] == grid[0] and mask.shape[1] >= grid[1]:
             yield "mask", mask[:, -grid[1] :] != 0
         elif mask.dim() == 4 and mask.shape[2] == grid[1]:
-            visible = mask if mask.dtype is torch.bool else mask == 0  # or numbers that are added to scores
+            visible = mask if mask.dtype is torch.bool else mask == 0  # a float mask is added to the scores
             yield "seen", visible.any(2).any(1)
     read, whole = arguments.get("read_index.0"), arguments.get("cu_seq_lens_k.full_attention")
     if packed is not None and whole is not None and read is not None and read.numel():

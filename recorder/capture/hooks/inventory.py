@@ -45,7 +45,7 @@ _HIDDEN = {
 
 
 class Inventory:
-    """The modules of a root (a model under hooks), with what graphs and steps have shown of them since."""
+    """The modules of a root (a model under hooks), and what later steps and compiled graphs show of them."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Inventory:
                 self._add(i, {"untrained": names})
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
-        """Note the name of each parameter's learning rate. `rates` has it by the id of the parameter or of its copy."""
+        """Note the name of each parameter's learning rate. `rates` has it by id of the parameter or of its copy."""
         for i, hooked in enumerate(self._hooked[: len(self._modules)]):
             own = {
                 name: rate

@@ -62,7 +62,7 @@ class SharedTensor:
         self._record(f"{OBJECTIVE_NORM}{name}", norm)
         for other in self._names:
             if other != name and (known := self._arrived.get(other)) is not None and known.shape == unit.shape:
-                pair = sorted((name, other))  # all steps, ranks and runs have one name for it
+                pair = sorted((name, other))  # so all steps, ranks and runs use one name
                 self._record(f"{OBJECTIVE_COSINE}{pair[0]}:{pair[1]}", torch.dot(known, unit))
         self._arrived[name] = unit
         if len(self._arrived) == len(self._names):
@@ -121,7 +121,7 @@ class SharedTensors:
     def shared(
         self, tap: ValuePlace, moment: StepPosition, phase: str, tensor: torch.Tensor, *, is_kept: bool
     ) -> SharedTensor | None:
-        """Return the `SharedTensor` of a tensor. None if it is no objective's, is a loss itself, or no rule asks."""
+        """Return the `SharedTensor` of a tensor. None if the tap is no objective, for a loss, or if no rule asks."""
         if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
             return None
         mask = self.capture.masks[self.capture.selection.rule_set_of_name("scalar", OBJECTIVE_COSINE)]

@@ -426,7 +426,7 @@ def _of_stage_3(parameter: Any) -> _Place | None:
 
 
 def _over(flat: dict[str, Any], ranks: Sequence[int], *axes: tuple[Sequence[int], dict[str, Any]]) -> tuple[str, str]:
-    """Return placements and mesh, as JSON, of a parameter that is cut flat over `ranks` and laid over `axes`."""
+    """Return, as JSON, placements and mesh of a parameter that is cut flat over `ranks`, with further mesh `axes`."""
     rank, more = torch.distributed.get_rank(), [axis for axis in axes if len(axis[0]) > 1]
     mesh = FlatMesh((len(ranks),), None, (ranks.index(rank),), [*ranks])
     for others, _ in more:

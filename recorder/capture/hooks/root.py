@@ -407,7 +407,7 @@ class Root:
         return self._tap_paths[name]
 
     def step_is_over(self, *, has_compiled: bool) -> None:
-        """Report, after the first step, which modules never ran. `has_compiled`: whether this process has compiled."""
+        """Report which modules never ran in the first step. `has_compiled`: whether this process compiled anything."""
         self.say_if_nothing_moved()
         self.inventory.step_is_over(
             num_calls=self.num_calls, is_artefact=bool(self.artefact), has_compiled=has_compiled
