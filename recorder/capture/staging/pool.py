@@ -85,8 +85,8 @@ class Pool:
     def __init__(self, capacity_bytes: int, *, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
         """Reserve address space; the operating system provides a page when it is first used.
 
-        `progress_s` returns the time on `clock`, a monotonic clock in seconds, at which the writer last finished a
-        batch.
+        `clock` is monotonic, in seconds. `progress_s` returns the time on `clock` at which the writer was last between
+        two records.
         """
         self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
         try:
@@ -215,7 +215,7 @@ class Pool:
     ) -> PoolBlock | None:
         """Return a block, waiting at most ``per_step_s`` in all calls of one step. Return None to drop the value.
 
-        A wait also fails if the writer finished no batch for ``stalled_s``, or if all waits exceed a nonzero
+        A wait also fails if the writer made no progress for ``stalled_s``, or if all waits exceed a nonzero
         ``per_run_s``. After a failed wait no call waits until half of the pool is free, because a dead disk must not
         stop training.
         """
