@@ -1,1 +1,1 @@
-"""The life of a recording, from `import torch` through the discovery of roots to the final summary."""
+"""The life of a recording, from `import torch` through the search for models to the final summary."""

@@ -114,7 +114,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
             except Exception as error:  # for example no memory for the pool, which must not make training fail
                 recorder.discovery_failed(error)
                 return Inactive()
-        # A handle may be dropped without being closed, as by a notebook cell that runs again. The root then stays.
+        # A handle may be dropped without being closed, as by a notebook cell that runs again. Its model stays recorded.
         root.is_kept = root.is_kept or any(handle() is None for handle in root.attachments)
         attachment = Attachment(
             detach=partial(_detach, recorder, root),

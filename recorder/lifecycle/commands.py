@@ -63,7 +63,7 @@ class Carrier:
     """Carries commands between a run directory and the job's store. Only one rank does so for each directory."""
 
     def __init__(self, topology: JobRank, events: Events, *, dir_setting: str) -> None:
-        """Carry nothing yet. Each command that cannot be carried becomes an event.
+        """Carry nothing yet. Each command that cannot be carried is reported as an event.
 
         `dir_setting` is the setting `dir`, equal on all nodes. It separates recordings of one job.
         """
@@ -237,7 +237,7 @@ class Commands:
         clock: Callable[[], float] = time.monotonic,
         marks: Path | None = None,
     ) -> None:
-        """Prepare, without reading the directory yet. Each file that is refused becomes an event.
+        """Prepare, without reading the directory yet. Each file that is refused is reported as an event.
 
         `clock` is monotonic, in seconds. `marks` is the folder of the node's mark; None for the node's own memory.
         """
@@ -297,7 +297,7 @@ class Commands:
         """Send a command to all ranks of the run, including this rank, and return it with its number.
 
         Raises:
-            CommandError: the disk refuses, or the run has no directory yet; nothing was sent.
+            CommandError: the disk refuses, or the run has no directory yet. Nothing was sent.
         """
         if self._run_dir is None:
             raise CommandError("the run has no directory yet, so that no rank could be told")

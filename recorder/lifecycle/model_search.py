@@ -54,10 +54,10 @@ class Discovery:
         make_root: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Start to look for roots; `Recorder` describes the functions."""
+        """Start to look for models to record. `Recorder` describes the functions."""
         self._is_inside_root, self._wants, self._make_root, self._failed = is_inside_root, wants, make_root, failed
         self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
-        """The modules that are no roots, apart for calls with and without gradients: evaluation may come first."""
+        """The modules not to record, apart for calls with and without gradients: evaluation may come first."""
         self._handle: Any = None
         self.start()
 
@@ -103,7 +103,7 @@ class Discovery:
             return None
 
     def reconsider(self) -> None:
-        """Forget which modules were rejected. With a new optimizer they may be roots."""
+        """Forget which modules were rejected. With a new optimizer they may be models to record."""
         self._rejected = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
     @property
@@ -180,7 +180,7 @@ def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
 
 
 def is_only_model(model: nn.Module) -> bool:
-    """Return True if no other model can become a root on any rank, unlike with pipeline stages or in a GAN."""
+    """Return True if no other model can be recorded on any rank. Pipeline stages and GANs have other models."""
     num_ranks = topology.read().world_size
     data_parallel = find_data_parallel(model, wrappers_around(model)) if num_ranks > 1 else None
     if num_ranks > 1 and (data_parallel is None or len(data_parallel["ranks"]) < num_ranks):
@@ -202,10 +202,10 @@ class EarlyOptimizers:
     """The optimizers that exist before the first root (a model under hooks). Called on training threads."""
 
     def __init__(self, events: Events, *, closure_returned: Callable[[Optimizer], None]) -> None:
-        """Prepare, without a search yet. An optimizer that steps before anything was recorded becomes an event.
+        """Prepare, without a search yet. An optimizer that steps before anything was recorded is an event.
 
-        `closure_returned` is called when the closure of an optimizer's step returns. The first root may have run in the
-        closure.
+        `closure_returned` is called when the closure of an optimizer's step returns. The first recorded call may have
+        been in the closure.
         """
         self.has_stepped = False
         self.live: list[Optimizer] = []

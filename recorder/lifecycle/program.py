@@ -30,7 +30,7 @@ _MAX_SHOWN = 100
 
 
 class ProgramCalls:
-    """Passes a program's calls of the recorder to the capture once it exists. Before that, calls are only counted."""
+    """Passes the program's calls, such as `recorder.tap`, to the recording. Before it begins they are only counted."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -139,7 +139,7 @@ def _shown(name: object) -> str:
 
 
 class GraphTaps:
-    """Passes values and gradients of taps in graphs to the capture, and finds or makes the model of each tap."""
+    """Passes values and gradients of taps in graphs to the recording, and finds or makes the model of each tap."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -59,12 +59,12 @@ _NUM_TRIES = 3
 
 
 class Recorder:
-    """One recording, made at ``import torch`` or by `attach`. It runs from the first root call until it is closed."""
+    """One recording, made at ``import torch`` or by `attach`. It runs from a model's first call until it is closed."""
 
     def __init__(
         self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
     ) -> None:
-        """Start nothing before the first root call. Raises ConfigError if a file of rules in the settings is wrong.
+        """Start nothing before a model's first call. Raises ConfigError if a file of rules in the settings is wrong.
 
         `by_flag` is True if ``RECORDER=1`` asks for the recording, False if the program does. `on_change` is called
         with True when this recorder begins to record, and with False when it is over.
@@ -77,9 +77,9 @@ class Recorder:
         self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory
         self.events = Events()
         self.recording: Recording | None = None
-        """The recording; None before the first root call."""
+        """The recording; None before the first call of a model to record."""
         self.capture: Capture | None = None
-        """The capture of `recording`; None before the first root call."""
+        """The part of `recording` that runs in training's hooks; None before the first call of a model to record."""
         self._pid = os.getpid()
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -87,7 +87,7 @@ class Recorder:
         self._is_closed = False
         self._early = EarlyOptimizers(self.events, closure_returned=self._closure_returned)
         self.first_step: int | None = None
-        """The step that the program named before the first root; None if it named no step."""
+        """The step that the program named before the first call of a recorded model; None if it named no step."""
         self._num_optimizers = 0
         self._num_judged = 0
         """The number of module paths when the rules' patterns were last compared with these paths."""
@@ -161,7 +161,7 @@ class Recorder:
         return args if moved is not None else None
 
     def _root_for(self, module: nn.Module) -> Root:
-        """Return the root that contains a module. If there is none, make the outermost model around it a root."""
+        """Return the root (recorded model) that contains a module, or make the outermost model around it a root."""
         capture = self.capture
         if capture is not None and (root := capture.root_of(module)) is not None:
             return root
@@ -193,7 +193,7 @@ class Recorder:
         raise SystemExit(2)
 
     def discovery_failed(self, error: Exception) -> None:
-        """Stop looking for roots after an error of the recorder itself."""
+        """Stop looking for models to record after an error of the recorder itself."""
         if comes_from_signal_handler(error):
             raise error
         self.events.add("start_failed", f"not recording: {type(error).__name__}: {error}", exception=error)
@@ -209,7 +209,7 @@ class Recorder:
     # -- roots ----------------------------------------------------------------------------------------------------
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
-        """Make a module a root, and put hooks on it. The first root starts the recording."""
+        """Make a module a root (a model under hooks), and put the hooks on it. The first root starts the recording."""
         with self._lock:
             if self.recording is None:
                 try:
@@ -298,7 +298,7 @@ class Recorder:
             self.discovery.start()
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Stop looking for roots once they have all trained parameters. A new optimizer starts the search again."""
+        """Stop looking for models once all trained parameters are recorded. A new optimizer starts the search again."""
         assert self.recording is not None
         capture, optimizers, discovery = self.recording.capture, self.recording.optimizers, self.discovery
         capture.every_call_is_a_step = False

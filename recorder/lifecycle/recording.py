@@ -40,7 +40,7 @@ _START_PATIENCE_S = 1.0
 
 
 class Recording:
-    """The parts of one recording, from its first root call to its end."""
+    """The parts of one recording, from the first call of a recorded model to the recording's end."""
 
     def __init__(
         self, loaded: Loaded, ring: RingWatch, events: Events, folder: Path, *, version: str, by_flag: bool,
@@ -76,7 +76,7 @@ class Recording:
         """Carries commands between nodes; None for a single rank, or if the ranks have no common name for the run."""
         self._manifest_key: object = None
         self._last_manifest: Mapping[str, Any] = {}
-        """The manifest from just before the capture was closed. There were still modules to describe then."""
+        """The manifest from just before the hooks were removed. There were still modules to describe then."""
         self._next_status_s = 0.0
         self._is_closed = False
         kernels = native.load(settings.native)

@@ -85,7 +85,7 @@ class RingWatch:
         """Prepare for triggers if a rule keeps a ring on some rank. Return this rank's memory for its ring, or None.
 
         The ring takes a share of `pool`. `writer` keeps the ring's records, and writes them. A trigger that writes less
-        than it should becomes an event. `current_step` returns the step under way, or None before there is one.
+        than it should is reported as an event. `current_step` returns the step under way, or None before there is one.
         `on_trouble` takes a sentence about each finding that is worse than a note, on the writer thread.
         """
         settings, self._rank, self._on_trouble = self._settings, rank, on_trouble
@@ -191,7 +191,7 @@ class RingWatch:
             log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, self.worst.text)
 
     def _look_whether_off(self, capture: Capture) -> None:
-        """Turn the triggers off if capture has turned the ring off. That may happen after the first step."""
+        """Turn the triggers off if the ring was found too small and was turned off, perhaps after the first step."""
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
@@ -240,7 +240,7 @@ class _Answered(NamedTuple):
 class Triggers:
     """The triggers of one rank: reasons to write its ring, the values of the last steps.
 
-    Any thread may `ask`; the writer thread does the rest. A trigger that writes less than it should becomes an event.
+    Any thread may `ask`; the writer thread does the rest. A trigger that writes less than it should is an event.
     """
 
     settings: Settings
@@ -274,8 +274,8 @@ class Triggers:
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
         """Request that the steps around `step` are written, by default the step under way. Any thread; never waits.
 
-        `kind` is one of `config.TRIGGERS` or `OWN_RULE`; or ``program`` or ``user``, for a deliberate request. `reason`
-        is for people: any object, even one that cannot be printed.
+        `kind` is one of `config.TRIGGERS` or `OWN_RULE`. For a deliberate request it is ``program`` or ``user``.
+        `reason` is for people: any object, even one that cannot be printed.
         """
         if kind not in _ALWAYS and kind not in self._words:
             return

@@ -14,7 +14,7 @@ def start() -> None:
     """Start recording if ``RECORDER`` is set.
 
     Raises:
-        SystemExit: with code 2, if a setting is wrong; it leaves ``import torch`` and stops the launch.
+        SystemExit: with code 2, if a setting is wrong. It leaves ``import torch`` and stops the launch.
     """
     if "_RECORDER_PROBE" in os.environ:  # `recorder prove` compares this program's launches
         try:

@@ -139,7 +139,7 @@ def _strip_program(program: torch.export.ExportedProgram) -> None:
 
 
 def where_of(node: Node, root: str, site: str) -> Where:
-    """Return the `Where` (root, module and site) of a tap on a module's input or output."""
+    """Return the `Where` (model, module and site) of a tap on a module's input or output."""
     return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
 
 

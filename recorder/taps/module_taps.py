@@ -97,7 +97,7 @@ def tap_inputs_of(module: nn.Module, where: Where) -> None:
 
 
 def where_tapped(module: nn.Module) -> Iterator[Where]:
-    """Yield the `Where` (root, module and site) of each tap on a module."""
+    """Yield the `Where` (model, module and site) of each tap on a module."""
     hooks: tuple[Any, ...] = (module._forward_hooks.get(_KEY), module._forward_pre_hooks.get(_KEY))
     yield from (Where.from_text(hook.where) for hook in hooks if hook is not None)
 
@@ -124,7 +124,7 @@ def name_for(model: nn.Module, name: str | None) -> str:
 
 
 def model_of(where: str) -> nn.Module | None:
-    """Return the live model that this process instrumented under the root name in `where`, or None."""
+    """Return the live model that this process instrumented under the name `root` in `where`, or None."""
     reference = _models.get(Where.from_text(where).root) if where else None
     return reference() if reference is not None else None
 

@@ -160,7 +160,7 @@ class Values(Mapping[Any, torch.Tensor]):
         """Return the complete key for a shortened key.
 
         Raises:
-            TraceKeyError: there is no such value, or several; the message names the nearest keys and the reason.
+            TraceKeyError: there is no such value, or several. The message names the nearest keys and the reason.
         """
         parts = (key,) if isinstance(key, str) else key
         kinds = (str, str, str, int, int)

@@ -344,7 +344,7 @@ def publish(disk: Disk, path: Path, final: Path) -> None:
 
     Raises:
         FileExistsError: the final name is taken.
-        OSError: the disk refused; the file keeps its open name.
+        OSError: the disk refused. The file keeps its open name.
     """
     try:
         has_both_names = name_newly(disk, path, final)

@@ -19,7 +19,7 @@ from typing import Any
 from ..system.log import LimitedLog
 
 INTERRUPTED = "interrupted"
-"""The drop reason for rows that got a number but were neither recorded nor dropped when capture was interrupted."""
+"""The drop reason for rows that got a number, but were interrupted before they were recorded or dropped."""
 ABANDONED = "abandoned_at_close"
 CLOSED = "closed"
 WRITER_DEAD = "writer_dead"

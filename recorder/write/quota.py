@@ -203,7 +203,7 @@ class Content(NamedTuple):
 
     num_rows: int
     is_kept: bool
-    """True if the shard has a step that retention never deletes."""
+    """True if the shard has a step that is kept for good: its shard is not deleted to make room."""
     ledger: Mapping[str, Any]
     """The counts of rows of the shard's writer, as of the shard's last batch."""
 

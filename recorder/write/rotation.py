@@ -60,7 +60,7 @@ class RotatingShards:
         self._first_step = self._last_step = 0
         """The lowest and the highest step of the rows in the shard."""
         self._is_kept = False
-        """True if retention never deletes the steps of the batch and the shard."""
+        """True if the steps of the batch and the shard are kept for good: the shard is not deleted to make room."""
         self._step: int | None = None
         self._num_unsynced_rows = 0
         self._oldest_row_s = 0.0
@@ -111,7 +111,7 @@ class RotatingShards:
         return num
 
     def _begin_step(self, step: int) -> None:
-        """Begin a new step. A shard has only steps that are kept for good, or only steps that retention may delete."""
+        """Begin a new step. A shard has only steps that are kept for good, or only steps that may be deleted later."""
         is_kept = step in self.keep_steps
         if is_kept != self._is_kept:  # retention deletes only complete shards
             self.flush()

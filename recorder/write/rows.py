@@ -33,7 +33,7 @@ _FIELDS = [(field.name, str(field.type)) for field in SCHEMA]
 _NUMPY_NAMES = {"int32": "i4", "int64": "i8", "double": "f8"}
 _VARIED = {field.name for field in SCHEMA if field.type == pa.float64()} | {"fingerprint", "units"}
 """The columns that are never written as one repeated value, because that value is cached. 0.0 and -0.0 are equal but
-have different bits, and `units` has too many different values.
+have different bits, and the column `units` has too many different values.
 """
 _CACHED_TEXTS = 4096
 _CACHED_COLUMNS, _CACHED_ROWS = 1024, 256
@@ -85,7 +85,7 @@ class RowBatch:
         self._num_rows = 0
         self._ends = [0]
         self._detail_bytes = 0
-        """The bytes that the column `units` takes in all rows."""
+        """The bytes that the column `units` (sums of neurons or channels) takes in all rows."""
         self._payload_crc = 0
         max_bytes = max(batch_bytes, max_encoded_bytes(PART_BYTES))  # an empty batch takes any part
         self._payload = PageMemory(max_bytes).data[:max_bytes]
@@ -104,7 +104,7 @@ class RowBatch:
         self._detail_bytes += 0 if measured.units is None else len(measured.units)
 
     def add_all(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Add rows that have no payload and no sums of units (channels). No Python statement runs per row."""
+        """Add rows without payloads and without sums of units (channels). No Python statement runs per row."""
         rows = zip(measured, records, [_NO_PAYLOAD] * len(records), strict=True)
         cells = list(itertools.chain.from_iterable(itertools.chain.from_iterable(rows)))
         self._extend(cells, [self._ends[-1]] * len(records))
@@ -308,7 +308,7 @@ def _layout_columns(chunk: Chunk | None) -> tuple[str | None, ...]:
 
 
 def _merge_notes(staged: str | None, measured: str | None) -> str | None:
-    """Return capture's note (JSON or None) with the reason for missing statistics (``key:detail``) added."""
+    """Add the reason for missing statistics (``key:detail``) to a record's note, which is JSON or None."""
     if measured is None:
         return staged
     key, _, detail = measured.partition(":")

@@ -356,7 +356,7 @@ class Index:
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
         self._num_pending_bytes = 0
-        """The bytes that the column `units` takes in the pending rows."""
+        """The bytes that the column `units` (sums of neurons or channels) takes in the pending rows."""
         self._num_batches = 0
 
     def add(self, batch: pa.RecordBatch) -> None:

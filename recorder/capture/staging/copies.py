@@ -97,7 +97,7 @@ class Stager(Protocol):
 
 
 class HostStager(Stager):
-    """Copies CPU tensors. A copy is complete when `copy` returns; the writer thread encodes it later.
+    """Copies CPU tensors. A copy is complete when `copy` returns. The writer thread encodes it later.
 
     If no payload is kept, compiled C loops compute the statistics from the tensor's own memory. The loops make no copy
     and read each byte once. They run on training's OpenMP threads, which are idle while a hook runs. Small tensors are

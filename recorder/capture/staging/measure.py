@@ -76,7 +76,7 @@ def measure(
 def _statistics_of(
     data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], is_run: bool, keep: int, unit_dim: int
 ) -> Measured:
-    """Compute statistics, histogram and sums of units without the compiled loops."""
+    """Compute statistics, histogram and sums of units (neurons or channels) without the compiled loops."""
     statistics = _statistics(data, dtype)
     if keep & KEEP_HISTOGRAM and dtype in NUM_BINS:
         statistics = statistics._replace(histogram=of_bins(dtype, count(data, dtype, _chunks(data, dtype))))
@@ -299,7 +299,7 @@ _ITEMS = 1 << 15
 def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray[Any]]) -> Bins:
     """Count the values of a tensor by sign and power of two, for its histogram. The dtype is one of `NUM_BINS`.
 
-    `decoded` yields the values piece by piece, float16 as float32; it is read only for float16 and integers.
+    `decoded` yields the values piece by piece, float16 as float32. It is read only for float16 and integers.
     """
     bins = np.zeros(NUM_BINS[dtype], np.uint64)
     if dtype in BY_PATTERN:
@@ -346,7 +346,7 @@ class UnitSums:
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
         self.sums = np.zeros((3, sides.num))
-        """Three rows with a column for each unit: the sum of x, the sum of x^2 and the largest magnitude."""
+        """Three rows with a column for each unit (channel): the sum of x, the sum of x^2 and the largest magnitude."""
         self.zeros = np.zeros(sides.num, np.int64)
 
     def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
@@ -358,8 +358,8 @@ class UnitSums:
     def add(self, values: npt.NDArray[Any], first: int) -> None:
         """Add a piece of the flattened tensor. The piece begins at element `first` of the tensor.
 
-        `bincount` adds in the order of the elements. If the values of a unit are adjacent in memory, they are first
-        added to eight partial sums. The partial sums are added in pairs, and the result to the unit's sum.
+        `bincount` adds in the order of the elements. If the values of a unit (channel) are adjacent in memory, they are
+        first added to eight partial sums. The partial sums are added in pairs, and the result to the unit's sum.
         """
         num, inner = self.sides.num, self.sides.inner
         is_zero = np.equal(values, 0)
