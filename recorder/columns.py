@@ -37,8 +37,7 @@ class Role(Enum):
     KEY = "key"
     """The column is part of the key of a value of one rank in one attempt."""
     LAYOUT = "layout"
-    """The column says which piece of a tensor the row has: of a global tensor, or of a large tensor written in
-    parts."""
+    """The column says which piece the row has: of a global tensor, or of a large tensor written in parts."""
     STATISTIC = "statistic"
     """The column is a float64 computed from the elements."""
     COUNT = "count"
@@ -166,8 +165,7 @@ PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD
 KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
 """The columns of `Role.KEY`. They identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
-"""The column that is null exactly when the row's elements were not read. Other columns may be null for other
-reasons."""
+"""The column that is null exactly when the row's elements were not read. Others may be null for other reasons."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
 """The columns that order rows in time. Rows in a file may stand in another order."""
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"

@@ -23,7 +23,7 @@ FLAG = "RECORDER"
 CONFIG_FILE = "RECORDER_CONFIG"
 PREFIX = "RECORDER_"
 CHECKED_MARK = "_RECORDER_CHECKED"
-"""The variable that says that a parent process has checked the settings. A wrong one is then only logged."""
+"""Set in the environment once a parent process has checked the settings. A wrong setting is then only logged."""
 
 PLACEHOLDER = "SET_ME"
 """The text for a value that users must fill in, in the templates of `deploy/`."""
@@ -31,7 +31,7 @@ PLACEHOLDER = "SET_ME"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 """The allowed names of runs."""
 LATEST = "latest"
-"""In commands, the newest run. No run may have this name."""
+"""The name that stands for the newest run in commands. No run may have it."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -52,7 +52,7 @@ DEFAULT_RULES = parse_rules(
     "site=scalar keep=stats"
 )
 TRIGGERS = ("exception", "signal", "hang", "nonfinite", "spike", "jump")
-"""The triggers that nobody sends: an exception, a signal, a hang, and three rules of `recorder check`."""
+"""The triggers that fire without a request: an exception, a signal, a hang, and three rules of `recorder check`."""
 NO_TRIGGER = "none"
 DEFAULT_TRIGGERS = ",".join(TRIGGERS)
 TRIGGER_SIGNALS = ("SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -166,9 +166,9 @@ class Settings:
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
     batch_bytes: ClassVar[int] = 8 << 20
-    """A batch is written once it has so many payload bytes. Only tests change this."""
+    """A batch is written once it has this many payload bytes. Only tests change this."""
     shard_rows: ClassVar[int] = 65536
-    """A shard is sealed once it has so many rows. Only tests change this."""
+    """A shard is sealed once it has this many rows. Only tests change this."""
 
     def __post_init__(self) -> None:
         for name, low, high in RANGES:

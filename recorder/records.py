@@ -79,7 +79,7 @@ class LostError(Exception):
 
 
 class Ready(Protocol):
-    """A copy into a block that was still running when the record was made."""
+    """A copy into a block. It was still running when the record was made."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the bytes on the writer thread. Return True once they are there, and False if they may still come.
@@ -209,8 +209,7 @@ class Measured(NamedTuple):
     inf_count: int | None = None
     zero_count: int | None = None
     fingerprint: int | None = None
-    """The unsigned 64-bit fingerprint of the local tensor. It counts the position in the global tensor, if there is
-    one."""
+    """The unsigned 64-bit fingerprint of the local tensor, at its position in the global tensor if it has one."""
     note: str | None = None
     """The reason why statistics are missing, such as ``no_statistics:complex64``."""
     histogram: bytes | None = None
@@ -222,8 +221,8 @@ class MeasuredTogether(NamedTuple):
 
     num_rows: int
     make: Callable[[], tuple[list[Staged], list[Measured]]]
-    """Returns the records and the statistics of each. Called once, on the writer thread. If so many objects waited in
-    the queue, the garbage collector would search all objects of the process."""
+    """Returns the records and the statistics of each. Called once, on the writer thread. Otherwise so many objects
+    would wait in the queue that the garbage collector would search all objects of the process."""
     block: Block
     """Memory of the pool, which bounds how many such records wait. It is the block of each of the records."""
 

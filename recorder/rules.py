@@ -303,9 +303,9 @@ class _Grammar(NamedTuple):
     """The keys and sites that rules may have."""
 
     keys: Sequence[str]
-    """The keys that messages about an unknown key list."""
+    """The keys that a message lists if a key is unknown."""
     sites: Sequence[str]
-    """The sites that messages about an unknown site list."""
+    """The sites that a message lists if a site is unknown."""
     is_open: bool
     """True if unknown sites are accepted."""
 
@@ -317,8 +317,8 @@ def parse_rules(
 
     Args:
         value: the rules.
-        keys: the keys that messages about an unknown key list.
-        sites: the sites that messages about an unknown site list.
+        keys: the keys that a message lists if a key is unknown.
+        sites: the sites that a message lists if a site is unknown.
         takes_unknown_sites: True for the rules of a recording. A later version, with more sites, may have made it.
 
     Raises:

@@ -18,7 +18,7 @@ FORMAT_NAME = "recorder"
 FORMAT_VERSION = (1, 4)
 """The major and the minor version of the format. Readers refuse another major version, and accept any minor one."""
 MAX_COUNT = 1 << 53
-"""The bound on a row's integers. They are exact in float64. Sums of them, and products with an element's size, fit in
+"""The bound on a row's integers. They are exact in float64, and sums of them or products with item sizes fit in
 int64."""
 
 
@@ -146,8 +146,7 @@ PROBE = "probe"
 UPDATE = "update"
 """The site of the probe's numbers that say how far an optimizer step moved each parameter."""
 TOKENS = "tokens"
-"""The site of rows of `keep=tokens`, in the probe's shards. A row has sketches (digests) of a value from several
-calls."""
+"""The site of rows of `keep=tokens`, in the probe's shards. A row has a value's sketches (digests) of several calls."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
 """The sites whose tensors a replay uses or compares with its results."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}
@@ -164,7 +163,7 @@ VALUES_OF_CALLS = tuple(site for site in OF_CALLS if site not in GRADIENTS)
 OF_PARAMETERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.PARAMETER)
 OF_BUFFERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.BUFFER)
 PROGRAM_SITES = tuple(site.name for site in ALL_SITES if site.expected is Expected.NOTHING)
-"""The sites of values that the program names, and no module tree lists."""
+"""The sites of values that the program names. No module tree lists them."""
 LASTING_SITES = tuple(site for site in STATES if site not in GRADIENTS)
 """The sites of values that last from step to step. Gradients are not among them."""
 OF_MODULES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and not site.is_of_optimizer)
@@ -177,7 +176,7 @@ VALUE_OF: Mapping[str, str] = {gradient: name for name, gradient in GRADIENT_OF.
 
 
 def values_of(site: str) -> str:
-    """Return the site of the values whose gradients are at `site`. Return `site` itself for other sites."""
+    """Return the site of a gradient's values, such as ``output`` for ``grad_output``. Return other sites unchanged."""
     return VALUE_OF.get(site, site)
 
 
@@ -195,8 +194,8 @@ def may_mask(site: str, name: str) -> bool:
     """Whether infinities in a value may be wanted, as in an attention mask. A NaN is never wanted.
 
     A gradient, optimizer state or a loss is never infinite on purpose. All code that checks whether values are finite
-    uses this function and those below: the warning during training, `recorder first`, and the rule `nonfinite` of
-    `recorder check`.
+    uses this function and those below: the warning during training, `recorder first` and the rule `nonfinite` of
+    `check`.
     """
     known = SITE_OF.get(site)
     return known is None or not (known.is_gradient or known.is_of_optimizer or is_loss(site, name))
@@ -217,12 +216,12 @@ def tells_skip(site: str, name: str) -> bool:
 
 
 def may_overflow(site: str) -> bool:
-    """Whether a step that `GradScaler` skips may have NaN and infinities at this site. It finds its scale by them."""
+    """Whether NaN and infinities at this site are excused in steps that `GradScaler` skips to find its scale."""
     return site in GRADIENTS
 
 
 AT_LEAST = "at_least"
-"""The value of `counts` in the `note` of a row whose counts are only 0 or 1: 1 means at least one NaN or infinite
+"""The value of `counts` in the `note` of a row whose counts are 0 or 1. 1 means at least one NaN or infinite
 element."""
 
 

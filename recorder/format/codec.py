@@ -28,13 +28,13 @@ _PAYS = 0.92
 _MATCHES_PAY = 1.05
 """zstd is chosen only if it compresses better by this factor than the Huffman code, which is at least twice as fast."""
 _SAMPLED_EACH = 16
-"""One in this many payloads of a kind is sampled (25 us). If a ratio changes by `_ALIKE`, the next one is sampled."""
+"""One in this many payloads of a kind is sampled (25 us). So is the next one if the compression changes by `_ALIKE`."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 
 
 def max_encoded_bytes(nbytes: int) -> int:
-    """Return the bytes that `out` of `Encoder.encode` must have for `nbytes` of data. `encode` never writes more."""
+    """Return how many bytes `out` of `Encoder.encode` needs for `nbytes` of data. `encode` never writes more."""
     return nbytes + nbytes // 128 + 4096
 
 
@@ -63,7 +63,7 @@ class Encoder:
         self.is_hurried = False
         """Set to True while training needs the cores. Payloads are then stored uncompressed."""
         self.has_rested = False
-        """True once `is_hurried` has caused a payload to be stored as it is that is large enough to be compressed."""
+        """True once a payload that is large enough to be compressed was stored uncompressed because of `is_hurried`."""
 
     def encode(self, data: Bytes, item_bytes: int, out: Bytes, kind: Hashable = None) -> tuple[str, int]:
         """Write the payload of `data` to the front of `out`.

@@ -59,7 +59,7 @@ class Command:
     created_ns: int = field(default_factory=time.time_ns)
     """The time at which the command was made, by the sender's clock."""
     id: str = field(default_factory=lambda: urandom(8).hex())
-    """A random id. It shows a writer that a command copied to another node, under a second number, was done already."""
+    """A random id. A command copied to another node may get a second number there; by its id it is done only once."""
     number: int = 0
     """The command's number in the run, from its file's name; 0 before it is sent."""
 
@@ -211,7 +211,7 @@ class Answer:
 
 
 def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rule]:
-    """Return a writer's and its commands' rules, each with the steps at which it applied. Raises ConfigError."""
+    """Return a writer's and its commands' rules, with the steps of each. Raises ConfigError for a wrong rule."""
     held = [answer for answer in answers if answer.since is not None and answer.state != REFUSED]
     pauses = [span for answer in held if answer.kind == PAUSE and (span := _span(answer)) is not None]
     sets = [(answer, span) for answer in held if answer.kind == SET and (span := _span(answer)) is not None]

@@ -223,7 +223,7 @@ def encoding_of(name: str) -> Encoding:
 
 
 def target_of(name: str, payload: object) -> int | None:
-    """Return the `seq` of the row that a reference names; None for other payloads. Raises CorruptError."""
+    """Return the `seq` of the row that a reference names, or None. Raises CorruptError for a damaged reference."""
     encoding = ENCODING_OF.get(name)
     if encoding is None or encoding.target is None:
         return None
@@ -239,7 +239,7 @@ Bytes = npt.NDArray[np.uint8]
 FRAME_BYTES = 1 << 20
 """The most content bytes of a Zstandard frame. So scratch memory is bounded, and a frame's content fits the cache."""
 _JOIN_ITEMS = 1 << 15
-"""The number of elements that are joined from byte planes at a time. So many fit in the cache."""
+"""The number of elements that are joined from byte planes at a time. They fit in the cache."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _MAGIC = 0xFD2FB528
 
@@ -269,8 +269,7 @@ def compressor(level: int) -> zstandard.ZstdCompressor:
 def read_frames(source: memoryview, num_bytes: int) -> Bytes:
     """Decompress frames that lie end to end. Raises CorruptError unless the content is `num_bytes` long and undamaged.
 
-    The declared sizes of all frames are added up before anything is decompressed. zstd checks each frame's size and
-    checksum.
+    The declared sizes are added up before anything is decompressed. zstd checks the size and checksum of each frame.
     """
     frames = _frames(source, num_bytes)
     content = np.empty(num_bytes, np.uint8)

@@ -1,7 +1,6 @@
 """The metadata of each batch of a shard: batch number, row counts (the ledger) and checksums. Touches no file.
 
-A checksum covers the bytes that a column's values need, without padding. So IPC alignment and compression do not change
-it.
+A checksum covers the bytes that a column's values need, without padding. IPC alignment and compression leave it equal.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ def check_batch(
     """Compare columns of a batch with the checksums in its `custom_metadata`. Without `columns`, compare all columns.
 
     `crcs_of` returns the `buffer_crcs` of a column, from the bytes that the batch was decoded from. By default the
-    batch's own buffers are read. Raises CorruptError if the metadata is missing or damaged, or if a column's bytes
-    changed.
+    batch's own buffers are read. Raises CorruptError for missing or damaged metadata, and if a column's bytes changed.
     """
     fields = _parse(metadata, where)
     header = _header(fields, where)

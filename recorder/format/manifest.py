@@ -39,7 +39,7 @@ class ParallelRanks:
     ranks: tuple[int, ...]
     """The ranks in data-parallel order, or row-major in a mesh. Empty if the manifest's list is invalid."""
     kind: str = ""
-    """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron`` if the ranks divide the batch. Empty if they have the same
+    """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron`` if the ranks divide the batch. Empty if all have the same
     samples."""
     broadcast_buffers: bool | None = None
     """Whether each forward begins by copying the first rank's buffers to all ranks. None if unknown."""
@@ -67,7 +67,7 @@ class RecordedModule:
     buffers: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    """For each tied parameter of the module: the full name of the parameter under which it is recorded."""
+    """For each tied parameter of the module: the full name under which it is recorded."""
     non_persistent: tuple[str, ...] = ()
     """The names of buffers that `state_dict` leaves out."""
     foreign_hooks: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class RecordedRoot:
     """The ranks that work on the same samples as this writer's rank. None if unknown."""
     stage: Stage | None = None
     unshared: Mapping[str, str] = field(default_factory=dict)
-    """For each parameter of which every rank has its own values, by the parameter's full name: the reason why."""
+    """The parameters of which every rank has its own values, by full name, each with the reason."""
     jitter: Jitter | None = None
     members: Mapping[str, Any] = field(default_factory=dict)
 
@@ -380,7 +380,7 @@ class WriterManifest(Lifetime):
     step_source: str | None = None
     balance: RowCounts = field(default_factory=RowCounts)
     retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
-    """For each earlier writer, by its name: the shards that this writer has deleted."""
+    """For each earlier writer of the rank, by its name: its shards that this writer has deleted."""
     restarted: str = ""
     """The error after which the writer restarted; empty if it never did."""
     roots: tuple[RecordedRoot, ...] = ()

@@ -165,7 +165,7 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
 
 
 NODES = "_nodes"
-"""A folder of runs in object stores. It has one file per node that repeats the statuses of the node's writers."""
+"""A folder in runs that lie in object stores. Its file of a node repeats the statuses of the node's writers."""
 STATUS = "_status.json"
 STATUS_BYTES = 4096
 """The size of a status file in bytes: one block, which the kernel replaces atomically on most file systems."""
@@ -230,8 +230,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 class Members:
     """Reads the members of one JSON object of a manifest, and checks their types.
 
-    Each member of an unexpected type adds a sentence to `problems`. Sentences name the object as `above`'s member
-    `key`.
+    Each member of an unexpected type adds a sentence to `problems`. The object is the member `key` of `above`.
     """
 
     __slots__ = ("_above", "_key", "_problems", "raw")
@@ -291,12 +290,12 @@ class Members:
         return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
 
     def counts_of(self, key: str) -> dict[str, int]:
-        """Return the counts in a member that is an object, by name. Counts of 0 are left out."""
+        """Return the counts inside the object `key`, by name. Counts of 0 are left out."""
         inner = self.inner(key)
         return {} if inner is None else {name: count for name in list(inner.raw) if (count := inner.count(name))}
 
     def texts_of(self, key: str) -> dict[str, str]:
-        """Return the texts in a member that is an object, by name."""
+        """Return the texts inside the object `key`, by name."""
         inner = self.inner(key)
         return {} if inner is None else {name: text for name in list(inner.raw) if (text := inner.optional_text(name))}
 
@@ -318,7 +317,7 @@ class Members:
         return None
 
     def all_inner(self, key: str) -> dict[str, Members]:
-        """Return the objects inside a member that is an object, by name."""
+        """Return the objects inside the object `key`, by name."""
         inner = self.inner(key)
         objects = {name: inner.inner(name) for name in list(inner.raw)} if inner is not None else {}
         return {name: one for name, one in objects.items() if one is not None}

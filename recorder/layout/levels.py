@@ -17,14 +17,15 @@ Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
 """Returns what is known about the values of some chunks, given their indexes."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Returns the dim along which plain chunks are cut that differ although their ranks have the same part of the batch."""
+"""Returns the dim along which plain chunks are cut. They differ although their ranks have the same part of the
+batch."""
 
 
 class BatchGroup(NamedTuple):
     """The chunks of ranks that have the same part of the batch, as in tensor parallelism."""
 
     units: Groups
-    """The indexes of chunks, grouped: the chunks of a DTensor on one mesh are a unit, and each plain chunk is one."""
+    """Groups of chunks, by index. A group is the chunks of a DTensor on one mesh, or a single plain chunk."""
     ranks: Ints
     """The ranks that should have a chunk."""
 

@@ -45,8 +45,7 @@ class Region(NamedTuple):
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0
-    """If the local tensor is a slice of a flattened tensor of `local_shape`: the number of elements before the
-    slice."""
+    """If the local tensor is a slice of a flattened tensor of `local_shape`: the number of elements before it."""
 
     @property
     def numel(self) -> int:

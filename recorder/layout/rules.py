@@ -31,8 +31,7 @@ class Batch(NamedTuple):
     """The facts about a step's batch that decide layouts."""
 
     sizes: tuple[int, ...] | None
-    """The number of samples on each chunk's rank. None if the input of the root (the recorded model) was not
-    recorded."""
+    """The number of samples on each chunk's rank. None if the recorded model's input was not recorded."""
     is_shared: bool = False
     """True if all ranks got the same batch. Equal values then prove nothing."""
     factors: tuple[int, ...] = ()

@@ -40,7 +40,7 @@ from .unit import (
 )
 
 _SHARDS_PER_UNIT = 200
-"""A task gets one more unit per so many shards of the run, because a worker opens the run per task, at 0.3 ms a
+"""A task gets one more unit of work per this many shards, because a worker opens the run per task, at 0.3 ms a
 shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
@@ -200,8 +200,7 @@ def _hand_out(
     try:
         while waiting or running:
             # Only a few tasks are submitted at a time, because Python 3.11's pool hangs over cancelled tasks when a
-            # worker dies. This thread takes the last task. Otherwise it would wait at the end for a worker with two
-            # tasks.
+            # worker dies. This thread takes the last task, or else it would wait at the end for a worker with two.
             while len(waiting) > (build is not None) and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
                 running[executor.submit(_work, job, task)] = task

@@ -1,6 +1,6 @@
 """The output directory of a merge: its manifests, its units of work, and their publication for readers.
 
-If `_run.json` exists, the published units are one complete merge. Before units are published or removed, the file is
+If `_run.json` exists, the published units are one complete merge. The file is removed before units are published or
 removed, and it is written last. So no reader finds an incomplete merge. Finished units wait in `_merging`. This module
 must never touch a directory that is not a merge of this very run with these very options.
 """
@@ -54,7 +54,7 @@ class Output:
         return (self.path / RUN_MANIFEST).is_file()
 
     def units(self) -> set[str]:
-        """Return the names of the finished units, both published and waiting."""
+        """Return the names of the finished units of work, both published and waiting."""
         return self._published() | {name for name in _names(self._merging) if self._is_waiting(name)}
 
     def manifest_of(self, unit: str) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_units(run: Run) -> dict[str, Any]:
-    """Return the members that the manifests of all units share."""
+    """Return what the manifests of all units of work have in common."""
     sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
     # If any writer counted the steps itself, attempts cannot be matched by step.
     source = COUNTED if COUNTED in sources else next(iter(sources), None)

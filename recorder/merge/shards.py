@@ -32,9 +32,9 @@ _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""A batch of statistics is written once its payloads reach so many bytes. Only scalars have payloads there."""
+"""A batch of statistics is written once its payloads reach this many bytes. Only scalars have payloads there."""
 _SMALL_BYTES = 1024
-"""A scalar's payload of at most so many bytes is stored with the statistics."""
+"""A scalar's payload of at most this many bytes is stored with the statistics."""
 
 
 class WriterMemory:
@@ -176,7 +176,7 @@ class _KindWriter:
         directory = self._directory
         if self._file is None:
             path = directory.path / open_name(shard_name(self._kind, self._next_number))
-            # The file is written through the page cache: the user reads it next, and the kernel writes it to the disk
+            # The file is written through the page cache, because the user reads it next. The kernel writes it to disk
             # later.
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
         payload = None

@@ -32,11 +32,11 @@ from .shards import MergedDirectory, WriterMemory, as_batch
 _PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
 """The parts of a root (a recorded model) in a manifest that say how ranks share the work."""
 UNIT_BYTES = 256 << 20
-"""The most decoded payload bytes of a unit, over all ranks. They take about a second, so a kill loses no more."""
+"""The most decoded payload bytes of a unit of work, over all ranks. They take about a second, the most a kill loses."""
 UNIT_ROWS = 100_000
-"""The most rows of a unit, over all ranks. The limit bounds the memory for columns."""
+"""The most rows of a unit of work, over all ranks. The limit bounds the memory for columns."""
 ROWS_PER_WRITER = 4096
-"""The rows per writer that a unit may always have, even above `UNIT_ROWS`. Shards are read batch by batch."""
+"""The rows per writer that a unit of work may always have, even above `UNIT_ROWS`. Shards are read batch by batch."""
 UNIT_FORMAT = 3
 """The version of what a merge makes of given inputs. Units of an earlier version are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
@@ -71,7 +71,7 @@ class Unit:
 
 
 def is_unit_name(name: str) -> bool:
-    """Return True if a directory has the name of a unit."""
+    """Return True if a directory has the name of a unit of work."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -174,7 +174,7 @@ _NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitReport:
-    """The result of a unit. It is also written to the unit's manifest. Sizes are in bytes."""
+    """The result of a unit of work. It is also written to the unit's manifest. Sizes are in bytes."""
 
     num_tensors: int
     num_rows: int

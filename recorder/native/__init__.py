@@ -1,7 +1,7 @@
 """Finds, checks and calls the compiled loops of `kernels.c`, if the library can be used.
 
-Each function here also exists in pure Python where it is called, and gives the same bits. Only the Huffman code does
-not: without the library, zstd makes other bytes with the same content. Nothing here may raise if the library is
+Each function here also exists in pure Python where it is called, and gives the same bits. The Huffman code is the
+exception: without the library, zstd makes other bytes with the same content. Nothing here may raise if the library is
 missing, of another version, or made for another processor.
 """
 
@@ -54,7 +54,7 @@ _Bytes = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 15
 """The number of elements in a chunk. Equal to `CHUNK_ITEMS` of `kernels.c`."""
 _ITEMS_OF_THREAD = 1 << 16
-"""From so many elements on, one more thread saves time: two chunks of `kernels.c`."""
+"""From this many elements on, one more thread saves time: two chunks of `kernels.c`."""
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _PID = os.getpid()
 """The id of the process that loaded this module. A forked child has no threads of the OpenMP runtime, and a parallel
@@ -209,8 +209,7 @@ class Kernels:
         """
         _check_whole(path)  # the loader maps what is missing, and a look at it ends the process
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        """Calls of `held` keep the interpreter's lock, because some of the work takes less time than handing the lock
-        over."""
+        """Calls of `held` keep the interpreter's lock, because to hand it over takes longer than some of the work."""
         if (abi := library.recorder_native_abi()) != ABI:
             raise ValueError(f"{path} has ABI {abi}: expected {ABI}")
         self.level = LEVELS[library.recorder_native_select(level)]
@@ -348,7 +347,7 @@ class Kernels:
 
         Return a function that returns the statistics of each tensor, also after the tensors are gone. The interpreter's
         lock is held during the call, so all tensors together should have about `HELD_BYTES`. Only the arguments take a
-        Python statement per tensor. `at` has the addresses, and `items` the numbers of elements. Each dtype is one of
+        Python statement per tensor: `at` has the addresses, `items` the numbers of elements, and `dtypes` are of
         `TOGETHER_KINDS`.
         """
         measuring = np.zeros(len(at), _MEASURING_ITEMS)

@@ -70,8 +70,7 @@ def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
 def share_apart(a: Histogram, b: Histogram) -> float | None:
     """Return the fraction of values that must change sign or power of two to make two distributions equal.
 
-    The fraction is 0 for equal distributions, and 1 if no bin has values of both. Return None if one of them has no
-    values.
+    The fraction is 0 for equal distributions, and 1 if no bin has values of both. Return None if one has no values.
     """
     if not _num_all(a) or not _num_all(b):
         return None
@@ -108,8 +107,7 @@ class UnitsApart(NamedTuple):
     units_dead_a: int
     units_dead_b: int
     units_apart: int | None
-    """The number of units that differ. None if the tensors have different numbers of units, or units along other
-    dims."""
+    """The number of units that differ. None if the tensors differ in their number of units, or in the dim of units."""
     unit: int | None
     """The index of the unit whose root mean square differs most. None if no root mean square differs."""
     unit_rms_a: float | None
@@ -148,7 +146,7 @@ Ints = npt.NDArray[np.int64]
 _HEAD_BYTES = 4
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _MOST_BYTES = 1 << 20
-"""The most bytes of rows that are decoded at a time. The results for so many bytes fit into a cache."""
+"""The most bytes of rows that are decoded at a time. The results then fit into a cache."""
 
 
 class Histograms(NamedTuple):
@@ -284,8 +282,7 @@ _LOG_RATIO = 1000.0
 def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int = 24) -> str:
     """Draw a series in at most `width` characters. In a longer series, a character shows the largest of several values.
 
-    None and values that are not finite leave a gap. `bad` has an entry for each value; where it is True, `NOT_FINITE`
-    is drawn.
+    None and values that are not finite leave a gap. `bad` has an entry for each value; True draws `NOT_FINITE`.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     largest = max(map(abs, known), default=0.0) or 1.0

@@ -17,7 +17,7 @@ Integers = npt.NDArray[np.int64]
 VALUE_KEY = KEY
 """The columns that, with the rank, identify a value in a run."""
 SERIES_KEY = tuple(name for name in KEY if name != "step")
-"""The columns that identify a series: the values of one name and site over all steps."""
+"""The columns that identify a series: one value over all steps."""
 
 
 _NONE = -1

@@ -94,8 +94,7 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
     """Combine the values of each group of rows by `how`: `SUM`, `MIN` or `MAX`.
 
     A group is a range of rows, and `starts` has the index at which each nonempty group begins. If `values` has more
-    axes than one, they are combined element by element. Rows whose `has_values` is False do not count; by default all
-    rows count.
+    axes than one, they are combined element by element. Rows whose `has_values` is False do not count.
     """
     if has_values is not None:
         values = np.where(has_values.reshape(-1, *(1,) * (values.ndim - 1)), values, _OF_NONE[how])

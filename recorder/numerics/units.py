@@ -153,8 +153,8 @@ class Units:
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
     """Encode sums over the units along `dim` for the column `units`.
 
-    `sums` has the shape (3, units): sums, sums of squares, and largest magnitudes. `zeros` has the number of zeros in
-    each unit.
+    `sums` has the shape (3, units): sums, sums of squares, largest magnitudes. `zeros` has the number of zeros per
+    unit.
     """
     largest = int(zeros.max(initial=0))
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8
@@ -164,8 +164,7 @@ def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
 NUM_SKETCHED = 8
 """The length of a sketch. With eight numbers, 99 % of tokens show 0.4 to 1.6 times their true difference."""
 _SCALE = 0.25
-"""The factor of each sign. All dtypes represent it exactly. If float16 can hold a token's norm, it can hold the
-sketch."""
+"""The factor of each sign, exact in all dtypes. If float16 can hold a token's norm, it can hold the sketch."""
 
 
 def signs(width: int) -> npt.NDArray[np.float32]:

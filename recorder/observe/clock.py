@@ -21,8 +21,7 @@ class Slice:
 
     `moment.micro_step` is the index of the slice in its step. A slice counts the calls of modules and of taps (tensors
     that the program names), so that each row has a unique key. The counts are not kept with the hooks, because a
-    program switches between the slices of a step, as from training to `no_grad` and back. A `key` names one module or
-    one tap.
+    program switches between slices of a step, as from training to `no_grad` and back. `key` is a module or tap.
     """
 
     __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "used")
@@ -33,8 +32,7 @@ class Slice:
         self.used: set[int] = set()
         """The ids of parameters that the forward used and whose local gradients have not arrived yet."""
         self._first_calls: dict[str, dict[Hashable, object]] = {"forward": {}, "recompute": {}}
-        """By phase, the modules and taps called so far. Their values are plain objects, which the garbage collector
-        skips."""
+        """By phase, the modules and taps called so far. The garbage collector need not search the values."""
         self._more_calls: defaultdict[tuple[str, Hashable], count[int]] = defaultdict(lambda: count(1))
         """The counters of calls after the first one, by phase and key. Two threads never get equal numbers."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
@@ -82,8 +80,7 @@ class Clock:
         self.num_optimizer_steps = 0
         self._has_stepped = False
         self.going_back: Slice | None = None
-        """The slice (a forward and its backward) whose backward began last. In a pipeline, newer slices may have
-        begun."""
+        """The slice (a forward and its backward) whose backward began last. A pipeline may have begun newer ones."""
 
     def optimizer_stepped(self) -> None:
         """Called when the optimizer that counts the steps has attempted a step."""
@@ -165,8 +162,8 @@ class RootClock:
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             first, latest = StepPosition(self._clock.step, 0, mode), self._latest
-            # A recompute may have come before any forward, for example where a pipeline tries a stage. Its slice is
-            # continued.
+            # A recompute may have come before any forward, for example where a pipeline tries a stage. Continue its
+            # slice.
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif is_stage or (current.has_gradient and mode != "no_grad"):
             current = Slice(StepPosition(self._clock.step, (current.moment.micro_step or 0) + 1, mode))

@@ -28,7 +28,7 @@ NOTHING = 0
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
 """The last words of a rule that keeps only statistics, as most rules do."""
 _FIRST_CALLS = 16
-"""Masks are remembered for so many calls of a module in a micro-step. Most modules are called once."""
+"""Masks are remembered for this many calls of a module in a micro-step. Most modules are called once."""
 _MAX_COMPARED = 2000
 """The most paths that are compared with an unmatched pattern, to suggest similar ones. Each takes 40 us."""
 
@@ -65,8 +65,7 @@ class RuleSelection:
         self._first_calls: dict[int, int] = {}
         """The masks of first calls at the current step, by a key made of rule set and call."""
         self.has_ring = False
-        """Whether there is a ring: memory for values that wait for a trigger. Without it, rules keep nothing for a
-        ring."""
+        """Whether there is a ring: memory for values that wait for a trigger. Without it, rules keep no ring values."""
         self.has_probe = True
         """Whether the probe (one number of each value at every step) can measure. If not, rules keep nothing for it."""
         self.rule_set_of: dict[Hashable, int] = {}
@@ -236,7 +235,7 @@ class RuleSelection:
         return problems
 
     def for_no_rank(self, world_size: int) -> list[str]:
-        """Return a sentence if no rule is for a rank of this run. A single such rule may be meant for more ranks."""
+        """Return a sentence if no rule is for a rank of this run. Some rules may be meant for runs with more ranks."""
         if any(rank in rule.rank for rule in self._rules for rank in range(world_size)):
             return []
         ranks = "the only rank is 0" if world_size == 1 else f"the ranks are 0 to {world_size - 1}"

@@ -39,8 +39,8 @@ _MAX_OBJECTS_DEEP = 3
 """The most plain objects inside each other that are searched for tensors, as in a cache of two caches of layers. Data
 has no more levels."""
 _MAX_ENTERED = 4096
-"""After so many containers of a value, plain objects are no longer searched. A container with more entries than this is
-skipped inside a plain object."""
+"""After this many containers of a value, plain objects are no longer searched. A container with more entries than this
+is skipped inside a plain object."""
 _NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
 """Packages whose objects contain no data, such as the proxies of a symbolic trace."""
@@ -300,8 +300,7 @@ class Signature:
         try:
             parameters = list(inspect.signature(module.forward).parameters.values())
             if "forward" in vars(module) and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-                # A wrapper around this module's forward takes any arguments, and passes them to the forward of the
-                # class.
+                # A wrapper around this module's forward takes any arguments, and passes them to the class's forward.
                 parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         except (TypeError, ValueError):
             parameters = []
@@ -348,7 +347,7 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        """Return the class's name. Raises RuntimeError to `torch.jit.script`, which cannot compile a hook."""
+        """Return the class's name. Raises RuntimeError if `torch.jit.script` asks, because it cannot compile a hook."""
         if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
             raise RuntimeError(f"recorder: {self._why_not_scripted}")
         return str(type(self).__qualname__)

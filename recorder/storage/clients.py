@@ -38,7 +38,7 @@ _REFUSED = {
     "RequestExpired": "the request's time is not accepted; set this machine's clock",
     "RequestTimeTooSkewed": "the request's time is not accepted; set this machine's clock",
 }
-"""For each error code of a store, the reason for messages."""
+"""For each error code of a store, the reason that messages give."""
 _UNREACHED = {
     "dns error": "its host is not known",
     "ConnectionRefused": "it takes no connection",
@@ -46,7 +46,7 @@ _UNREACHED = {
     "InvalidMessage": "it does not speak TLS",
     "TimedOut": "it does not answer",
 }
-"""For each word in an error of `obstore`, the reason for messages."""
+"""For each word in an error of `obstore`, the reason that messages give."""
 
 
 class Client:
@@ -214,7 +214,7 @@ class StoreKind:
     credentials: str
     """The settings that say where credentials are found; one is enough."""
     file: str
-    """The file with credentials that is read if none of these settings is set."""
+    """The file with credentials that is read if none of the settings in `credentials` is set."""
     advice: str
     """The settings that a message suggests if credentials are missing or refused."""
     certificates: str = ""

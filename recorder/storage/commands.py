@@ -35,10 +35,10 @@ _UNFINISHED_S = 5.0
 """The seconds for which a damaged file is read again before it is refused. On a file system without links, a new
 command is incomplete at first."""
 _FRESH_S = 2.5
-"""For so many seconds after a change, `look` lists the directory at each call, as file times may have steps of 2 s."""
+"""For this many seconds after a change, `look` lists the directory each time, as file times may have steps of 2 s."""
 _RELIST_S = 5.0
-"""After so many seconds, `look` lists the directory again even without a visible change, for slow network file
-systems."""
+"""After this many seconds, `look` lists the directory even without a visible change: network file systems lag
+behind."""
 
 
 def send(run_dir: Path, command: Command) -> Command:

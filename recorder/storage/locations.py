@@ -32,7 +32,7 @@ _NUM_AT_ONCE = 16
 _WHOLE_BYTES = 512 << 10
 """Objects and gaps between ranges of up to this size are read completely. Another request would take as long."""
 _BLOCK_BYTES = 64 << 10
-"""The least bytes of a request. So many contain a shard's schema, footer and seal, or the header of a batch."""
+"""The least bytes of a request. They cover a shard's schema, footer and seal, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
 """The least bytes of a request to an object without payloads. Most of such an object is needed sooner or later."""
 _MAX_KEPT_BYTES = 256 << 20
@@ -223,8 +223,7 @@ class ObjectStore:
         return RemoteFile(self, path, self.look_at(path))
 
     open_growing = open_sealed
-    """Opens a shard that is still being written, without a request. A longer version of the object may have replaced
-    it."""
+    """Opens a shard that is still being written, without a request. A longer version may have replaced the object."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
         """Call the function in threads. To avoid a deadlock, a nested call runs in the calling thread."""
@@ -359,7 +358,7 @@ class RemoteFile:
 
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
-    """Return the range of bytes to request. A small object is read completely, and else at least a block is read."""
+    """Return the range of bytes to request: all of a small object, and at least a block of a larger one."""
     if size_bytes <= _WHOLE_BYTES:
         return range(size_bytes)
     start = max(min(byte_range.start, size_bytes - least_bytes), 0)

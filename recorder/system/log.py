@@ -30,8 +30,7 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
 
     The line has the handler's format, and the handler's level and filters apply. If another handler writes it to
     standard error anyway, it appears once. If logging is not configured, lines of level WARNING or above go to standard
-    error, as is Python's default, with the package's name before them. An exception of a program's handler is raised
-    here.
+    error, as Python does, after the package's name. An exception of a program's handler is raised here.
     """
     if not logger.isEnabledFor(level):
         return
@@ -101,9 +100,8 @@ def tell(
     """Log lines at level INFO that users see even if logging is not configured.
 
     If it is not configured, the lines go to standard error. Otherwise the user's levels and handlers decide, except
-    that a handler for standard output writes to standard error. `lines` is called once the streams have room; the wait
-    for room takes at most `deadline_s`. `is_first` is called last, and returns False if another thread has begun to
-    write.
+    that a handler for standard output writes to standard error. `lines` is called once the streams have room, within
+    `deadline_s`. `is_first` is called last, and returns False if another thread has begun to write.
     """
     with contextlib.suppress(Exception):
         root = logging.getLogger()
