@@ -124,11 +124,11 @@ class Capture:
         self.aliases = Aliases(put)
         self.is_open = True
         self.every_call_is_a_step = False
-        """True in inference: without an optimizer, every call of a root counts as a step."""
+        """True in inference: without an optimizer, every call of a root (a model under hooks) counts as a step."""
         self.is_in_stage = False
-        """Whether the latest call of a root, which may be under way, is a call of a pipeline stage."""
+        """Whether the latest call of a model, which may be under way, is a call of a pipeline stage."""
         self.has_seen_forward = False
-        """True once a hook has observed a root's forward with gradients. `torch.compile` may compile the hooks away."""
+        """True once a hook has observed a model's forward with gradients. `torch.compile` may compile hooks away."""
         self.has_stepped = False
         """True once the first step is over. That step shows which modules never ran or were compiled."""
         self._step_in_force: int | None = None
@@ -193,7 +193,7 @@ class Capture:
         self.call_begins()
 
     def call_begins(self) -> None:
-        """Let each stager pass its finished copies to the writer. Called when a step or a root's call begins."""
+        """Let each stager pass its finished copies to the writer. Called when a step or a model's call begins."""
         for stager in list(self._stagers.values()):
             stager.look()
 
@@ -209,9 +209,9 @@ class Capture:
             stager.fetch()
 
     def forward_without_root(self) -> None:
-        """Advance the step when a module runs although no hook has observed a forward of a root.
+        """Advance the step when a module runs although no hook has observed a forward of the whole model.
 
-        This happens if the program calls the root's ``.forward()`` directly, or if the root runs in a compiled graph.
+        This happens if the program calls the model's ``.forward()`` directly, or if the model runs in a compiled graph.
         """
         if self.every_call_is_a_step or self.root_calls.depth or not torch.is_grad_enabled():
             return
@@ -239,7 +239,7 @@ class Capture:
         """Copy a tensor's values into the pool and put them on the channel, or count a drop. Called on any thread.
 
         The tensor may be of any kind. It is read before this method returns, and no reference is kept. `keep` has at
-        least one bit of KEEP_*. If `put` is given, it takes the record instead of the channel.
+        least one bit of KEEP_*. If `put` is given, the record is passed to `put` instead of the channel.
         """
         origin, moment, phase, call, repeat, scope, chunk, note = seen
         try:
@@ -634,7 +634,7 @@ class Capture:
         return bool(grown)
 
     def remove_root(self, root: Root) -> None:
-        """Remove a root's hooks. The manifest keeps the root's description."""
+        """Remove the hooks of a root (a model under hooks). The manifest keeps the root's description."""
         root.remove()
         self.roots.remove(root)
         self.past_roots.append(root)
@@ -644,7 +644,7 @@ class Capture:
         return next(n for i in itertools.count() if (n := f"model_{i}" if i else "model") not in used)
 
     def root_of(self, module: nn.Module) -> Root | None:
-        """Return the root that contains a module. Return None if no root contains the module."""
+        """Return the root (a model under hooks) that contains a module. Return None if no root contains it."""
         return next((root for root in self.roots if root.path_of(module) is not None), None)
 
     def _is_elsewhere(self, root: Root, module: nn.Module) -> bool:

@@ -93,7 +93,7 @@ class DeviceProbe:
         return self._launch(seen, tensors[0], lambda norms: norms.measure_many(tensors))
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether values on the tensor's device can be measured now. False while a graph is being captured there."""
+        """Whether values on the tensor's device can be measured now. They cannot while a graph is captured there."""
         try:
             norms = self._stager_of(tensor).norms(tensor)
         except (LostError, UnsupportedKind):

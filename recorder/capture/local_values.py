@@ -42,7 +42,7 @@ def dtensor_chunk(tensor: Any) -> Chunk:
 
 
 def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-    """Return the chunk of a parameter that DDP made local, or of its gradient or state. None for other parameters."""
+    """Return the chunk of a parameter that DDP made local, of its gradient or state. Return None for others."""
     spec = localized_spec(parameter)
     if spec is None or tensor.shape != parameter.shape:
         return None
@@ -185,7 +185,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a parameter's local values. 0 if only unwrapping the parameter would tell."""
+    """Return the bytes of a parameter's local values. Return 0 if only unwrapping the parameter would tell."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
@@ -335,7 +335,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _inside(tensor: torch.Tensor) -> _Inner:
-    """Return the tensors directly inside a tensor, by name. Empty if the tensor is not composite or of unknown kind."""
+    """Return the tensors directly inside a composite tensor, by name. Other tensors have none."""
     if type(tensor) in PLAIN:
         if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return {}

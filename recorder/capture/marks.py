@@ -29,7 +29,7 @@ _MAX_KNOWN = 256
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """Return the ranks of a framework's process group, such as ``DATA_PARALLEL``. Empty if no framework has made it."""
+    """Return the ranks of a framework's process group such as ``DATA_PARALLEL``, or () if there is no group."""
     found = (ranks_of(getattr(sys.modules.get(state), f"_{name}_GROUP", None)) for state in _STATES)
     return next(filter(None, found), ())
 
@@ -49,7 +49,7 @@ def process_groups() -> list[dict[str, Any]]:
 
 
 def ranks_of(group: object) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in the group's order. Empty if `group` is no process group."""
+    """Return the global ranks of a process group, in the group's order, or () if it is no process group."""
     if not is_distributed():
         return ()
     import torch.distributed as dist
@@ -70,7 +70,7 @@ def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
 
 
 def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the stage that Megatron's `forward_step` runs, from its local variables. None without a pipeline."""
+    """Return the stage that Megatron's `forward_step` runs, by its local variables, or None without pipeline."""
     model, config = innermost(given["model"]), given["config"]
     ranks = ranks_of(getattr(getattr(model, "pg_collection", None), "pp", None))
     ranks = ranks or group_ranks("PIPELINE_MODEL_PARALLEL")
@@ -85,13 +85,13 @@ def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def marked_ranks(root: nn.Module) -> tuple[int, ...]:
-    """Return the ranks over which the modules of a model are cut, by marks. Empty if no module is cut."""
+    """Return the ranks over which the modules of a model are cut, by marks. The result is empty if no module is cut."""
     ranks = max((tensor_ranks(module) for module in root.modules()), key=len)
     return ranks if len(ranks) > 1 else ()
 
 
 def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does. None without others.
+    """Return the ranks with the same part of the batch, or None. The form is that of `find_model_parallel`.
 
     Ranks of context parallel count, too: they have the same samples, and each has another section of every sequence.
 
@@ -105,7 +105,7 @@ def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
 
 
 def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
-    """Return the ranks over which a module cuts its tensors. Empty if the module cuts nothing."""
+    """Return the ranks over which a module cuts its tensors. The result is empty if the module cuts nothing."""
     if not is_distributed():
         return ()
     splits = [split_of(parameter) for parameter in module._parameters.values()]
@@ -399,7 +399,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
 
 
 def _rows_of_ranks(linear: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the ranks that have rows of a linear's weight, and each rank's number of rows. None for other weights."""
+    """Return the ranks that have rows of a linear's weight, and their numbers of rows. Otherwise return None."""
     weight = getattr(linear, "weight", None)
     if (split := split_of(weight)) is not None:
         return tensor_ranks(linear), split.parts if split.dim == 0 else ()
@@ -455,7 +455,7 @@ def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> C
 
 
 def _sequence_dim(module: nn.Module) -> int | None:
-    """Return the dim along which a nanotron or Colossal-AI layer cuts the sequence. None if the sequence is not cut."""
+    """Return the dim along which a nanotron or Colossal-AI layer cuts the sequence, or None if it does not."""
     if getattr(getattr(module, "mode", None), "name", "") == "REDUCE_SCATTER":
         return 0
     return getattr(module, "seq_parallel_dim", 1) if getattr(module, "seq_parallel_mode", "") in _SHARED else None
@@ -484,7 +484,7 @@ def cut_inside(module: nn.Module) -> CutCalls | None:
 
 
 def _heads(module: nn.Module, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a rank's numbers of query and key heads. Empty if ranks share a key head, or if there are no heads."""
+    """Return a rank's numbers of query and key heads, or () if ranks share a key head or there are no heads."""
     config = getattr(module, "config", None)
     names = {
         "num_attention_heads_per_partition": "num_attention_heads",

@@ -292,7 +292,7 @@ class OptimizerHooks:
         return self._repeats[site]
 
     def _begins_update(self, optimizer: Optimizer) -> bool:
-        """Whether this call begins an update. False if the call continues an update, as ZeRO steps group by group."""
+        """Whether this call begins an update. ZeRO steps group by group, so a call may continue an update."""
         self._repeats_at("grad")
         first = next(map(id, _parameters(optimizer)), 0)
         return self._firsts.setdefault(id(optimizer), first) == first

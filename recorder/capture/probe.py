@@ -130,7 +130,7 @@ class ProbedGroup(NamedTuple):
     """The input of the compiled loops that measure the values. None if the values are on a device."""
 
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-        """Return the data addresses of tensors of the group. None if the tensors do not fit the group's values."""
+        """Return the data addresses of the group's tensors. Return None if they do not fit the group's values."""
         return addresses(self.values, tensors, are_on_host=self.tensors is not None)
 
 
@@ -266,7 +266,7 @@ class Probe:
         return keep | KEEP_STATS
 
     def again(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return a fast form of `saw` for a forward's value that `saw` has measured. None for a value on a device."""
+        """Return a fast form of `saw` for a forward's value that `saw` has measured, or None for one on a device."""
         column = self._by_key.get((origin, "forward", mode))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
         return None if column is None or plan is None else KnownValue(self, column, tensor, plan).saw
@@ -400,7 +400,7 @@ class Probe:
         self._launched(self._on_device.measure_many(seen, list(moved)), moment)
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether operations on a parameter on a device may be launched now. False while a graph is captured there."""
+        """Whether operations may be launched on a parameter's device now. They may not during a graph capture."""
         return self._on_device.is_free(tensor)
 
     @property
@@ -408,7 +408,7 @@ class Probe:
         return self._kernels
 
     def updates_of(self, group: ProbedGroup) -> list[ProbedValue] | None:
-        """Return a group's parameters as values of the site ``update``. None if the probe has no columns left."""
+        """Return a group's parameters as values of site ``update``. Return None if no columns are left for them."""
         made = []
         for one in group.values:
             if one.origin.site != "param":
@@ -424,7 +424,7 @@ class Probe:
         return made
 
     def _sum_of_squares(self, local: torch.Tensor) -> float:
-        """Return the sum of the squares of a tensor's elements. NaN if the compiled loops cannot compute it."""
+        """Return the sum of the squares of a tensor's elements. Return NaN if the compiled loops cannot compute it."""
         key = (local.dtype, local.numel())
         plan = self._plans.get(key)
         if plan is None:
@@ -567,7 +567,7 @@ class Probe:
 
 
 def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> list[int] | None:
-    """Return the tensors' data addresses. None if a tensor does not fit its value, or if one call cannot measure all.
+    """Return the tensors' data addresses, or None if a tensor does not fit its value or one call cannot measure all.
 
     On a device all addresses are 0, because kernels take the tensors themselves.
     """

@@ -51,7 +51,7 @@ class RuleCommands:
     def __init__(
         self, own: Sequence[Rule], *, selection: RuleSelection, clock: Clock, roots: Sequence[Root], taps: TapRows
     ) -> None:
-        """Begin without commands. `own` are the rules that the run began with. Later roots are added to `roots`."""
+        """Begin without commands. `own` are the run's first rules. Later roots (models under hooks) join `roots`."""
         self.changed: Callable[[], None] = lambda: None
         """Called on the training thread after rules were added."""
         self.heeded: Callable[[str], None] = lambda text: None

@@ -15,7 +15,7 @@ import torch
 def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return ``Optimizer.step``'s arguments with a closure that also calls `returned`. None without a closure."""
+    """Return ``Optimizer.step``'s arguments with a closure that also calls `returned`, or None without one."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
     # A positional argument counts as a closure only if the signature names it ``closure``: a user's `step` may take the
@@ -71,7 +71,7 @@ _LEAST_ADDED = 0.1
 
 
 class LastGradient(NamedTuple):
-    """A copy of one small gradient at an update. It is compared with the same gradient at the next update."""
+    """A copy of a gradient with few elements, made at an update and compared with the gradient at the next update."""
 
     gradient: weakref.ref[torch.Tensor]
     values: torch.Tensor
@@ -80,7 +80,7 @@ class LastGradient(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
-        """Return a copy of the first gradient that is small and lies in host memory. Return None if there is none.
+        """Copy the first gradient that has few elements and lies in host memory. Return None if there is none.
 
         Args:
             parameters: the parameters of one optimizer.

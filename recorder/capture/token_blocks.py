@@ -314,7 +314,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 
 def _past(arguments: Mapping[str, torch.Tensor], length: int) -> int | None:
-    """Return how many tokens, padding included, a call finds in its cache. None if no argument's shape tells it."""
+    """Return how many tokens, with padding, a call finds in its cache. Return None if no shape tells the number."""
     mask = arguments.get("attention_mask")
     if mask is not None:
         return max(0, mask.shape[1] - length) if mask.dim() == 2 else None

@@ -38,9 +38,9 @@ class CaptureForHooks(Protocol):
     """The members of `Capture` that hooks, roots, scalars and taps use, on any thread. `Capture` describes each."""
 
     is_in_stage: bool
-    """Whether the latest call of a root, which may be under way, is a call of a pipeline stage."""
+    """Whether the latest call of a model, which may be under way, is a call of a pipeline stage."""
     has_seen_forward: bool
-    """True once a hook has observed a root's forward with gradients. `torch.compile` may compile the hooks away."""
+    """True once a hook has observed a model's forward with gradients. `torch.compile` may compile hooks away."""
 
     @property
     def selection(self) -> RuleSelection: ...
@@ -87,7 +87,7 @@ class CaptureForHooks(Protocol):
 
     @property
     def every_call_is_a_step(self) -> bool:
-        """True in inference: without an optimizer, every call of a root counts as a step."""
+        """True in inference: without an optimizer, every call of a root (a model under hooks) counts as a step."""
 
     @property
     def is_step_in_force(self) -> bool: ...
@@ -120,7 +120,7 @@ class CalledRoot(Protocol):
 
     @property
     def marked_ranks(self) -> tuple[int, ...]:
-        """The ranks over which the root's plain parameters are cut, by a framework's marks. Empty without marks."""
+        """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
 
     @property
     def is_over_meshes(self) -> bool:
@@ -232,7 +232,7 @@ class GradientArrives:
         self._scope = scope
         self._repeat = repeat
         # A zero-bubble schedule runs the backward twice, for the inputs and then for the weights. The second backward
-        # passes the same gradient again, or a wrong sum, which torch corrects only after this hook.
+        # passes the same gradient again, or a wrong gradient (a sum), which torch corrects only after this hook.
         self._is_once = capture.is_in_stage
         self.chunk: Chunk | None = None
         """The chunk of the gradient, if the gradient is a plain tensor and its chunk is known. Otherwise None."""
@@ -268,7 +268,7 @@ class GradientArrives:
 
 
 class GradientSeen:
-    """The hook on a root's output. It notes that the micro-step of the root's call has had a backward."""
+    """The hook on a model's output. It notes that the micro-step of the model's call has had a backward."""
 
     __slots__ = ("_clock", "_slice")
 

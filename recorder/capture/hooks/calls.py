@@ -172,7 +172,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a module's setting as a JSON value. None for other values: the constructor's default is then used."""
+    """Return a setting as a JSON value. Return None for other values: the constructor's default is then used."""
     if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):

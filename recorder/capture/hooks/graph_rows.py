@@ -136,7 +136,7 @@ class TapRows:
                 self._taps.clear()
 
     def root_of(self, where: str) -> Root | None:
-        """Return the root whose call this thread is executing. Otherwise return the root whose model has this tap."""
+        """Return the root (model under hooks) that is running on this thread, otherwise the root that has this tap."""
         root_calls = self._capture.root_calls
         if root_calls.depth and root_calls.outermost is not None:
             outermost: Root = root_calls.outermost

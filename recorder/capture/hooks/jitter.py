@@ -104,7 +104,7 @@ class JitterInputs(callbacks.NumberedHook):
         super().__init__(number)
         self.seed = seed
         self.is_used = False
-        """Whether the latest call of the root had a floating-point input."""
+        """Whether the latest call of the model had a floating-point input."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root = callbacks.ROOTS.get(self.number)
@@ -150,7 +150,7 @@ class JitterEmbedding(callbacks.NumberedHook):
 
 
 def add_jitter(nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
-    """Put hooks on a root's embeddings. Return the hook for the root's inputs, and the embedding hooks' handles."""
+    """Put hooks on a model's embeddings. Return the hook for the model's inputs, and the embedding hooks' handles."""
     inputs = JitterInputs(number, seed)
     embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
     return inputs, [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]

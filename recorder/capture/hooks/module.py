@@ -91,7 +91,8 @@ class HookedModule:
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
         self._call_key = f"{root.name}:{node.path}"
-        """The key under which a micro-step counts the module's calls. A root shares the counts with roots inside it."""
+        """The key under which a micro-step counts the module's calls. It names the root, as inner roots share the
+        counts."""
         self._is_leaf = node.is_leaf
         self.is_expert = node.is_expert
         self._first = node.first
@@ -367,7 +368,7 @@ class HookedModule:
 
     @property
     def rule_sets_of_hooks(self) -> frozenset[int]:
-        """Return the rule sets for which the module's hooks record values. Empty if the module has no hooks."""
+        """Return the rule sets for which the module's hooks record values. Without hooks, the set is empty."""
         sites = [*OF_CALLS, *(["grad"] if self._wants_local else [])] if self._handles else []
         return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
 
@@ -423,7 +424,7 @@ class HookedModule:
                 self.record(site, name, tensor, moment, phase, repeat, chunk=chunk, note=note)
 
     def note_of_mark(self, parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
-        """Return the note that the chunk of a marked parameter, its gradient or state is unknown. None if known."""
+        """Return the note for a marked parameter, its gradient or state if the chunk is unknown, otherwise None."""
         module = self._owner() if is_marked(parameter) and is_distributed() else None
         is_known = module is None or self.is_expert or getattr(module, "is_expert", False) or tensor_ranks(module)
         is_known = is_known or getattr(parameter, "allreduce", True) is False or not tensor.dim()
@@ -432,12 +433,12 @@ class HookedModule:
         return None if is_known else '{"no_group":true,"no_layout":"marked"}'
 
     def tensor_ranks(self) -> tuple[int, ...]:
-        """Return the ranks over which the module cuts its tensors. Empty if the module cuts nothing."""
+        """Return the ranks over which the module cuts its tensors. The result is empty if the module cuts nothing."""
         module = self._owner()
         return () if module is None else tensor_ranks(module)
 
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-        """Return the chunk of an own parameter, its gradient or state, by the parameter's marks. None if unknown."""
+        """Return the chunk of a marked parameter, its gradient or its state. Return None if it is unknown."""
         module = self._owner() if is_marked(parameter) else None
         if module is None or (getattr(parameter, "allreduce", True) is False and not self.is_expert):
             return None  # the parameter is an expert's, and which ranks share the expert is not known

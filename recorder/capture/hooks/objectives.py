@@ -99,7 +99,7 @@ class SharedTensors:
         return number
 
     def number(self, moment: StepPosition, origin: ValuePlace) -> str:
-        """Return the suffix, such as ``#2``, of the scalars for a module's next shared tensor. Empty for the first."""
+        """Return the suffix for scalars about a module's next shared tensor: ``#2`` and so on, empty for the first."""
         self._at(moment.step)
         key = origin, moment.micro_step
         self._num_shared[key] = number = min(self._num_shared.get(key, 0) + 1, _MAX_SHARED)
@@ -121,7 +121,7 @@ class SharedTensors:
     def shared(
         self, tap: ValuePlace, moment: StepPosition, phase: str, tensor: torch.Tensor, *, is_kept: bool
     ) -> SharedTensor | None:
-        """Return the `SharedTensor` of a tensor. None if the tap is no objective, for a loss, or if no rule asks."""
+        """Return a tensor's `SharedTensor`. Return None if the tap is no objective, for a loss, or no rule asks."""
         if not tap.name.startswith(OBJECTIVE) or tensor.numel() < 2:
             return None
         mask = self.capture.masks[self.capture.selection.rule_set_of_name("scalar", OBJECTIVE_COSINE)]

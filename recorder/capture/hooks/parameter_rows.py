@@ -357,7 +357,7 @@ def _starts(flat: Any) -> Iterator[int]:
 
 
 def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor parallel parameter's local values. None if they are not one box of the tensor."""
+    """Return the chunk of a tensor parallel parameter's local values. Return None if they are not one box."""
     if not isinstance(getattr(spec, "placements", None), tuple):
         return None
     chunk = chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
@@ -508,5 +508,5 @@ def _part_of_marked(
 
 
 def _ranks_with_copies(parameter: torch.Tensor) -> Sequence[int]:
-    """Return the ranks with copies of a parameter that is not cut. Empty for an expert's parameter (no copies)."""
+    """Return the ranks with copies of a parameter that is not cut. An expert's parameter has no copies."""
     return () if getattr(parameter, "allreduce", True) is False else group_ranks("TENSOR_MODEL_PARALLEL")

@@ -119,7 +119,7 @@ class Root:
         self.model_parallel: ModelParallel | None = None
         """The ranks with the same part of the batch, for the manifest. None if no parameter or mark names the ranks."""
         self.marked_ranks: tuple[int, ...] = ()
-        """The ranks over which the root's plain parameters are cut, by a framework's marks. Empty without marks."""
+        """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
         self.is_over_meshes = False
         """Whether parameters are or were DTensors. Plain tensors may then share memory with DTensors."""
         self.rank_local: dict[str, str] | None = None
@@ -138,7 +138,7 @@ class Root:
 
     @property
     def shared_work(self) -> dict[str, dict[str, Any] | None]:
-        """Return how the root shares work, for the manifest. An unknown part is None. Called on any thread."""
+        """Return how the root shares work, by kind, for the manifest. An unknown kind is None. Any thread may call."""
         return {
             "data_parallel": self.data_parallel,
             "model_parallel": self.model_parallel,
@@ -395,7 +395,7 @@ class Root:
         return self._by_path.get(path)
 
     def path_of_tap(self, name: str) -> str:
-        """Return the path of the only module that calls `recorder.tap` with this name. Empty unless exactly one does.
+        """Return the path of the module that calls `recorder.tap` with this name, or "" unless exactly one does.
 
         The op in the graph has the name of the tap, but not the module that called `recorder.tap`.
         """
