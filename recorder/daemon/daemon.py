@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -68,12 +69,14 @@ class Daemon:
                 raise ConfigError(
                     f"to = {settings.to!r}: lies in the watched folder {folder}, or holds it; name another"
                 )
-        self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._is_stopping = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """An item for each reason to begin a pass. A signal handler may put one; the `set` of an event would wait for
+        the lock of the event, which the interrupted thread may hold."""
         self._over = threading.Event()
         self._is_reload_due = False
         self.shared = Shipping(
-            destination=destination, settings=settings, is_stopping=self._stop.is_set, is_over=self._over.is_set
+            destination=destination, settings=settings, is_stopping=lambda: self._is_stopping, is_over=self._over.is_set
         )
         self.counters, self.health = self.shared.counters, self.shared.health
         self._runs: dict[tuple[str, tuple[str, ...]], RunShipper] = {}
@@ -139,13 +142,12 @@ class Daemon:
                 # Without these limits, each malloc arena keeps the largest buffer that its thread has freed.
                 set_malloc(M_ARENA_MAX=2, M_MMAP_THRESHOLD=1 << 18, M_TRIM_THRESHOLD=1 << 20)
                 self._say_start()
-                while not self._stop.is_set():
+                while not self._is_stopping:
                     if self._is_reload_due:
                         self._is_reload_due = False
                         self._reload_settings()
                     self._pass()
-                    self._wake.wait(min(_PASS_S, self.shared.look_s))
-                    self._wake.clear()
+                    self._rest(min(_PASS_S, self.shared.look_s))
             finally:
                 if server is not None:
                     server.close()
@@ -164,7 +166,7 @@ class Daemon:
         with self._locked(), self._signals():
             self.check_store()
             self.shared.is_once = True
-            while not self._stop.is_set():
+            while not self._is_stopping:
                 self._pass()
                 if self._is_all_there():
                     break
@@ -173,11 +175,10 @@ class Daemon:
                     taken_bytes, moved_s = self._throttle.taken_bytes, time.monotonic()
                 if time.monotonic() > moved_s + self.shared.settings.deadline_s:
                     break
-                self._wake.wait(0.1)
-                self._wake.clear()
-            if self._is_all_there() and not self._stop.is_set():
+                self._rest(0.1)
+            if self._is_all_there() and not self._is_stopping:
                 self._judge_runs()
-            is_all_there = self._is_all_there() and not self._stop.is_set()
+            is_all_there = self._is_all_there() and not self._is_stopping
             self._finish()
             self.left = [f"{one.path}/{name}" for run in self.runs for one in run.all_writers for name in one.backlog]
             self.left += [path for run in self.runs if run.there.was_pruned for path in run.backlog]
@@ -211,8 +212,15 @@ class Daemon:
 
     def stop(self) -> None:
         """Make the daemon stop soon. Signal handlers call this method, so it is re-entrant."""
-        self._stop.set()
-        self._wake.set()
+        self._is_stopping = True
+        self._wakes.put(None)
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for a reason to begin a pass, for at most `seconds`."""
+        with contextlib.suppress(queue.Empty):
+            self._wakes.get(timeout=seconds)
+            for _ in range(self._wakes.qsize()):
+                self._wakes.get_nowait()
 
     def _is_all_there(self) -> bool:
         return self._has_found and not self._under_way and not self._errands and all(map(self._is_done, self.runs))
@@ -252,7 +260,7 @@ class Daemon:
 
     def _ask_reload(self) -> None:
         self._is_reload_due = True
-        self._wake.set()
+        self._wakes.put(None)
 
     def _say_start(self) -> None:
         for folder in self._watched:
@@ -343,13 +351,13 @@ class Daemon:
 
         def do() -> None:
             try:
-                if not self._stop.is_set() or (lane == "errand" and not self._over.is_set()):
+                if not self._is_stopping or (lane == "errand" and not self._over.is_set()):
                     job()
             except Exception as error:
                 self.shared.failed(error, run.key if run is not None else "the destination")
             finally:
                 end()
-                self._wake.set()
+                self._wakes.put(None)
 
         self._under_way.add(self._pools[lane].submit(do))
 
@@ -480,7 +488,7 @@ class Daemon:
     def _finish(self) -> None:
         """Wait up to `stop_s` for running jobs, then put the last documents. The next start does the rest."""
         until_s = time.monotonic() + self.shared.settings.stop_s
-        self._stop.set()
+        self._is_stopping = True
         self._wait_for_jobs(until_s)
         if not self.health.problem and all(future.done() for future in self._under_way):
             self._submit("errand", self._put_last_documents, None)  # a job of another lane ends at once after a stop

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -126,6 +128,36 @@ def test_a_second_daemon_says_who_has_the_destination_and_the_folder(tmp_path: P
         assert status.exit_code == 0
         assert "1 run, of which 1 there completely" in status.out
     assert cli("daemon", "status", "--state", tmp_path / "state").exit_code == 1
+
+
+def test_signals_by_the_hundred_never_hang_the_daemon(tmp_path: Path) -> None:
+    """A handler may interrupt any statement of the main thread, which must not hold a lock that the handler takes."""
+    (tmp_path / "recordings").mkdir()
+    config = tmp_path / "daemon.toml"
+    config.write_text("fresh_s = 1\n")
+    daemon = Daemon(
+        DaemonSettings(watch=(str(tmp_path / "recordings"),), to=str(tmp_path / "there"), state=str(tmp_path / "state"))
+    )
+    frames = 0
+
+    def interrupt(frame: FrameType, event: str, _: object) -> Any:
+        """Call the handlers at each line of the interrupted method, and of the library's code below it."""
+        nonlocal frames
+        if event == "line":
+            frames += 1
+            sys.settrace(None)
+            daemon._ask_reload()
+            daemon.stop()
+            sys.settrace(interrupt)
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        for _ in range(3):
+            daemon._rest(0.0)
+    finally:
+        sys.settrace(None)
+    assert frames > 5 and daemon._is_reload_due
 
 
 def test_a_bad_reload_keeps_the_old_settings() -> None:
