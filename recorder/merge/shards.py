@@ -128,8 +128,14 @@ class _KindWriter:
         self._next_number = 0
         self._file: BatchFile | None = None
         self._index = Index()
-        self._payload_crc = 0
         self._clear()
+
+    def _clear(self) -> None:
+        self._waiting: list[_WaitingRow] = []
+        self._ends = [0]
+        """The byte offset at which each waiting row's payload ends, after a leading 0."""
+        self._payload_crc = 0
+        self._unit_bytes = 0
 
     def add(self, seq: int, row: int, part: PayloadPart | None, number: int, why: str | None) -> None:
         if part is None:
@@ -162,13 +168,6 @@ class _KindWriter:
         if self._file is not None:
             self._file.abandon()
             self._file = None
-
-    def _clear(self) -> None:
-        self._waiting: list[_WaitingRow] = []
-        self._ends = [0]
-        """The byte offset at which each waiting row's payload ends, after a leading 0."""
-        self._payload_crc = 0
-        self._unit_bytes = 0
 
     def _flush(self) -> None:
         if not self._waiting:
