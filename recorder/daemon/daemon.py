@@ -28,11 +28,12 @@ from ..system.processes import is_loopback, set_malloc
 from . import errands
 from .destination import Throttle, parse_destination
 from .errands import StoreCarrier, read_key, tell
-from .fleet import NODE, FleetDocument, held_lock, holds_folder, node_name, state_folder, write_state
+from .fleet import NODE, FleetDocument, node_name
 from .metrics import DaemonCollector, MetricsServer, make_registry
 from .run_shipper import RunShipper
 from .settings import DaemonSettings, reloaded
 from .shipped import Shipping
+from .telemetry import held_lock, holds_folder, state_folder, write_state
 from .watching import Entries, Folder, find_runs
 
 logger = logging.getLogger("recorder.daemon")

@@ -1,17 +1,29 @@
-"""The daemon's counters, the health of the store, and the log on standard error. Any thread may call."""
+"""What a daemon shows of itself: counters, the health of the store, the log, its lock and its state file.
+
+The folder of the daemon's lock and state must belong to this user, because anybody may create names in a folder for
+temporary files. Any thread may call.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import logging
+import os
 import random
+import stat
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from ..errors import ConfigError, WriteError
 
 logger = logging.getLogger("recorder.daemon")
 
@@ -151,3 +163,88 @@ def log_to_stderr(kind: str) -> None:
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO)
+
+
+def state_folder(setting: str) -> Path:
+    """Create and return the folder of the daemon's lock and state. Raise ConfigError if another user owns it."""
+    runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
+    if setting:
+        path = Path(setting).absolute()  # errands have another working directory
+    elif runtime:
+        path = Path(runtime) / "recorder-daemon"
+    elif os.getuid() == 0:
+        path = Path("/run/recorder-daemon")
+    else:
+        path = Path(tempfile.gettempdir()) / f"recorder-daemon-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"state = {str(path)!r}: cannot be made ({error.strerror}); name a folder of your own"
+        ) from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"state = {str(path)!r}: is no folder of this user; name another")
+    return path
+
+
+def _name(destination: str) -> str:
+    return hashlib.sha256(destination.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Path]:
+    """Hold the daemon's lock inside the `with` block. Yield the path of the daemon's state file.
+
+    Raise WriteError if another daemon of this node ships to this destination, or watches one of these folders.
+    """
+    others = folder / ".starting"
+    with open(others, "a") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # daemons that start at the same time check one after the other
+        for other in running(folder):
+            who = f"process {other.get('pid')} (to {other.get('to')}, watching {', '.join(other.get('watch', ()))})"
+            if other.get("to") == destination:
+                raise WriteError(f"{destination}: another daemon of this node ships there: {who}; stop it first")
+            for mine in watched:
+                for its in other.get("watch", ()):
+                    if holds_folder(its, mine) or holds_folder(mine, its):
+                        raise WriteError(f"{mine}: is, holds or lies in what another daemon watches: {who}")
+        lock = open(folder / f"{_name(destination)}.lock", "a+")  # noqa: SIM115 # held until the end
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise WriteError(f"{destination}: another daemon of this node begins to ship there; try again") from None
+        state = folder / f"{_name(destination)}.json"
+        write_state(state, {"pid": os.getpid(), "to": destination, "watch": watched})
+    try:
+        yield state
+    finally:
+        with contextlib.suppress(OSError):
+            state.unlink()
+        lock.close()
+
+
+def running(folder: Path) -> list[dict[str, Any]]:
+    """Return the content of the state file of each running daemon. A running daemon holds a lock in the folder."""
+    daemons = []
+    for path in sorted(folder.glob("*.lock")):
+        with contextlib.suppress(OSError, ValueError), open(path) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                daemons.append(json.loads(path.with_suffix(".json").read_text()))
+    return daemons
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Replace a daemon's state file. If the write fails, the old file stays."""
+    with contextlib.suppress(OSError):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(state))
+        temporary.replace(path)
+
+
+def holds_folder(outer: str, inner: str) -> bool:
+    """Return True if `outer` is the folder `inner`, or contains it at any depth."""
+    return inner == outer or inner.startswith(outer.rstrip("/") + "/")

@@ -140,7 +140,7 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
 
 
 def _status_reply(settings: DaemonSettings) -> Reply:
-    from ...daemon.fleet import running, state_folder
+    from ...daemon.telemetry import running, state_folder
 
     daemons = running(state_folder(settings.state))
     return Reply(

@@ -22,7 +22,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from recorder.daemon.fleet import running
+from recorder.daemon.telemetry import running
 from tests.rigs import jobs
 from tests.rigs.server import BUCKET, StoreServer
 
