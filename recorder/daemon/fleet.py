@@ -16,16 +16,20 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import LookupFailedError, RunError
+from ..config import read_bytes
+from ..errors import ConfigError, LookupFailedError, RunError, StoreError
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest, parse_json
 from ..run.finding import FLEET, PRUNED, fleet_runs, runs_in
+from ..run.reply import Part, Reply, table_of
 from ..storage.locations import location_of, store_of
-from ..system.text import listed, moment, size
-from .destination import Destination, StoredObject, TakenError
+from ..system.text import counted, listed, moment, size
+from .destination import Destination, StoredObject, TakenError, parse_destination
+from .settings import duration_s
 from .watching import Folder, RefusedError
 
 NODE = ".recorder-node"
@@ -301,3 +305,69 @@ def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:
             destination.put_if(f"{key}/{KEEP}", b"", None)
     else:
         destination.delete([f"{key}/{KEEP}"])
+
+
+def _named(action: str, to: str, runs: Sequence[str]) -> tuple[Destination, list[str]]:
+    """Return the destination `to`, and the directories there of the runs that are typed."""
+    if not to:
+        raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
+    destination = parse_destination(to)
+    if destination.path is not None and not destination.path.is_dir():
+        raise LookupFailedError(f"{action}: {destination.path}: no such directory; --to names where the runs are")
+    if not runs and action != "prune":
+        raise LookupFailedError(f"{action}: name a run below {destination.url}")
+    return destination, [find_key(destination, name.removeprefix(destination.url).strip("/")) for name in runs]
+
+
+def keep_reply(to: str, runs: Sequence[str], *, is_kept: bool) -> Reply:
+    """Set or remove the marks that protect runs from every prune, and return the reply of `recorder daemon keep`."""
+    destination, keys = _named("keep" if is_kept else "unkeep", to, runs)
+    for key in keys:
+        set_keep(destination, key, is_kept=is_kept)
+    said = f"{listed(keys)}: {'kept: no prune removes it' if is_kept else 'a prune may remove it again'}"
+    return Reply(members=lambda: {"runs": keys, "is_kept": is_kept}, parts=lambda: [said])
+
+
+def prune_reply(
+    to: str, runs: Sequence[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool
+) -> Reply:
+    """Prune runs if `is_wanted`, and return the reply of `recorder daemon prune`, whose options the texts are."""
+    if not (runs or older_than or max_bytes):
+        raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
+    destination, names = _named("prune", to, runs)
+    plans = plan_prune(
+        destination,
+        older_than_s=duration_s("--older-than", older_than) if older_than else None,
+        max_bytes=read_bytes("--max-bytes", max_bytes) if max_bytes else None,
+        names=names,
+    )
+    called = run_names(destination, [plan.run.key for plan in plans])
+    entries: list[dict[str, Any]] = []
+    exit_code = 0
+    for run, goes, why in plans:
+        state = "would go" if goes else "stays"
+        if goes and is_wanted:
+            try:
+                state = "removed" if prune(destination, run) else "stays: was changed or marked meanwhile"
+            except StoreError as error:
+                state, exit_code = f"failed: {error}", 1
+        facts = {"run": run.key, "name": called[run.key], "bytes": run.num_bytes, "objects": run.num_objects}
+        entries.append({**facts, "state": state, "why": why})
+    nothing = [f"{destination.url}: holds no runs; nothing to remove"]
+    parts = partial(_prune_parts, entries, is_wanted) if entries else lambda: nothing
+    return Reply(members=lambda: {"runs": entries}, parts=parts, exit_code=exit_code)
+
+
+def _prune_parts(entries: Sequence[dict[str, Any]], is_wanted: bool) -> Iterator[Part]:
+    titles = ["run", "all files", "size of all", "what", "why", "directory"]
+    rows = [
+        [one["name"], str(one["objects"]), size(one["bytes"]), one["state"], one["why"], one["run"]] for one in entries
+    ]
+    if all(row[0] == row[-1] for row in rows):
+        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    yield table_of(titles, rows, numbers=("all files", "size of all"))
+    done = "removed" if is_wanted else "would go"
+    gone = [one for one in entries if one["state"] == done]
+    files, num_bytes = (sum(one[name] for one in gone) for name in ("objects", "bytes"))
+    said = f"{counted(len(gone), 'run')} of {len(entries):,} {done}: {counted(files, 'file')} with {size(num_bytes)}"
+    yield f"{said}; nothing was removed: --yes does it" if gone and not is_wanted else said

@@ -24,10 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, WriteError
+from ..run.reply import Reply
+from ..system.text import counted, moment, size
 
 logger = logging.getLogger("recorder.daemon")
 
 _LONGEST_WAIT_S = 30.0
+_SILENT_S = 60
+"""A daemon's state that is older than this many seconds is printed with its time."""
 
 
 class Counters:
@@ -248,3 +252,28 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 def holds_folder(outer: str, inner: str) -> bool:
     """Return True if `outer` is the folder `inner`, or contains it at any depth."""
     return inner == outer or inner.startswith(outer.rstrip("/") + "/")
+
+
+def status_reply(state: str) -> Reply:
+    """Return the reply of `recorder daemon status` about the daemons of this node. `state` is the setting."""
+    daemons = running(state_folder(state))
+    return Reply(
+        members=lambda: {"daemons": daemons},
+        parts=lambda: [line for one in daemons for line in _status_lines(one)] or ["no daemon is at work here"],
+        exit_code=int(not daemons),
+    )
+
+
+def _status_lines(one: dict[str, Any]) -> Iterator[str]:
+    runs = f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} there completely"
+    left = f"{counted(one.get('backlog_files', 0), 'file')} with {size(one.get('backlog_bytes', 0))} to go"
+    done = f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
+    yield f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: {runs}; {left}; {done}"
+    if url := one.get("url"):
+        yield f"metrics: {url}/metrics"
+    if problem := one.get("problem"):
+        yield f"the store fails: {problem}"
+    if one.get("conflicts"):
+        yield f"{counted(one['conflicts'], 'conflict')}: something else is there under the name of a file"
+    if time.time() - one.get("time_s", 0) > _SILENT_S:
+        yield f"it has said nothing since {moment(int(one.get('time_s', 0) * 1e9))}"

@@ -5,23 +5,18 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import Field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ...config import read_bytes
-from ...daemon.settings import DaemonSettings, duration_s, load_daemon_settings
-from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
+from ...daemon.settings import DaemonSettings, load_daemon_settings
+from ...errors import ConfigError, LookupFailedError, not_installed
 from ...run.finding import default_folder
-from ...run.reply import Part, Reply, table_of
-from ...system.text import counted, listed, moment, printable_line, size
+from ...run.reply import Reply
+from ...system.text import counted, listed, printable_line, size
 from ..output import say
-
-if TYPE_CHECKING:
-    from ...daemon.destination import Destination
 
 EXAMPLES = {
     "daemon": (
@@ -30,8 +25,6 @@ EXAMPLES = {
     ),
 }
 
-_SILENT_S = 60
-"""A daemon's state that is older than this many seconds is printed with its time."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
@@ -74,9 +67,12 @@ def daemon_command(
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise
         raise ConfigError(not_installed("recorder daemon", "prometheus_client", "daemon")) from None
+    from ...daemon.fleet import keep_reply, prune_reply
+    from ...daemon.telemetry import status_reply
+
     settings = load_daemon_settings(config, given)
     if action == "status":
-        return _status_reply(settings)
+        return status_reply(settings.state)
     if action == "ship":
 
         def load() -> DaemonSettings:
@@ -85,8 +81,8 @@ def daemon_command(
 
         _ship(load(), load, once=once)
     if action == "prune":
-        return _prune_reply(settings, runs or [], older_than, max_bytes, is_wanted=yes)
-    return _mark_reply(action, settings, runs or [])
+        return prune_reply(settings.to, runs or [], older_than, max_bytes, is_wanted=yes)
+    return keep_reply(settings.to, runs or [], is_kept=action == "keep")
 
 
 def _option(item: Field[Any]) -> inspect.Parameter:
@@ -137,109 +133,3 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
         sys.stderr.flush()
         os._exit(code)  # an upload that hangs must not delay the end of the process
     raise typer.Exit(code)
-
-
-def _status_reply(settings: DaemonSettings) -> Reply:
-    from ...daemon.telemetry import running, state_folder
-
-    daemons = running(state_folder(settings.state))
-    return Reply(
-        members=lambda: {"daemons": daemons},
-        parts=lambda: [line for one in daemons for line in _status_lines(one)] or ["no daemon is at work here"],
-        exit_code=int(not daemons),
-    )
-
-
-def _status_lines(one: dict[str, Any]) -> Iterator[str]:
-    runs = f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} there completely"
-    left = f"{counted(one.get('backlog_files', 0), 'file')} with {size(one.get('backlog_bytes', 0))} to go"
-    done = f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
-    yield f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: {runs}; {left}; {done}"
-    if url := one.get("url"):
-        yield f"metrics: {url}/metrics"
-    if problem := one.get("problem"):
-        yield f"the store fails: {problem}"
-    if one.get("conflicts"):
-        yield f"{counted(one['conflicts'], 'conflict')}: something else is there under the name of a file"
-    if time.time() - one.get("time_s", 0) > _SILENT_S:
-        yield f"it has said nothing since {moment(int(one.get('time_s', 0) * 1e9))}"
-
-
-def _destination(action: str, settings: DaemonSettings) -> Destination:
-    from ...daemon.destination import parse_destination
-
-    if not settings.to:
-        raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
-    destination = parse_destination(settings.to)
-    if destination.path is not None and not destination.path.is_dir():
-        raise LookupFailedError(f"{action}: {destination.path}: no such directory; --to names where the runs are")
-    return destination
-
-
-def _keys(destination: Destination, runs: list[str]) -> list[str]:
-    from ...daemon.fleet import find_key
-
-    return [find_key(destination, name.removeprefix(destination.url).strip("/")) for name in runs]
-
-
-def _mark_reply(action: str, settings: DaemonSettings, runs: list[str]) -> Reply:
-    """Set or remove the marks that protect runs from every prune."""
-    from ...daemon.fleet import set_keep
-
-    destination = _destination(action, settings)
-    if not runs:
-        raise LookupFailedError(f"{action}: name a run below {destination.url}")
-    keys = _keys(destination, runs)
-    for key in keys:
-        set_keep(destination, key, is_kept=action == "keep")
-    said = f"{listed(keys)}: {'kept: no prune removes it' if action == 'keep' else 'a prune may remove it again'}"
-    return Reply(members=lambda: {"runs": keys, "is_kept": action == "keep"}, parts=lambda: [said])
-
-
-def _prune_reply(
-    settings: DaemonSettings, runs: list[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool
-) -> Reply:
-    from ...daemon.fleet import plan_prune, prune, run_names
-
-    if not (runs or older_than or max_bytes):
-        raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
-    destination = _destination("prune", settings)
-    names = _keys(destination, runs)
-    plans = plan_prune(
-        destination,
-        older_than_s=duration_s("--older-than", older_than) if older_than else None,
-        max_bytes=read_bytes("--max-bytes", max_bytes) if max_bytes else None,
-        names=names,
-    )
-    called = run_names(destination, [plan.run.key for plan in plans])
-    entries: list[dict[str, Any]] = []
-    exit_code = 0
-    for run, goes, why in plans:
-        state = "would go" if goes else "stays"
-        if goes and is_wanted:
-            try:
-                state = "removed" if prune(destination, run) else "stays: was changed or marked meanwhile"
-            except StoreError as error:
-                state, exit_code = f"failed: {error}", 1
-        facts = {"run": run.key, "name": called[run.key], "bytes": run.num_bytes, "objects": run.num_objects}
-        entries.append({**facts, "state": state, "why": why})
-
-    def parts() -> Iterator[Part]:
-        titles = ["run", "all files", "size of all", "what", "why", "directory"]
-        rows = [
-            [one["name"], str(one["objects"]), size(one["bytes"]), one["state"], one["why"], one["run"]]
-            for one in entries
-        ]
-        if all(row[0] == row[-1] for row in rows):
-            titles, rows = titles[:-1], [row[:-1] for row in rows]
-        yield table_of(titles, rows, numbers=("all files", "size of all"))
-        done = "removed" if is_wanted else "would go"
-        gone = [one for one in entries if one["state"] == done]
-        files, num_bytes = (sum(one[name] for one in gone) for name in ("objects", "bytes"))
-        said = (
-            f"{counted(len(gone), 'run')} of {len(entries):,} {done}: {counted(files, 'file')} with {size(num_bytes)}"
-        )
-        yield f"{said}; nothing was removed: --yes does it" if gone and not is_wanted else said
-
-    nothing = [f"{destination.url}: holds no runs; nothing to remove"]
-    return Reply(members=lambda: {"runs": entries}, parts=parts if entries else lambda: nothing, exit_code=exit_code)
