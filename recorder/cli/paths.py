@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import LookupFailedError, NotARunError, RunError
 from ..rules import hint
-from ..run.finding import find_folder, find_run, is_same_folder, runs_in
+from ..run.finding import find_folder, is_same_folder, runs_in
 from ..run.run import Run, open_run
 from ..run.selection import Selection
 
@@ -65,20 +65,3 @@ def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> l
     for one in typed:
         runs[f"{option} {one}"] = other_run(one, {**given, **runs}, option)
     return list(runs.values())
-
-
-def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
-    """Yield the run, or each run of the folder, that `path` names. Add texts to `problems` for unreadable runs.
-
-    Merged runs are left out, because their values are those of the runs that they were merged from.
-    """
-    folder = find_folder(path)
-    if folder is None:
-        yield open_run(path)
-        return
-    for found in runs_in(folder):
-        try:
-            if found.run_id or not find_run(found.location)[1].merged_from:
-                yield open_run(found.location)
-        except RunError as error:
-            problems.append(str(error))

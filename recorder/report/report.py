@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
+from ..errors import LookupFailedError
 from ..run import run as runs
-from ..run.reply import HEIGHT_PIXELS, InlinePage
+from ..run.reply import HEIGHT_PIXELS, InlinePage, Progress, Reply
 from ..run.run import Run
 from ..storage.locations import Location
-from ..system.text import printable
+from ..system.text import printable, size
 
 if TYPE_CHECKING:
     from .blocks import PageBlock
     from .top import DoctorLine
+
+PNG = ".png"
 
 
 def write_report(
@@ -49,6 +52,53 @@ def write_report(
         for piece in page(f"{title} - recorder", blocks):
             num_bytes += file.write(piece)
     return num_bytes
+
+
+def page_reply(
+    run: Run, out: Path, *, against: Run | None, statistics: Sequence[str], more: Sequence[PageBlock], force: bool,
+    progress: Progress,
+) -> Reply:  # fmt: skip
+    """Ask `recorder doctor` about a run, write its page, and return the reply of `recorder report`."""
+    from . import top
+    from .collect import num_looks
+
+    with progress("report", num_looks(run, against) + run.num_rows) as report:
+        checks = top.told_by_doctor(run)
+        report(run.num_rows)
+        num_bytes = write_report(
+            run, out, against=against, statistics=statistics, checks=checks, more=more, force=force, report=report
+        )
+    num_missing = sum(check.state == "missing" for check in [*checks, *top.found_since(run, checks)])
+    damaged = _damaged(run, against)
+    return Reply(
+        members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},
+        parts=lambda: [f"{out}: {size(num_bytes)}", *damaged],
+        exit_code=int(num_missing > 0 or bool(damaged)),
+    )
+
+
+def _damaged(*of: Run | None) -> list[str]:
+    """Return a line for each damaged run. Damage is known only after a run's rows and its probe were read."""
+    from ..run.notes import damage
+
+    told = [(run.name, damage(run)) for run in of if run is not None]
+    return [f"note: {name} is damaged, and what cannot be read was left out: {text}" for name, text in told if text]
+
+
+def picture_reply(run: Run, panel: str, out: Path, *, model: str | None, force: bool) -> Reply:
+    """Write one panel of a run as PNG, and return the reply of `recorder report --png`."""
+    from .picture import PANELS, write_picture
+
+    if panel not in PANELS:
+        names = ", ".join(PANELS)
+        raise LookupFailedError(f"--png {panel}: expected {names}; the buttons of the page save its other panels")
+    if out.suffix.lower() not in ("", PNG):
+        raise LookupFailedError(f"{out}: --png writes a PNG; name a file that ends in {PNG}")
+    num_bytes = write_picture(run, out, panel, model=model, force=force)
+    damaged = _damaged(run)
+    members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
+    parts = [f"{out}: {size(num_bytes)}", *damaged]
+    return Reply(members=lambda: members, parts=lambda: parts, exit_code=int(bool(damaged)))
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:

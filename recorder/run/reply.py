@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..config import Explained
 from ..sites import SITES
-from ..system.text import printable, size
+from ..system.text import bytes_of_setting, printable, size
 
 if TYPE_CHECKING:
     from ..read.run import RecordedRun  # the import loads pyarrow, which the command line's help does not need
@@ -129,6 +130,37 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
+
+
+def settings_reply(settings: Sequence[Explained]) -> Reply:
+    """Return the reply of `recorder config`: the settings in force, and where each comes from."""
+    return Reply(
+        members=lambda: {item.name: {"value": item.value, "source": item.source, "doc": item.doc} for item in settings},
+        parts=lambda: [_settings_table(settings)],
+    )
+
+
+def _settings_table(settings: Sequence[Explained]) -> Table:
+    rows = []
+    for item in settings:
+        first, *others = _setting_lines(item.value, item.name)
+        rows.append([item.name, first, item.source, item.doc])
+        rows += [["", other, "", ""] for other in others]
+    what = "what it does"
+    return table_of(("setting", "value", "source", what), rows, prose=("value", what), drops=(what,))
+
+
+def _setting_lines(value: Any, name: str = "") -> list[str]:
+    """Return the lines that print a setting. A list has a line for each item. Bytes are also in a larger unit."""
+    if name.endswith("_bytes") and type(value) is int:
+        return ["0 (automatic)" if value == 0 and name == "pool_bytes" else bytes_of_setting(value)]
+    if isinstance(value, list):
+        return [str(item) for item in value] or ["none"]
+    if name == "native":
+        from ..native import in_force  # the import loads numpy, which few replies need
+
+        return [in_force(bool(value))]
+    return [str(value) if value != "" else "(empty)"]
 
 
 HEIGHT_PIXELS = 720

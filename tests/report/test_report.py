@@ -20,7 +20,7 @@ from recorder.columns import COUNTS, STATISTICS
 from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
-from recorder.report import statistics
+from recorder.report import statistics, top
 from recorder.report.axes import Axes, DrawnSeries, probe_values, step_rows
 from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
@@ -113,7 +113,7 @@ def test_the_progress_begins_before_the_first_look_and_ends_at_its_total(
         return told_by_doctor(run)
 
     monkeypatch.setattr(pages, "progress", noted)
-    monkeypatch.setattr(pages, "told_by_doctor", doctor)
+    monkeypatch.setattr(top, "told_by_doctor", doctor)
     cli("report", GOLDEN, "-o", tmp_path / "r.html")
     assert totals == [sum(said)] and len(said) >= 4
 

@@ -21,17 +21,20 @@ import pyarrow.parquet as pq
 from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA
 from ...errors import LookupFailedError, RunError
 from ...run.notes import MissingRanks, missing_ranks, without_numbers
-from ...run.reply import Aside, Reply
+from ...run.reply import Aside, Part, Progress, Reply
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially
 from ...system.text import counted, size
 from .files import published_file, widest_first, write_npz, write_safetensors
+from .model import Model, write_model
 from .tensors import BATCH_BYTES, Entry, RowId, SelectedRows, Tensors, batched, row_spans
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
 _MAX_NAMED = 8
+_MAX_REFUSED = 20
+_WHAT = {"param": "parameters and buffers", "grad": "gradients"}
 _WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
 _ORDERS: dict[str, Callable[[Sequence[Entry]], list[Entry]]] = {"npz": list, "safetensors": widest_first}
 """For each format, the order in which its writer asks for tensors."""
@@ -67,6 +70,42 @@ def reply_of(run: Run, done: Exported, to: str) -> Reply:
         yield from (Aside(f"note: {note}") for note in done.notes)
 
     return Reply(members=members, parts=parts, exit_code=int(bool(done.problems) or not done.is_whole))
+
+
+def checkpoint_reply(model: Model, out: Path, to: str, *, is_partial: bool, progress: Progress) -> Reply:
+    """Write a model, unless a tensor is refused and not `is_partial`. Return the reply of `recorder checkpoint`."""
+    num_bytes = None
+    if model.entries and (is_partial or not model.refused):
+        with progress("checkpoint", model.total_bytes) as report:
+            num_bytes = write_model(model, out, to, report)
+    return Reply(
+        members=lambda: {
+            "path": str(out), "format": to, "what": model.what, "root": model.root, "step": model.step,
+            "is_written": num_bytes is not None, "tensors": len(model.entries), "bytes": num_bytes,
+            "refused": [refused._asdict() for refused in model.refused], "notes": model.notes,
+        },
+        parts=lambda: _checkpoint_parts(model, out, num_bytes),
+        exit_code=int(bool(model.refused) or num_bytes is None),
+    )  # fmt: skip
+
+
+def _checkpoint_parts(model: Model, out: Path, num_bytes: int | None) -> Iterator[Part]:
+    for refused in model.refused[:_MAX_REFUSED]:
+        yield Aside(f"finding: {refused.name}: {refused.why}")
+    if len(model.refused) > _MAX_REFUSED:
+        yield Aside(f"and {len(model.refused) - _MAX_REFUSED} more; --json has them all")
+    yield from (Aside(f"note: {note}") for note in model.notes)
+    kind = f"{_WHAT[model.what]} of {model.root!r} at step {model.step}"
+    tensors = counted(len(model.entries), "tensor")
+    if num_bytes is not None:
+        without = f", {len(model.refused)} left out" if model.refused else ""
+        yield f"{out}: {kind}: {tensors}, {size(num_bytes)}{without}"
+    elif model.entries:
+        before = "" if model.step_before is None else f", --step {model.step_before} takes the step before"
+        of = f"{len(model.refused)} of the {kind} cannot be given"
+        yield f"{out}: not written: {of}; --partial writes the other {tensors}{before}"
+    else:
+        yield f"{out}: not written: none of the {kind} can be given"
 
 
 class Export:

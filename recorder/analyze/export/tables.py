@@ -7,10 +7,12 @@ killed is registered again later. pyiceberg and duckdb are imported where a call
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
@@ -20,12 +22,15 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from ...columns import METADATA_COLUMNS, SCHEMA
-from ...errors import CorruptError, LookupFailedError, UnsupportedError, not_installed
+from ...errors import CorruptError, LookupFailedError, RecorderError, RunError, UnsupportedError, not_installed
+from ...run.finding import find_folder, find_run, runs_in
 from ...run.listing import state_of
 from ...run.notes import damages, strays
 from ...run.probe import PROBE_SCHEMA, probe_tables
-from ...run.run import Run
+from ...run.reply import Aside, Reply, table_of
+from ...run.run import Run, open_run
 from ...run.step_ranges import Attempts, Mapper, map_serially
+from ...system.text import counted
 from ..check.check import check
 
 _MAX_ROWS = 1 << 19
@@ -280,3 +285,82 @@ def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
         except duckdb.Error as error:
             text = "; ".join(line.strip() for line in str(error).splitlines()[:2])
             raise LookupFailedError(f"the query: {text}") from None
+
+
+def _opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
+    """Yield the run, or each run of the folder, that `path` names. Add texts to `problems` for unreadable runs.
+
+    Merged runs are left out, because their values are those of the runs that they were merged from.
+    """
+    folder = find_folder(path)
+    if folder is None:
+        yield open_run(path)
+        return
+    for found in runs_in(folder):
+        try:
+            if found.run_id or not find_run(found.location)[1].merged_from:
+                yield open_run(found.location)
+        except RunError as error:
+            problems.append(str(error))
+
+
+def sql_reply(question: str, path: str | None, catalog: str | None) -> Reply:
+    """Return the reply of `recorder sql` on a catalog, or else on the run, or the runs of the folder, `path`."""
+    problems: list[str] = []
+
+    def opened() -> Iterator[Run]:
+        for run in _opened_runs(path, problems):
+            yield run
+            problems.extend(damages(run))
+
+    with opened_tables(catalog) if catalog else nullcontext(opened()) as tables:
+        answer = ask(question, tables)
+    rows = [["" if value is None else str(value) for value in row] for row in answer.rows]
+    is_number = [all(isinstance(row[at], (int, float)) for row in answer.rows) for at in range(len(answer.columns))]
+    numbers = [name for name, is_one in zip(answer.columns, is_number, strict=True) if is_one]
+    nonfinite = [
+        {"row": number, "column": column, "value": repr(value)}
+        for number, row in enumerate(answer.rows)
+        for column, value in zip(answer.columns, row, strict=True)
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    plain = json.loads(json.dumps(answer.rows, default=str))
+    return Reply(
+        members=lambda: {"columns": answer.columns, "rows": plain, "nonfinite": nonfinite, "problems": problems},
+        parts=lambda: [*(Aside(f"note: {one}") for one in problems), table_of(answer.columns, rows, numbers=numbers)],
+        exit_code=int(bool(problems)),
+    )
+
+
+def catalog_reply(path: str | None, catalog: str | None, mapper: AbstractContextManager[Mapper]) -> Reply:
+    """Register runs in a catalog, and return the reply of `recorder catalog`. `mapper` is entered once for all."""
+    where = catalog or (CONFIGURED if is_configured(CONFIGURED) else None)
+    if where is None:
+        where = str((find_folder(path) or find_run(path)[0].parent) / "_catalog")
+        if "://" in where:
+            raise LookupFailedError(f"--catalog: name a folder of this machine, or a catalog of pyiceberg, for {path}")
+    registered: dict[str, int] = {}
+    problems: list[str] = []
+    num_known = 0
+
+    def lines() -> Iterator[str | Aside]:
+        yield from (Aside(f"finding: {problem}") for problem in problems)
+        rows = counted(sum(registered.values()), "row")
+        yield f"{where}: {counted(len(registered), 'run')} registered, {rows}; {num_known} were there as they are"
+
+    with mapper as each, opened_tables(where, is_new=True) as tables:
+        for run in _opened_runs(path, problems):
+            try:
+                if tables.has(run):
+                    num_known += 1
+                    continue
+                registered[str(run.path)] = tables.register(run, each)
+                problems.extend(run.problems)
+            except RecorderError as error:
+                problems.append(str(error))
+        tables.tidy()
+    return Reply(
+        members=lambda: {"catalog": where, "registered": registered, "unchanged": num_known, "problems": problems},
+        parts=lines,
+        exit_code=int(bool(problems)),
+    )

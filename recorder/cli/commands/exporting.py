@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...analyze.export.boards import BOARDS, BoardExport
-from ...analyze.export.export import Export, format_of, reply_of
-from ...analyze.export.model import Model, check_format, write_model
-from ...analyze.export.tables import CONFIGURED, ask, is_configured, opened_tables
-from ...errors import LookupFailedError, RecorderError
-from ...run.finding import find_folder, find_run
-from ...run.notes import damages
-from ...run.reply import Aside, Part, Reply, table_of
-from ...run.run import Run, open_run
+from ...analyze.export.export import Export, checkpoint_reply, format_of, reply_of
+from ...analyze.export.model import Model, check_format
+from ...analyze.export.tables import catalog_reply, sql_reply
+from ...errors import LookupFailedError
+from ...run.reply import Reply
+from ...run.run import open_run
 from ...run.selection import GlobalOptions, Selection
-from ...system.text import counted, size
 from .. import options, show_pandas
 from ..output import progress
-from ..paths import opened_runs
 
 EXAMPLES = {
     "export": (
@@ -103,10 +95,6 @@ def export_command(
     return reply_of(run, done, to)
 
 
-_MAX_SHOWN = 20
-_WHAT = {"param": "parameters and buffers", "grad": "gradients"}
-
-
 def checkpoint_command(
     out: Annotated[
         Path, options.out_option("OUT", "Where: a new file for safetensors, a new or empty directory for dcp.")
@@ -142,38 +130,7 @@ def checkpoint_command(
     run = open_run(path)
     check_format(to)
     model = Model(run, what, root=root, step=step, layouts=layout or [])
-    num_bytes = None
-    if model.entries and (partial or not model.refused):
-        with progress("checkpoint", model.total_bytes) as report:
-            num_bytes = write_model(model, out, to, report)
-    return Reply(
-        members=lambda: {
-            "path": str(out), "format": to, "what": model.what, "root": model.root, "step": model.step,
-            "is_written": num_bytes is not None, "tensors": len(model.entries), "bytes": num_bytes,
-            "refused": [refused._asdict() for refused in model.refused], "notes": model.notes,
-        },
-        parts=lambda: _parts(model, out, num_bytes),
-        exit_code=int(bool(model.refused) or num_bytes is None),
-    )  # fmt: skip
-
-
-def _parts(model: Model, out: Path, num_bytes: int | None) -> Iterator[Part]:
-    for refused in model.refused[:_MAX_SHOWN]:
-        yield Aside(f"finding: {refused.name}: {refused.why}")
-    if len(model.refused) > _MAX_SHOWN:
-        yield Aside(f"and {len(model.refused) - _MAX_SHOWN} more; --json has them all")
-    yield from (Aside(f"note: {note}") for note in model.notes)
-    kind = f"{_WHAT[model.what]} of {model.root!r} at step {model.step}"
-    tensors = counted(len(model.entries), "tensor")
-    if num_bytes is not None:
-        without = f", {len(model.refused)} left out" if model.refused else ""
-        yield f"{out}: {kind}: {tensors}, {size(num_bytes)}{without}"
-    elif model.entries:
-        before = "" if model.step_before is None else f", --step {model.step_before} takes the step before"
-        of = f"{len(model.refused)} of the {kind} cannot be given"
-        yield f"{out}: not written: {of}; --partial writes the other {tensors}{before}"
-    else:
-        yield f"{out}: not written: none of the {kind} can be given"
+    return checkpoint_reply(model, out, to, is_partial=partial, progress=progress)
 
 
 def sql_command(
@@ -191,30 +148,7 @@ def sql_command(
         raise LookupFailedError(
             f"sql {path} --catalog {catalog}: the catalog has runs of its own; leave one of them out"
         )
-    problems: list[str] = []
-
-    def opened() -> Iterator[Run]:
-        for run in opened_runs(path, problems):
-            yield run
-            problems.extend(damages(run))
-
-    with opened_tables(catalog) if catalog else nullcontext(opened()) as tables:
-        answer = ask(question, tables)
-    rows = [["" if value is None else str(value) for value in row] for row in answer.rows]
-    is_number = [all(isinstance(row[at], (int, float)) for row in answer.rows) for at in range(len(answer.columns))]
-    numbers = [name for name, is_one in zip(answer.columns, is_number, strict=True) if is_one]
-    nonfinite = [
-        {"row": number, "column": column, "value": repr(value)}
-        for number, row in enumerate(answer.rows)
-        for column, value in zip(answer.columns, row, strict=True)
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
-    plain = json.loads(json.dumps(answer.rows, default=str))
-    return Reply(
-        members=lambda: {"columns": answer.columns, "rows": plain, "nonfinite": nonfinite, "problems": problems},
-        parts=lambda: [*(Aside(f"note: {one}") for one in problems), table_of(answer.columns, rows, numbers=numbers)],
-        exit_code=int(bool(problems)),
-    )
+    return sql_reply(question, path, catalog)
 
 
 def catalog_command(
@@ -228,33 +162,4 @@ def catalog_command(
 
     Exit code 1: something is damaged, or a run cannot be read, and is not in the catalog.
     """
-    where = catalog or (CONFIGURED if is_configured(CONFIGURED) else None)
-    if where is None:
-        where = str((find_folder(path) or find_run(path)[0].parent) / "_catalog")
-        if "://" in where:
-            raise LookupFailedError(f"--catalog: name a folder of this machine, or a catalog of pyiceberg, for {path}")
-    registered: dict[str, int] = {}
-    problems: list[str] = []
-    num_known = 0
-
-    def lines() -> Iterator[str | Aside]:
-        yield from (Aside(f"finding: {problem}") for problem in problems)
-        rows = counted(sum(registered.values()), "row")
-        yield f"{where}: {counted(len(registered), 'run')} registered, {rows}; {num_known} were there as they are"
-
-    with options.mapper_for(scheduler) as mapper, opened_tables(where, is_new=True) as tables:
-        for run in opened_runs(path, problems):
-            try:
-                if tables.has(run):
-                    num_known += 1
-                    continue
-                registered[str(run.path)] = tables.register(run, mapper)
-                problems.extend(run.problems)
-            except RecorderError as error:
-                problems.append(str(error))
-        tables.tidy()
-    return Reply(
-        members=lambda: {"catalog": where, "registered": registered, "unchanged": num_known, "problems": problems},
-        parts=lines,
-        exit_code=int(bool(problems)),
-    )
+    return catalog_reply(path, catalog, options.mapper_for(scheduler))

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import socket
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,17 +16,13 @@ import typer
 from ...analyze.align.align import Aligned
 from ...analyze.align.align import align as compare_tokens_of
 from ...errors import LookupFailedError, not_installed
-from ...report.collect import num_looks
-from ...report.picture import PANELS, write_picture
-from ...report.report import write_report
+from ...report.picture import PANELS
+from ...report.report import PNG, page_reply, picture_reply
 from ...report.tokens import tokens_block
-from ...report.top import found_since, told_by_doctor
 from ...run.finding import find_folder, find_run
-from ...run.notes import damage
 from ...run.reply import Reply
 from ...run.run import Run, open_run
 from ...system.processes import is_loopback, tls_context
-from ...system.text import size
 from .. import options
 from ..output import progress, say
 from ..paths import other_run
@@ -74,54 +71,21 @@ def report_command(
     if png is not None:
         if against is not None:
             raise LookupFailedError("--png draws one run; leave out --against, or leave out --png for the page of both")
-        return _picture(run, png, model, out or Path(f"{png}.png"), force)
+        return picture_reply(run, png, out or Path(f"{png}.png"), model=model, force=force)
     if model is not None:
         raise LookupFailedError(f'--model {model} is for --png; on the page "model" chooses it')
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
     more = [] if align is None else [tokens_block(_aligned(run, align))]
     out = out or Path("report.html")
-    if out.suffix.lower() == _PNG:
+    if out.suffix.lower() == PNG:
         raise LookupFailedError(
             f"{out}: a page is HTML; name a file that ends in .html, or add --png {'|'.join(PANELS)}"
         )
     names = [name.strip() for name in statistics.split(",")] if statistics is not None else []
     if "" in names:
         raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
-    with progress("report", num_looks(run, other) + run.num_rows, unit="rows") as report:
-        checks = told_by_doctor(run)
-        report(run.num_rows)
-        num_bytes = write_report(
-            run, out, against=other, statistics=names, checks=checks, more=more, force=force, report=report
-        )
-    num_missing = sum(check.state == "missing" for check in [*checks, *found_since(run, checks)])
-    damaged = _damaged(run, other)
-    return Reply(
-        members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},
-        parts=lambda: [f"{out}: {size(num_bytes)}", *damaged],
-        exit_code=int(num_missing > 0 or bool(damaged)),
-    )
-
-
-_PNG = ".png"
-
-
-def _damaged(*runs: Run | None) -> list[str]:
-    """Return a line for each damaged run. Damage is known only after a run's rows and its probe were read."""
-    told = [(run.name, damage(run)) for run in runs if run is not None]
-    return [f"note: {name} is damaged, and what cannot be read was left out: {text}" for name, text in told if text]
-
-
-def _picture(run: Run, panel: str, model: str | None, out: Path, force: bool) -> Reply:
-    if panel not in PANELS:
-        names = ", ".join(PANELS)
-        raise LookupFailedError(f"--png {panel}: expected {names}; the buttons of the page save its other panels")
-    if out.suffix.lower() not in ("", _PNG):
-        raise LookupFailedError(f"{out}: --png writes a PNG; name a file that ends in {_PNG}")
-    num_bytes = write_picture(run, out, panel, model=model, force=force)
-    damaged = _damaged(run)
-    members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
-    parts = [f"{out}: {size(num_bytes)}", *damaged]
-    return Reply(members=lambda: members, parts=lambda: parts, exit_code=int(bool(damaged)))
+    counting = partial(progress, unit="rows")
+    return page_reply(run, out, against=other, statistics=names, more=more, force=force, progress=counting)
 
 
 def _aligned(run: Run, engine: str) -> Aligned:

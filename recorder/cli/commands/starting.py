@@ -10,10 +10,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ...config import CONFIG_FILE, DEFAULT_RULES, PRESETS, Explained, Settings, load_settings
+from ...config import CONFIG_FILE, DEFAULT_RULES, PRESETS, Settings, load_settings
 from ...errors import ConfigError
 from ...lifecycle.launch import launch
-from ...run.reply import Reply, Table, table_of
+from ...run.reply import Reply, settings_reply
 from ...system.text import bytes_of_setting
 from . import COMMANDS
 
@@ -98,31 +98,4 @@ def config_command(
     show: Annotated[bool, typer.Option("--show", help="Print the settings in force (the default).")] = True,
 ) -> Reply:
     """Print the settings in force, and where each comes from."""
-    settings = load_settings().explain()
-    return Reply(
-        members=lambda: {item.name: {"value": item.value, "source": item.source, "doc": item.doc} for item in settings},
-        parts=lambda: [_table(settings)],
-    )
-
-
-def _table(settings: list[Explained]) -> Table:
-    rows = []
-    for item in settings:
-        first, *others = lines(item.value, item.name)
-        rows.append([item.name, first, item.source, item.doc])
-        rows += [["", other, "", ""] for other in others]
-    what = "what it does"
-    return table_of(("setting", "value", "source", what), rows, prose=("value", what), drops=(what,))
-
-
-def lines(value: Any, name: str = "") -> list[str]:
-    """Return the lines that print a setting. A list has a line for each item. Bytes are also in a larger unit."""
-    if name.endswith("_bytes") and type(value) is int:
-        return ["0 (automatic)" if value == 0 and name == "pool_bytes" else bytes_of_setting(value)]
-    if isinstance(value, list):
-        return [str(item) for item in value] or ["none"]
-    if name == "native":
-        from ...native import in_force  # the import loads numpy, which the other commands here do without
-
-        return [in_force(bool(value))]
-    return [str(value) if value != "" else "(empty)"]
+    return settings_reply(load_settings().explain())
