@@ -131,7 +131,7 @@ def test_rigs_import_neither_tests_nor_campaigns() -> None:
 
 
 CONTRACTS = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-PAST_THE_DOOR = {"recorder.analyze": 1, "recorder.cli": 3, "recorder.report": 4, "recorder.view": 6}
+PAST_THE_DOOR = {"recorder.analyze": 1, "recorder.cli": 2, "recorder.report": 4, "recorder.view": 6}
 """For each room above `run`, how many imports of a run's files its contract ignores. The numbers may only fall."""
 
 

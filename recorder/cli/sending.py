@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CommandError
-from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command
+from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command, send
 from ..run.finding import Location, RunManifest, find_run, is_shipped
 from ..run.notes import command_members, describe, state_word, steps_phrase
 from ..run.reply import Reply, StateLine
 from ..run.status import ENDED, RankNow, RunWatch
-from ..storage.commands import send
 from ..system.text import span
 
 if TYPE_CHECKING:

@@ -39,11 +39,20 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ..errors import CommandError, ConfigError, RunError, StoreError
-from ..format.commands import COMMAND_BYTES, COMMANDS, MAX_COMMANDS, UNDO, Command, command_name, parse_command_name
+from ..format.commands import (
+    COMMAND_BYTES,
+    COMMANDS,
+    MAX_COMMANDS,
+    UNDO,
+    Command,
+    CommandFolder,
+    command_name,
+    parse_command_name,
+    send,
+)
 from ..format.commands import read_command as read_members
 from ..format.rundir import RUN_MANIFEST, encode_manifest, parse_json
 from ..read.writers import find_writers
-from ..storage.commands import CommandFolder, send
 from ..system.text import number as number_text
 from .destination import Destination, TakenError
 from .run_shipper import RunShipper

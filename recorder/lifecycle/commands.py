@@ -43,10 +43,12 @@ from ..format.commands import (
     WAITING,
     Answer,
     Command,
+    CommandFolder,
+    Refusal,
     read_command,
+    send,
 )
 from ..format.rundir import RUN_MANIFEST, parse_json
-from ..storage.commands import CommandFolder, Refusal, send
 from ..system.log import Events
 
 APART_EVENT = "nodes_apart"

@@ -16,12 +16,11 @@ from torch import nn
 from recorder.analyze.doctor.expected import compare
 from recorder.capture.hooks.graph_rows import TapRows
 from recorder.capture.rule_commands import RuleCommands
-from recorder.format.commands import PAUSE, RESUME, SET, UNDO, Command
+from recorder.format.commands import PAUSE, RESUME, SET, UNDO, Command, send
 from recorder.lifecycle import active as recording_side
 from recorder.observe.clock import Clock
 from recorder.observe.selection import RuleSelection
 from recorder.rules import Rule
-from recorder.storage.commands import send
 from tests.rigs.capturing import EVERYTHING, Recording, Tiny, batch, flagged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -15,9 +15,8 @@ from recorder.daemon.run_shipper import RunShipper
 from recorder.daemon.settings import DaemonSettings
 from recorder.daemon.shipped import Shipping
 from recorder.errors import CommandError
-from recorder.format.commands import PAUSE, SET, UNDO, Command
+from recorder.format.commands import PAUSE, SET, UNDO, Command, CommandFolder
 from recorder.format.rundir import encode_manifest
-from recorder.storage.commands import CommandFolder
 from tests.daemon.support import at_work, ship
 from tests.daemon.test_shipping import small_run
 from tests.rigs.command_line import Cli
@@ -54,7 +53,7 @@ class Site:
 def test_a_command_is_carried_once_and_its_undo_names_the_number_here(tmp_path: Path) -> None:
     site = Site(tmp_path)
     own = Command(kind=PAUSE, from_step=1, to_step=2)
-    from recorder.storage.commands import send
+    from recorder.format.commands import send
 
     send(site.run, own)
     sent = send_to_store(site.destination, "run-a", Command(kind=SET, from_step=9, rules=(RULE,)), b"")

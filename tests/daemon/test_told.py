@@ -12,11 +12,10 @@ import pytest
 import recorder
 from recorder.cli.commands.telling import dump_command, set_command
 from recorder.cli.output import print_reply
-from recorder.format.commands import PAUSE, Command
+from recorder.format.commands import PAUSE, Command, send
 from recorder.run.finding import FLEET
 from recorder.run.reply import Reply
 from recorder.run.status import RankNow, RunWatch
-from recorder.storage.commands import send
 from tests.daemon.support import files
 from tests.rigs import jobs
 from tests.rigs.command_line import Cli

@@ -18,11 +18,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from recorder.capture import topology
 from recorder.capture.topology import JobRank, open_job_store
-from recorder.format.commands import COMMAND_BYTES, DUMP, SET, UNDO, Command
+from recorder.format.commands import COMMAND_BYTES, DUMP, SET, UNDO, Command, send
 from recorder.format.rundir import RUN_MANIFEST
 from recorder.lifecycle.commands import Carrier, _digest
 from recorder.read.run import read_commands
-from recorder.storage.commands import send
 from recorder.system.log import Events
 from tests.rigs.forking import fork
 

@@ -11,9 +11,8 @@ import pytest
 
 from recorder.capture.topology import JobRank
 from recorder.errors import CommandError
-from recorder.format.commands import COMMANDS, DUMP, PAUSE, Command, command_name
+from recorder.format.commands import COMMANDS, DUMP, PAUSE, Command, command_name, send
 from recorder.lifecycle.commands import Commands
-from recorder.storage.commands import send
 from recorder.system.log import Events
 
 ALONE = JobRank(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, attempt=0, host="here")

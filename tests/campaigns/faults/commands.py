@@ -21,9 +21,20 @@ import torch
 
 import recorder
 from recorder.analyze.doctor.expected import compare
-from recorder.format.commands import COMMANDS, KINDS, PAUSE, REFUSED, RESUME, SET, UNDO, WAITING, Command, command_name
+from recorder.format.commands import (
+    COMMANDS,
+    KINDS,
+    PAUSE,
+    REFUSED,
+    RESUME,
+    SET,
+    UNDO,
+    WAITING,
+    Command,
+    command_name,
+    send,
+)
 from recorder.run.status import RankNow, RunWatch
-from recorder.storage.commands import send
 from tests.rigs import jobs
 
 SCRIPT = jobs.SCRIPTS / "commanded.py"

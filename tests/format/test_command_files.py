@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from recorder.errors import CommandError
-from recorder.format.commands import COMMAND_BYTES, COMMANDS, MAX_COMMANDS, PAUSE, SET, Command, command_name
-from recorder.storage.commands import CommandFolder, Refusal, send
+from recorder.format.commands import (
+    COMMAND_BYTES,
+    COMMANDS,
+    MAX_COMMANDS,
+    PAUSE,
+    SET,
+    Command,
+    CommandFolder,
+    Refusal,
+    command_name,
+    send,
+)
 
 
 class Clock:
