@@ -355,7 +355,7 @@ class OptimizerHooks:
         self._last_gradient = None
         if last is not None and last.stands_uncleared():
             for root in capture.roots:
-                root.inventory.note_uncleared(capture.clock.step)
+                root.inventory.note_uncleared(last.parameter(), capture.clock.step)
         if self.num_steps in _EARLY_LOOKS or self.num_steps % _LOOK_EVERY == 0:
             in_ddp = all((root.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
             self._last_gradient = LastGradient.of(_parameters(optimizer), in_ddp=in_ddp)

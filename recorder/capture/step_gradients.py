@@ -73,6 +73,7 @@ _LEAST_ADDED = 0.1
 class LastGradient(NamedTuple):
     """A copy of a gradient with few elements, made at an update and compared with the gradient at the next update."""
 
+    parameter: weakref.ref[torch.Tensor]
     gradient: weakref.ref[torch.Tensor]
     values: torch.Tensor
     next_version: int
@@ -94,7 +95,7 @@ class LastGradient(NamedTuple):
                 continue  # the version is that of DDP's bucket, which every gradient in the bucket counts up
             if 1 < gradient.numel() <= _SMALL:
                 version = gradient._version + (2 if in_ddp else 1)
-                return cls(weakref.ref(gradient), gradient.detach().clone(), version)
+                return cls(weakref.ref(parameter), weakref.ref(gradient), gradient.detach().clone(), version)
         return None
 
     def stands_uncleared(self) -> bool:

@@ -23,7 +23,7 @@ class Link(Enum):
     LATER = "at the same step or later"
     TOGETHER = "at the same step, or within the records that a loss is averaged over"
     NEAR = "in a module with the same parent, or in one that runs earlier"
-    SAME = "at the same parameter"
+    SAME = "at the same parameter, or at the output of its module"
     SKIPPED = "later, where GradScaler skipped the updates of both"
     RATE = "at the step before or later, where the cause says that the learning rate rose"
 
@@ -35,7 +35,7 @@ _SOON = 10
 _ANEW = ("nonfinite", "spike", "jump")
 """A finding of these rules is no consequence of a cause if all spikes were over between the cause and the finding."""
 _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
-    ("not_optimized", Link.SAME, ("unchanged", "no_gradient")),
+    ("not_optimized", Link.SAME, ("unchanged", "no_gradient", "dead")),
     ("initialisation", Link.NEAR, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
     ("data", Link.LATER, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient")),
     ("evaluation_mode", Link.LATER, ("overfitting", "evaluation_output")),
@@ -144,7 +144,8 @@ def _is_near(cause: Finding, one: Finding, first_seen: dict[tuple[str, str], int
 
 
 def _is_same(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
-    return (cause.root, cause.module_path, cause.name) == (one.root, one.module_path, one.name)
+    is_of_module = (cause.root, cause.module_path) == (one.root, one.module_path)
+    return is_of_module and (one.site == "output" or cause.name == one.name)
 
 
 def _are_skipped(cause: Finding, one: Finding, first_seen: dict[tuple[str, str], int]) -> bool:

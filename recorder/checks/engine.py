@@ -73,7 +73,9 @@ class Engine:
 
     def finish(self) -> Verdict:
         """Judge the last step, and return the findings and the rules that could not judge. No rows may follow."""
+        self._catalog.is_at_end = True
         self.flush()
+        self._catalog.is_at_end = False
         for rule in self._rules:
             if rule.name not in self._failed and not self._lacking[rule.name]:
                 self._ask(rule, rule.finish)

@@ -7,6 +7,7 @@ lane, so that memory grows with the model and the ranks, but not with the steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,11 @@ class SeriesKey(NamedTuple):
         return is_loss(self.site, self.name)
 
     @property
+    def is_rate(self) -> bool:
+        """Whether the series is a learning rate."""
+        return self.site == "scalar" and self.name.startswith("lr.")
+
+    @property
     def differs_by_batch(self) -> bool:
         """Whether the value depends on the rank's own batch. By such values, data-parallel ranks can be compared."""
         return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
@@ -69,7 +75,9 @@ class ModuleFacts(NamedTuple):
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None
-    """The first known step whose gradients were added to those of the step before. Only the first module has it."""
+    """The first known step at which a gradient of the module was added to that of the step before."""
+    rates: Mapping[str, str] = MappingProxyType({})
+    """For each parameter of an optimizer, the scalar that records its learning rate."""
 
 
 class Catalog:
@@ -94,6 +102,8 @@ class Catalog:
         """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []
         """The steps at which all spikes before them had been over for some records in a row."""
+        self.is_at_end = False
+        """Whether only the rows of the last step are still to be judged. That step may have ended halfway."""
 
     @property
     def whole_numel(self) -> Floats:

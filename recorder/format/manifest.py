@@ -91,7 +91,7 @@ class RecordedModule:
     evaluated: int | None = None
     """The first step at which the module was seen in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None
-    """The first step seen to add its gradients to the previous step's. Only a root's first module has it."""
+    """The first step seen to add a gradient of the module to the previous step's."""
     members: Mapping[str, Any] = field(default_factory=dict)
     """The module's JSON in the manifest, for code that writes it again."""
 

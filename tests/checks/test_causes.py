@@ -65,6 +65,14 @@ def test_a_dead_output_stops_the_gradients_before_it_and_beside_it_alone() -> No
     }  # fmt: skip
 
 
+def test_the_output_of_a_layer_that_no_optimizer_has_is_dead_for_it() -> None:
+    cause = finding("not_optimized", 0, "blocks.0.up", site="param", name="weight", ranks=())
+    dead, other = finding("dead", 3, "blocks.0.up", since=0), finding("dead", 4, "blocks.1.up", since=0)
+    assert causes(cause, dead, other) == {
+        ("not_optimized", 0, ()): "", ("dead", 3, (0,)): words_of(cause), ("dead", 4, (0,)): "",
+    }  # fmt: skip
+
+
 def test_a_cause_is_as_severe_as_its_worst_consequence_and_stands_first() -> None:
     update = finding("update", 1)
     judged = with_causes([finding("nonfinite", 3, severity=Severity.ERROR), update], catalog())

@@ -156,6 +156,17 @@ def test_a_small_spike_of_a_loss_is_a_note_unless_it_stays_up(high: dict[int, fl
     assert [one.what.endswith("and stays up") for one in found] == [len(severities) == 2, False][: len(found)]
 
 
+@pytest.mark.parametrize("ends_halfway", [True, False])
+def test_a_last_step_with_one_of_two_losses_is_no_spike(ends_halfway: bool) -> None:
+    recorded = Recorded()
+    for step in range(60):
+        for loss in (0.5, 3.0)[step == 59 :]:
+            recorded.add(step, "", loss + noise(step, shape=(), scale=0.05), site="scalar", name="loss")
+    if not ends_halfway:
+        recorded.add(60, "", 1.75, site="scalar", name="loss")
+    assert bool(said(recorded, Spike)) is not ends_halfway
+
+
 def test_a_run_too_short_for_a_rule_is_not_judged() -> None:
     recorded = gradients(lambda step, path: 1.0, steps=20)
     for rule, number in ((Spike, "32"), (Jump, "100")):

@@ -21,7 +21,7 @@ from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import Replica, Width
-from ...checks.rules.programs import NotOptimized
+from ...checks.rules.programs import NotCleared, NotOptimized
 from ...checks.rules.values import ONE_BATCH
 from ...errors import ConfigError
 from ...rules import Rule, parse_rules
@@ -129,15 +129,18 @@ def check(
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
-    """Remove useless advice to add a recording rule: the run had the rule, or the model has no buffers for the rule."""
+    """Remove useless advice to add a recording rule: the run had the rule, or nothing that it selects."""
     modules = run.modules.values()
     has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
+    is_untrained = any(one.untrained for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
     told: list[Unjudged] = []
     for one in unjudged:
         (wanted,) = parse_rules(one.setting, takes_unknown_sites=True) or (None,)
         if wanted is not None and wanted.site == ("buffer",) and has_no_buffers:
             one = one._replace(why="the model has no buffers", setting="")
+        elif wanted is not None and wanted.site == ("grad",) and is_untrained and "no rows" in one.why:
+            one = one._replace(why="no optimizer has a parameter with a gradient", setting="")
         elif wanted is not None and any(_selects_all(rule, wanted) for rule in rules):
             one = one._replace(setting="")
         told.append(one)
@@ -445,6 +448,8 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     if worst.rule == NotOptimized.name:  # no row has the parameter or its gradient; this names each parameter
         return shlex.join(["recorder", "check", typed, "--rule", worst.rule, "--json"])
     words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
+    if worst.rule == NotCleared.name:  # it concerns all gradients, and the root may have none of its own
+        words.remove(worst.module_path)
     words += ["--name", worst.name] if worst.site == "scalar" and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []

@@ -231,10 +231,12 @@ class Inventory:
             if own and own != self._modules[i].get("rates"):
                 self._add(i, {"rates": own})
 
-    def note_uncleared(self, step: int) -> None:
-        """Note that gradients were not cleared between an update and the next backward, at `step` or earlier."""
-        if self._modules and "uncleared" not in self._modules[0]:
-            self._add(0, {"uncleared": step})
+    def note_uncleared(self, parameter: torch.Tensor | None, step: int) -> None:
+        """Note that a gradient was not cleared between an update and the next backward, at `step` or earlier."""
+        for i, hooked in enumerate(self._hooked[: len(self._modules)]):
+            own = (some for _, one in hooked.own("_parameters") for some in (one, main_parameter(one)))
+            if any(one is parameter for one in own) and "uncleared" not in self._modules[i]:
+                self._add(i, {"uncleared": step})
 
     def _is_trained_around(self, path: str) -> bool:
         """Whether a module's parent has a parameter with a gradient. A frozen part of a model may be in any mode."""

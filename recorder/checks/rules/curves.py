@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -123,6 +124,9 @@ class CurveRule(CheckRule):
         order = np.argsort(rows.lanes, kind="stable")
         shares = np.zeros(len(rows))
         shares[order] = squares[order] - np.nan_to_num(previous(rows.lanes[order], squares[order], self._before))
+        is_whole = (counts >= self.num_values[curve_of[starts]]) | ~rows.at("scalar")[starts]
+        if self.catalog.is_at_end:  # of several losses, as of a GAN, the last step may have some
+            starts, values = starts[is_whole], values[is_whole]
         return curve_of[starts], rows.steps[starts], values, shares
 
     def _curves_of(self, lanes: Integers) -> Integers:
@@ -227,7 +231,9 @@ class _Recent:
     def risen_rate(self, one: Finding) -> str:
         """Name the learning rate that rose most shortly before a finding. Return an empty string if none rose."""
         rank = one.ranks[0] if one.ranks else -1
-        rates = concatenate([rows.take(rows.where("rate", _is_rate) & (rows.ranks == rank)) for rows in self._kept])
+        rates = concatenate(
+            [rows.take(rows.where("rate", attrgetter("is_rate")) & (rows.ranks == rank)) for rows in self._kept]
+        )
         rates = rates.by_lane()
         values, steps = rates["mean"], rates.steps
         before = previous(rates.lanes, values, Memory())
@@ -238,10 +244,6 @@ class _Recent:
         at = int(np.argmax(factors))
         name, change = rates.catalog.key_of(int(rates.lanes[at])).name, f"{number(before[at])} to {number(values[at])}"
         return f"{RISEN} {name} rose {number(factors[at])} times at step {int(steps[at])}, from {change}"
-
-
-def _is_rate(key: SeriesKey) -> bool:
-    return key.site == "scalar" and key.name.startswith("lr.")
 
 
 class Spike(CurveRule):
@@ -280,7 +282,7 @@ class Spike(CurveRule):
         limit since. All spikes are over once each of these curves has had enough records below its limit."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return super().wants(key) or key.site in _MAY_MOVE or _is_rate(key)
+        return super().wants(key) or key.site in _MAY_MOVE or key.is_rate
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         self._recent.add(rows)

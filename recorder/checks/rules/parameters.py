@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
 from ...sites import OBJECTIVE, OBJECTIVE_COSINE, UPDATE, objectives_in, tells_skip
+from ...system.text import number
 from ..normal import EXACT, Movement
 from ..rows import (
     IS_PROBE,
@@ -48,6 +50,10 @@ def is_weight(catalog: Catalog, rows: Rows) -> Flags:
     """Return, for each row, whether its parameter has at least two dimensions, unlike biases and gains."""
     of_series = np.array([len(about.shape) > 1 for about in catalog.about], np.bool_)
     return np.asarray(of_series[rows.series])
+
+
+def _tells_skip(key: SeriesKey) -> bool:
+    return tells_skip(key.site, key.name)
 
 
 def template(path: str) -> str:
@@ -448,13 +454,16 @@ class Unchanged(StreakRule):
         """By parameter and rank, the parameter's number of elements."""
         self._skipped: dict[tuple[int, int], None] = {}
         """The last steps that GradScaler skipped, as keys of (rank, step)."""
+        self._rates: dict[tuple[str, int], tuple[Integers, Floats, float]] = {}
+        """By name and rank: the steps and values of the last learning rates, and the largest rate before them."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.site in ("param", "grad") or tells_skip(key.site, key.name)
+        return key.site in ("param", "grad") or tells_skip(key.site, key.name) or key.is_rate
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_param = rows.at("param")
-        gradients, scalars = rows.take(rows.at("grad")).by_lane(), rows.take(rows.at("scalar"))
+        self._note_rates(rows.take(rows.where("rate", attrgetter("is_rate"))).by_lane())
+        gradients, scalars = rows.take(rows.at("grad")).by_lane(), rows.take(rows.where("skipped", _tells_skip))
         rms, firsts = np.nan_to_num(gradients.rms), np.flatnonzero(begins(gradients.lanes))
         if len(firsts):
             lanes = gradients.lanes[firsts]
@@ -468,7 +477,27 @@ class Unchanged(StreakRule):
         if is_param.any():
             params = rows.take(is_param)
             self._numel[params.lanes] = params["numel"]
-            yield from (one for one in super().add(rows.take(is_param)) if self._has_gradient(one))
+            for one in super().add(rows.take(is_param)):
+                if self._has_gradient(one):
+                    yield one._replace(detail=self._rate_at(one))
+
+    def _note_rates(self, rows: Rows) -> None:
+        """Remember the last learning rates, and the largest one of those before."""
+        for start, end in zip(np.flatnonzero(begins(rows.lanes)), np.flatnonzero(ends(rows.lanes)) + 1, strict=True):
+            lane = int(rows.lanes[start])
+            key = self.catalog.key_of(lane).name, int(self.catalog.rank_of[lane])
+            _, before, largest = self._rates.get(key, (rows.steps[:0], np.zeros(0), 0.0))
+            largest = max(float(before.max(initial=0.0)), largest)
+            self._rates[key] = rows.steps[start:end], rows["mean"][start:end], largest
+
+    def _rate_at(self, one: Finding) -> str:
+        """Return the learning rate of a parameter at the step of its finding, in words; empty if it is not known."""
+        module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
+        rates = self._rates.get((module.rates.get(one.name, ""), rank)) if module is not None else None
+        if rates is None or not (end := int(np.searchsorted(rates[0], one.step, "right"))):
+            return ""
+        last, largest = float(rates[1][end - 1]), max(float(rates[1][:end].max()), rates[2])
+        return f"its learning rate is {number(last)}, and was at most {number(largest)}"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Flag a parameter's record if it equals the previous record in all statistics, and there was a gradient then.

@@ -52,7 +52,8 @@ class NotCleared(_ProgramRule):
         for module, facts in self.catalog.modules.items():
             if facts.uncleared is not None:
                 what = "the gradients are added to those of the step before, which nothing cleared"
-                yield self.finding_on(module, facts.uncleared, what)
+                found = self.finding_on((module[0], ""), facts.uncleared, what)
+                yield found._replace(site="grad", detail=f"seen at '{module[1]}'" if module[1] else "")
 
 
 class EvaluationMode(_ProgramRule):

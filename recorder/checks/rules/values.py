@@ -179,6 +179,8 @@ ONE_BATCH = "the batch is that of rank"
 _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
 _LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
+_IGNORED = -100
+"""The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
 _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor that is judged. The elements of smaller ones may be equal by chance."""
 
@@ -278,7 +280,8 @@ class Data(CheckRule):
         marks = rows["l2"] + 1e-3 * rows["mean"]
         is_same = is_label & (marks == previous(rows.lanes, marks, self._last))
         is_judged = is_label | (rows.are_float() & rows.where("first argument", self._is_first))
-        is_flat = (rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)
+        is_flat = ((rows["min"] == rows["max"]) | (is_label & _are_of_one_class(rows))) & is_judged
+        is_flat &= rows["numel"] >= _LEAST_ELEMENTS
         for streaks, flags, of_labels in (
             (self._constant_labels, is_same, "the labels never change"),
             (self._flat, is_flat, "all labels of a batch are equal"),
@@ -286,6 +289,18 @@ class Data(CheckRule):
             for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
                 what = of_labels if is_label[index] else "all elements of the input are equal"
                 yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "repeats", since)
+
+
+def _are_of_one_class(rows: Rows) -> Flags:
+    """Return, for each row of labels, whether all labels that the loss does not ignore are equal.
+
+    Only two different elements, `low` and `high`, have a mean square of (low + high) mean - low high.
+    """
+    low, high, mean, numel = rows["min"], rows["max"], rows["mean"], rows["numel"]
+    with np.errstate(all="ignore"):
+        is_of_two = np.abs(rows["l2"] ** 2 / numel - (low + high) * mean + low * high) <= 1e-9 * low * low
+        num_high = np.round(numel * (mean - low) / (high - low))
+    return np.asarray((low == _IGNORED) & (high >= 0) & is_of_two & (num_high >= _LEAST_ELEMENTS))
 
 
 def _tells_apart(rows: Rows) -> Flags:

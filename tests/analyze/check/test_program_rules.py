@@ -44,6 +44,23 @@ def test_gradients_that_nothing_clears_are_named(tmp_path: Path, has_one_batch: 
     assert trained(tmp_path, model, clear=str, has_one_batch=has_one_batch) == [("not_cleared", "")]
 
 
+@pytest.mark.parametrize("forgotten", [0, 1])
+def test_of_two_models_the_one_that_is_not_cleared_is_named(tmp_path: Path, forgotten: int) -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))]
+    with flagged(tmp_path, RULES) as recording:
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        for _ in range(20):
+            models[1](models[0](torch.randn(8, 4))).square().mean().backward()
+            optimizers[forgotten].step()  # the first that steps is the one that is looked at
+            optimizers[1 - forgotten].step()
+            optimizers[1 - forgotten].zero_grad()
+    findings = check(recording.run, rules=["not_cleared"]).findings
+    assert [(one.module_path, one.site, one.detail) for one in findings] == [("", "grad", f"seen at '{forgotten}'")]
+    ((told, _),) = told_of(findings)
+    assert command_of("run", told).startswith("recorder stats run --site grad --step 0:")
+
+
 def test_gradients_of_one_batch_may_be_cleared_behind_autograd(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -155,3 +172,32 @@ def test_a_parameter_of_which_no_gradient_was_recorded_is_not_said_to_have_one(t
     found = check(recording.run, rules=["unchanged"]).findings
     words = {one.what for one in found}
     assert words == {"the parameter does not change, and no gradient was recorded at these steps"}
+
+
+def test_gradients_of_weights_that_no_optimizer_has_are_not_asked_for(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    with flagged(tmp_path, "site=param,grad keep=stats steps=::2") as recording:
+        optimizer = torch.optim.AdamW(model[0].parameters())
+        for _ in range(6):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    told = {one.rule: one for one in check(recording.run).unjudged}
+    assert told["vanishing"].setting == "" and told["vanishing"].why == "no optimizer has a parameter with a gradient"
+
+
+def test_a_rate_that_ends_the_training_is_said(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with flagged(tmp_path, "site=param,grad,scalar keep=stats") as recording:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    findings = check(recording.run, rules=["unchanged"]).findings
+    assert findings and all(one.detail.endswith(", and was at most 0.01") for one in findings)
+    rates = {one.step: 0.01 * 0.1**one.step for one in findings}
+    assert {one.step: float(one.detail.split()[4].rstrip(",")) for one in findings} == pytest.approx(rates, rel=1e-3)
