@@ -131,7 +131,7 @@ def test_rigs_import_neither_tests_nor_campaigns() -> None:
 
 
 CONTRACTS = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-PAST_THE_DOOR = {"recorder.analyze": 1, "recorder.cli": 2, "recorder.report": 4, "recorder.view": 6}
+PAST_THE_DOOR = {"recorder.analyze": 1, "recorder.cli": 0, "recorder.report": 4, "recorder.view": 6}
 """For each room above `run`, how many imports of a run's files its contract ignores. The numbers may only fall."""
 
 
@@ -147,7 +147,7 @@ def test_imports_past_the_one_door_are_those_that_the_contract_ignores(room: str
         for path, name in imported_by(PACKAGE / room.rpartition(".")[2])
         if f"{name}.".startswith(tuple(f"{one}." for one in contract["forbidden_modules"]))
     }
-    assert past == {one for one in contract["ignore_imports"] if one.startswith(f"{room}.")}
+    assert past == {one for one in contract.get("ignore_imports", ()) if one.startswith(f"{room}.")}
     assert len(past) == PAST_THE_DOOR[room]
 
 

@@ -53,9 +53,11 @@ from ..format.commands import (
 from ..format.commands import read_command as read_members
 from ..format.rundir import RUN_MANIFEST, encode_manifest, parse_json
 from ..read.writers import find_writers
+from ..run.finding import Location
 from ..system.text import number as number_text
-from .destination import Destination, TakenError
+from .destination import Destination, TakenError, parse_destination
 from .run_shipper import RunShipper
+from .settings import load_daemon_settings
 
 logger = logging.getLogger("recorder.daemon")
 
@@ -250,6 +252,14 @@ class StoreCarrier:
         except CommandError as error:
             return "failed", str(error)
         return "carried", ""
+
+
+def by_daemons(run: Location, key_file: str | None) -> Callable[[Command], Command]:
+    """Return a function that leaves a command for a run in the store where the run lies, signed if there is a key."""
+    folder = run.parent
+    store = parse_destination(str(folder.absolute() if isinstance(folder, Path) else folder))
+    key = read_key(load_daemon_settings(None, {"key_file": key_file}).key_file)
+    return lambda command: send_to_store(store, run.name, command, key)
 
 
 def send_to_store(destination: Destination, run: str, command: Command, key: bytes) -> Command:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recorder.cli.sending import Target
 from recorder.format.commands import COMMANDS
 from recorder.format.manifest import RunManifest
 from recorder.run.status import RankNow, Status
+from recorder.run.telling import Target
 from tests.rigs.capturing import Tiny, batch, flagged
 from tests.rigs.command_line import Cli, Result
 from tests.rigs.waiting import wait_until

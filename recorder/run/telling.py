@@ -1,4 +1,4 @@
-"""Sends a command of ``set`` or ``dump`` to a run that is recording, and prints which ranks received it."""
+"""Tells a run that is recording what `recorder set` and `recorder dump` say, and replies which ranks received it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,38 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..errors import CommandError
-from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command, send
-from ..run.finding import Location, RunManifest, find_run, is_shipped
-from ..run.notes import command_members, describe, state_word, steps_phrase
-from ..run.reply import Reply, StateLine
-from ..run.status import ENDED, RankNow, RunWatch
-from ..system.text import span
+from ..errors import CommandError, ConfigError, LookupFailedError
+from ..format.commands import (
+    DUMP,
+    IN_FORCE,
+    MISSED,
+    PAUSE,
+    REFUSED,
+    RESUME,
+    SET,
+    UNDO,
+    WAITING,
+    Command,
+    problem_of,
+    rules_of,
+    send,
+)
+from ..rules import RingWindow, Rule, nearest, parse_rules, ring_window
+from ..sites import PROGRAM_SITES
+from ..system.text import counted, span
+from .finding import Location, RunManifest, find_run, is_shipped
+from .notes import answer_members, command_members, describe, sent_commands, state_word, steps_phrase
+from .reply import Reply, StateLine
+from .run import Run, open_location
+from .status import ENDED, RankNow, RunWatch
 
-if TYPE_CHECKING:
-    from ..daemon.destination import Destination
-
+Send = Callable[[Command], Command]
+"""A function that sends a command, and returns the command with its number."""
 _LEAD_S = 2.0
 """A command takes effect at least this many seconds after it is sent, plus the time that ranks need to find it."""
 _LOOKS_PER_S = 250
@@ -51,10 +66,8 @@ class Target:
     watch: RunWatch
     ranks: Sequence[RankNow]
     """The ranks that may receive a command."""
-    store: Destination | None = None
-    """The store in which the run was found, whose commands daemons carry. None for a run found where it records."""
-    key: bytes = b""
-    """The key that signs a command for daemons. Empty if daemons require no signature."""
+    by_daemons: Send | None = None
+    """Leaves a command in the run's store, from which daemons carry it. None for a run found where it records."""
 
     @property
     def attempt(self) -> int:
@@ -91,7 +104,7 @@ class Target:
             return step
         step, steps_per_s = self._pace(option)
         num_nodes = max(len(self.ranks), self.manifest.world_size or 0) / _RANKS_OF_A_NODE
-        lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S + (0.0 if self.store is None else _CARRYING_S)
+        lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S + (0.0 if self.by_daemons is None else _CARRYING_S)
         return step + max(int(text or 0), 2 + math.ceil(lead_s * steps_per_s))
 
     def _pace(self, option: str) -> tuple[int, float]:
@@ -100,7 +113,7 @@ class Target:
         The statuses of a young run have no speed, or the speed of its slow first steps. The speed is then measured
         here.
         """
-        until_s = time.monotonic() + _PACE_S + (0.0 if self.store is None else _CARRYING_S)
+        until_s = time.monotonic() + _PACE_S + (0.0 if self.by_daemons is None else _CARRYING_S)
         ranks, began = self.ranks, dict[str, tuple[float, int]]()
         while True:
             now_s = time.monotonic()
@@ -110,7 +123,7 @@ class Target:
             may_come = bool(shown) or any(rank.silent_s < _PACE_S for rank in ranks)
             if is_known or not may_come or now_s >= until_s:
                 break
-            time.sleep(_POLL_S if self.store is None else _POLL_OF_STORE_S)
+            time.sleep(_POLL_S if self.by_daemons is None else _POLL_OF_STORE_S)
             ranks = self.watch.look()
         if not shown:
             raise CommandError(
@@ -121,12 +134,10 @@ class Target:
 
     def send(self, command: Command) -> Command:
         """Write a command where ranks, or the daemons of their nodes, find it. Return the command with its number."""
-        if self.store is None:
-            assert isinstance(self.run, Path), "what lies in an object store was shipped there"
-            return send(self.run, command)
-        from ..daemon.errands import send_to_store
-
-        return send_to_store(self.store, self.run.name, command, self.key)
+        if self.by_daemons is not None:
+            return self.by_daemons(command)
+        assert isinstance(self.run, Path), "what lies in an object store was shipped there"
+        return send(self.run, command)
 
 
 def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -> float | None:
@@ -146,21 +157,15 @@ def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -
     return max(status.steps_per_s, (status.step - first_step) / (shown_s - first_s))
 
 
-def find_target(path: str | None, key_file: str | None) -> Target:
-    """Find a run that can receive a command.
+def find_target(path: str | None, key_file: str | None, by_daemons: Callable[[Location, str | None], Send]) -> Target:
+    """Find a run that can receive a command. `by_daemons` makes the sender to a run in a store, with its key file.
 
     Raise CommandError if the run is over, if no rank has begun to record it, or if `key_file` is given for a run that
     is not in a store. Without `key_file` the key comes from the environment, if it names one.
     """
     location, manifest = find_run(path)
-    name = manifest.name or location.name
-    store: Destination | None = None
-    if is_shipped(location):
-        from ..daemon.destination import parse_destination
-
-        folder = location.parent
-        store = parse_destination(str(folder.absolute() if isinstance(folder, Path) else folder))
-    if key_file is not None and store is None:
+    name, is_in_store = manifest.name or location.name, is_shipped(location)
+    if key_file is not None and not is_in_store:
         raise CommandError(f"--key-file {key_file}: {name} lies where it records; what is sent there is not signed")
     watch = RunWatch(location)
     seen = watch.look()
@@ -169,15 +174,8 @@ def find_target(path: str | None, key_file: str | None) -> Target:
         states = ", ".join(sorted({rank.state for rank in seen}))
         what = f"it is over (its ranks are {states})" if seen else "no rank has begun to record it"
         raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
-    key = b"" if store is None else _key(key_file)
-    return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
-
-
-def _key(file: str | None) -> bytes:
-    from ..daemon.errands import read_key
-    from ..daemon.settings import load_daemon_settings
-
-    return read_key(load_daemon_settings(None, {"key_file": file}).key_file)
+    to_store = by_daemons(location, key_file) if is_in_store else None
+    return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, by_daemons=to_store)
 
 
 def sender() -> str:
@@ -216,7 +214,7 @@ def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_d
             is_open = not answers or any(_is_open(one, until_done=until_done) for one in answers)
             if not is_open or time.monotonic() >= until_s:
                 return answers
-            time.sleep(_POLL_S if target.store is None else _POLL_OF_STORE_S)
+            time.sleep(_POLL_S if target.by_daemons is None else _POLL_OF_STORE_S)
 
     def members() -> dict[str, object]:
         ranks = [{"rank": one.rank, "state": one.state, "since": one.since, "why": one.why} for one in heard()]
@@ -227,11 +225,11 @@ def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_d
         yield from _lines(command, heard(), timeout_s)
         world_size = target.manifest.world_size or 0
         num_elsewhere = world_size - len(target.watch.look())
-        if target.store is None and num_elsewhere > 0:
+        if target.by_daemons is None and num_elsewhere > 0:
             who = f"{num_elsewhere} of {world_size} ranks"
             where = "they record on nodes with a file system of their own, or not yet"
             yield StateLine("note", f"{who} are not seen here: {where}")
-        if target.store is not None and any(one.state == "unheard" for one in heard()):
+        if target.by_daemons is not None and any(one.state == "unheard" for one in heard()):
             how = "commands are carried by daemons that were started with --accept-commands, and the key"
             yield StateLine("note", how)
 
@@ -285,3 +283,143 @@ def _line(command: Command, said: _Heard, who: str, timeout_s: float) -> StateLi
     at = f", {steps_phrase(since, said.until)}" if since is not None else ""
     word = "ready" if state == WAITING else state_word(command.kind, state)
     return StateLine("late" if is_late else "ok", f"{who}: {word}{at}{because}")
+
+
+def set_reply(
+    target: Target, words: Sequence[str], *, undo: int | None, at: str | None, steps: int | None, timeout_s: float
+) -> Reply:
+    """Send the command that `recorder set` is typed with, once it was checked against the run. Return the reply."""
+    made = _made(words, undo, target.step_ahead(at), steps)
+    if (problem := problem_of(made)) is not None:
+        raise CommandError(problem)
+    _check(target, made)
+    return send_and_wait(target, made, timeout_s=timeout_s)
+
+
+def _made(words: Sequence[str], undo: int | None, first: int, steps: int | None) -> Command:
+    if undo is not None or list(words) == [RESUME]:
+        kind = RESUME if undo is None else UNDO
+        if steps is not None:
+            raise LookupFailedError(f"--steps is of rules and of pause; a {kind} lasts")
+        return Command(kind=kind, from_step=first, undoes=undo)
+    last = None if steps is None else first + steps - 1
+    if list(words) == [PAUSE]:
+        return Command(kind=PAUSE, from_step=first, to_step=last)
+    rules = tuple(text.strip() for word in words for text in word.split(";") if text.strip())
+    return Command(kind=SET, from_step=first, to_step=last, rules=rules)
+
+
+def _check(target: Target, made: Command) -> None:
+    run = open_location(target.run)
+    if made.kind == UNDO:
+        known = {one.number: one for one in run.commands.sound}
+        if made.undoes not in known or known[made.undoes].kind not in (SET, PAUSE):
+            can = ", ".join(str(one.number) for one in known.values() if one.kind in (SET, PAUSE)) or "none"
+            raise CommandError(f"--undo {made.undoes}: {target.name} has no such set or pause; there is: {can}")
+        last = known[made.undoes].to_step
+        if last is not None and last < made.from_step:
+            raise CommandError(
+                f"--undo {made.undoes}: it ends by itself with step {last}, before step {made.from_step}"
+            )
+    if made.kind == SET:
+        for rule in rules_of(made):
+            if (problem := _unmatched(run, rule)) is not None:
+                raise CommandError(problem)
+
+
+def _unmatched(run: Run, rule: Rule) -> str | None:
+    modules = run.modules.values()
+    if all(site in PROGRAM_SITES for site in rule.site):
+        return None
+    if not modules:
+        return "no rank has described its modules yet, so that the rule cannot be checked; try again in some seconds"
+    paths = list(dict.fromkeys(module.path for module in modules))
+    above = {path.rpartition(".")[0] for path in paths if path}
+    if any(rule.matches_module(one.path, one.class_name, one.path not in above) for one in modules):
+        return None
+    classes = list(dict.fromkeys(module.class_name for module in modules))
+    by_class = Rule(cls=rule.cls)
+    is_class_wrong = not any(by_class.matches_module("", name, True) for name in classes)
+    patterns, names, noun = (rule.cls, classes, "classes") if is_class_wrong else (rule.module, paths, "modules")
+    wanted = next((pattern for pattern in patterns if not pattern.startswith("!")), "*")
+    near = nearest(wanted, names, cutoff=0.3) or names[:3]
+    return f"the rule {rule.text!r} matches no module of this run; {noun} near it: {', '.join(map(repr, near))}"
+
+
+def list_reply(run: Run) -> Reply:
+    """Return the reply of `recorder set --list`: the commands that were sent, and what became of each."""
+    commands, shown = run.commands, RunWatch(run.path).look()
+
+    def members() -> dict[str, object]:
+        entries = [command_members(one) | {"answers": answer_members(run, one, shown)} for one in commands.sound]
+        return {"run": str(run.path), "commands": entries, "problems": list(commands.problems)}
+
+    def parts() -> Iterator[str]:
+        for one in sent_commands(run, with_dumps=True, shown=shown):
+            yield f"command {one.command.number}: {describe(one.command)}, by {one.command.by or 'somebody'}"
+            yield from (f"  {line}" for line in one.lines)
+        yield from (f"note: no command: {problem}" for problem in commands.problems)
+        if not commands.sound and not commands.problems:
+            yield "no command was sent"
+
+    return Reply(members=members, parts=parts, exit_code=int(bool(commands.problems)))
+
+
+def dump_reply(target: Target, step: str | None, reason: str, *, timeout_s: float) -> Reply:
+    """Send the command that `recorder dump` is typed with, and return the reply."""
+    first, last = _steps(target, step, _window(open_location(target.run), target.name))
+    made = Command(kind=DUMP, from_step=first, to_step=last, reason=reason)
+    return send_and_wait(target, made, timeout_s=timeout_s, until_done=True)
+
+
+def _window(run: Run, name: str) -> RingWindow:
+    rules: list[Rule] = []
+    for text in dict.fromkeys(text for writer in run.writers for text in writer.manifest.rules):
+        try:
+            rules += parse_rules(text, takes_unknown_sites=True)
+        except ConfigError:  # the rule is from a later version
+            continue
+    window = ring_window(rules)
+    if window is None:
+        raise CommandError(
+            f"{name}: no rule of it has keep=ring, so that no step is held in memory; RECORDER_PRESET=blackbox from "
+            "the start of a run holds the last ones, and recorder set records steps to come"
+        )
+    return window
+
+
+def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, int]:
+    now = target.step
+    if text is None:
+        if now is None:
+            raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
+        if (
+            target.by_daemons is not None
+        ):  # before a daemon carries this command, the ring will have lost the present step
+            now = target.step_ahead(None)
+        return max(now - window.before, 0), now + window.after
+    if re.fullmatch(r"\+[0-9]{1,14}", text.strip()):
+        text = str(target.step_ahead(text, "--step"))
+    match = re.fullmatch(r"([0-9]{1,14})(?::([0-9]{1,14}))?", text.strip())
+    if match is None:
+        raise CommandError(
+            f"--step {text!r}: expected a step, such as 120, or so many ahead, such as +20, or steps, such as 120:127"
+        )
+    start = int(match[1])
+    first, last = (
+        (max(start - window.before, 0), start + window.after) if match[2] is None else (start, int(match[2]) - 1)
+    )
+    if last < first:
+        raise CommandError(f"--step {text}: holds no step; 120:127 is steps 120 to 126")
+    most = window.before + 1 + window.after
+    if last - first + 1 > most:
+        raise CommandError(
+            f"--step {text}: {counted(last - first + 1, 'step')}, and the ring holds {most} (before={window.before}, "
+            f"the step itself, after={window.after}); name fewer"
+        )
+    if now is not None and last < now - window.before:
+        raise CommandError(
+            f"--step {text}: these steps have passed, for the run is at about step {now} and its ring holds the "
+            f"{counted(window.before, 'step')} before; leave --step out for those"
+        )
+    return first, last
