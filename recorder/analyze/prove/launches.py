@@ -102,6 +102,8 @@ class RankSeen:
 class Observed:
     """The exit code and the ranks of one launch of the program."""
 
+    what: str = ""
+    """Which launch of the proof it is, in words, such as ``resumed``."""
     exit_code: int
     """The exit code of the command. A negative code is the signal that ended it."""
     ranks: Mapping[int, RankSeen]
@@ -116,7 +118,7 @@ class Observed:
         return [look.step for look in min((rank.looks for rank in self.ranks.values()), key=len, default=())]
 
 
-def read_observed(folder: Path, exit_code: int) -> Observed:
+def read_observed(folder: Path, exit_code: int, what: str) -> Observed:
     """Read the files that the probes of one launch wrote.
 
     Raises LookupFailedError if two processes trained as the same rank, so that ranks cannot be compared.
@@ -139,7 +141,7 @@ def read_observed(folder: Path, exit_code: int) -> Observed:
             machine=head["machine"],
             printed=tuple(text.splitlines()),
         )
-    return Observed(exit_code=exit_code, ranks=dict(sorted(ranks.items())))
+    return Observed(what=what, exit_code=exit_code, ranks=dict(sorted(ranks.items())))
 
 
 _PROBE, _PROBE_STEPS, _PROBE_RESUME = "_RECORDER_PROBE", "_RECORDER_PROBE_STEPS", "_RECORDER_PROBE_RESUME"
@@ -232,7 +234,7 @@ class Launches:
             prefix = next((found[0] for line in lines if (found := re.match(r"\[rank\d+\]: ", line))), "")
             lines = [line for line in lines if line.startswith(prefix)]  # other ranks fail since the first one did
             self._said = "\n".join(lines[-_TAIL_LINES:])
-        return read_observed(folder, exit_code)
+        return read_observed(folder, exit_code, what)
 
     def launch_to_resume(
         self, command: Sequence[str], again: str, resumed_command: Sequence[str], num_resumed_steps: int | None = None
@@ -242,7 +244,7 @@ class Launches:
         what = f"to be killed at the end of step {self.num_steps - 1}"
         killed = self.launch(what, command, resume="killed", folder=folder)
         if (folder / RESUMED).exists():
-            return killed, read_observed(folder / RESUMED, killed.exit_code)
+            return killed, read_observed(folder / RESUMED, killed.exit_code, again)
         if killed.num_steps < self.num_steps:
             return killed, Observed(exit_code=killed.exit_code, ranks={})
         self._said = ""
@@ -259,6 +261,14 @@ class Launches:
         if seen:
             proof = replace(proof, versions=seen[0].versions, machine=seen[0].machine)
         runs = self.runs_of(*recorded)
+        pids = {writer.manifest.pid for run in runs for writer in run.writers}
+        unrecorded = [one.what for one in recorded if one.ranks and pids.isdisjoint(_pids(one))]
+        notes = (
+            f"launch {what}: no run was recorded, so that it keeps no certificate; if it ended before its writer had "
+            f"begun one, ask for more than {self.num_steps} steps with --steps; else see that RECORDER=1 reaches it"
+            for what in map(repr, unrecorded)
+        )
+        proof = replace(proof, notes=(*proof.notes, *notes))
         if proof.verdict == UNCHANGED and proof.subject == "recording" and not any(run.num_rows for run in runs):
             text = f"the program left no row in a run in {self._recordings}, and nothing shows what recording would do"
             proof = replace(proof, verdict=UNKNOWN, text=f"{UNKNOWN}: {text}")
@@ -268,13 +278,17 @@ class Launches:
 
     def runs_of(self, *recorded: Observed) -> tuple[Run, ...]:
         """Return the runs that these launches have recorded. Runs from before the first launch do not count."""
-        pids = {rank.pid for launch in recorded for rank in launch.ranks.values()}
+        pids = {pid for launch in recorded for pid in _pids(launch)}
         runs = []
         for found in runs_in(self._recordings, without=self._before) if self._recordings.is_dir() else ():
             with suppress(RecorderError):
                 run = open_run(found.location)
                 runs += [run] if any(writer.manifest.pid in pids for writer in run.writers) else []
         return tuple(runs)
+
+
+def _pids(launch: Observed) -> set[int]:
+    return {rank.pid for rank in launch.ranks.values()}
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:

@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 import recorder
 from recorder.analyze.prove import recording
-from recorder.analyze.prove.launches import Launches, Look, Observed, RankSeen
+from recorder.analyze.prove.launches import Launches, Look, Observed, RankSeen, reply_of
 from recorder.analyze.prove.recording import judge
 from recorder.run.status import PROOF, Proof
 from tests.rigs import jobs
@@ -104,6 +105,21 @@ def test_a_program_that_records_nothing_proves_nothing(
     assert found.proof.verdict == "cannot tell"
     assert "left no row" in found.proof.text
     assert [run.proof for run in found.runs] == [found.proof] * has_run
+
+
+def test_a_launch_of_which_no_run_was_recorded_is_named(tmp_path: Path) -> None:
+    """A process that is killed early has made no run directory yet."""
+    killed, resumed = (replace(PLAIN, what=what) for what in ("to be killed at the end of step 3", "resumed"))
+    late = replace(resumed, ranks={rank: replace(seen, pid=rank + 8) for rank, seen in resumed.ranks.items()})
+    verdict = Proof(subject="resume", verdict="unchanged", text="unchanged: so it is")
+    with Launches({"RECORDER_DIR": str(tmp_path)}, 4, print) as launches:
+        HandmadeWriter(make_run(tmp_path / "run"), 0).finish(pid=8)
+        assert launches.proven(verdict, late).proof.notes == ()
+        found = launches.proven(verdict, killed, late)
+    note, said, kept = map(str, reply_of(found).parts())
+    assert "launch 'to be killed at the end of step 3': no run was recorded, so that it keeps no certificate" in note
+    assert "ask for more than 4 steps with --steps" in note and "so it is" in said and kept.startswith("kept with run")
+    assert [run.proof for run in found.runs] == [found.proof]
 
 
 def run_prove(folder: Path, *words: str, code: int) -> Any:
