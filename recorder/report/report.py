@@ -95,8 +95,7 @@ def picture_reply(run: Run, panel: str, out: Path, *, model: str | None, force: 
     if out.suffix.lower() not in ("", PNG):
         raise LookupFailedError(f"{out}: --png writes a PNG; name a file that ends in {PNG}")
     num_bytes = write_picture(run, out, panel, model=model, force=force)
-    damaged = _damaged(run)
-    members = {"run": str(run.path), "path": str(out), "bytes": num_bytes}
+    members, damaged = {"run": str(run.path), "path": str(out), "bytes": num_bytes}, _damaged(run)
     parts = [f"{out}: {size(num_bytes)}", *damaged]
     return Reply(members=lambda: members, parts=lambda: parts, exit_code=int(bool(damaged)))
 

@@ -144,13 +144,12 @@ def _settings_table(settings: Sequence[Explained]) -> Table:
     rows = []
     for item in settings:
         first, *others = _setting_lines(item.value, item.name)
-        rows.append([item.name, first, item.source, item.doc])
-        rows += [["", other, "", ""] for other in others]
+        rows += [[item.name, first, item.source, item.doc], *(["", other, "", ""] for other in others)]
     what = "what it does"
     return table_of(("setting", "value", "source", what), rows, prose=("value", what), drops=(what,))
 
 
-def _setting_lines(value: Any, name: str = "") -> list[str]:
+def _setting_lines(value: Any, name: str) -> list[str]:
     """Return the lines that print a setting. A list has a line for each item. Bytes are also in a larger unit."""
     if name.endswith("_bytes") and type(value) is int:
         return ["0 (automatic)" if value == 0 and name == "pool_bytes" else bytes_of_setting(value)]

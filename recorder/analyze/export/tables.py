@@ -316,8 +316,8 @@ def sql_reply(question: str, path: str | None, catalog: str | None) -> Reply:
     with opened_tables(catalog) if catalog else nullcontext(opened()) as tables:
         answer = ask(question, tables)
     rows = [["" if value is None else str(value) for value in row] for row in answer.rows]
-    is_number = [all(isinstance(row[at], (int, float)) for row in answer.rows) for at in range(len(answer.columns))]
-    numbers = [name for name, is_one in zip(answer.columns, is_number, strict=True) if is_one]
+    columns = zip(answer.columns, *answer.rows, strict=True)
+    numbers = [name for name, *cells in columns if all(isinstance(cell, (int, float)) for cell in cells)]
     nonfinite = [
         {"row": number, "column": column, "value": repr(value)}
         for number, row in enumerate(answer.rows)

@@ -115,10 +115,8 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
         news = f"{counted(num_uploads, 'upload')} with {size(num_bytes)}" if num_uploads else "nothing new"
         left = sorted(map(printable_line, daemon.left))
         lacking = [f"{counted(len(left), 'file')} not there: {listed(left)}"] if left else []
-        if daemon.unshipped:
-            lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
-        if daemon.strangers:
-            lacking.append(f"part of no run, and not shipped: {listed(map(printable_line, daemon.strangers))}")
+        told = {"not shipped": sorted(daemon.unshipped), "part of no run, and not shipped": daemon.strangers}
+        lacking += [f"{what}: {listed(map(printable_line, some))}" for what, some in told.items() if some]
         lacking += [f"damaged here: {printable_line(why)}" for why in daemon.damaged]
         if num_pruned := sum(run.there.was_pruned for run in daemon.runs):
             lacking.append(f"{counted(num_pruned, 'run')} pruned at the destination, and not uploaded again")

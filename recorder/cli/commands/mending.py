@@ -8,21 +8,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ...merge.merge import MergeReport, merge_run, reply_of
+from ...merge.merge import merge_run, reply_of
 from ...records import PART_BYTES
 from ...run.finding import command_of_merge
 from ...run.reply import Reply
-from ...run.run import Run, open_run
+from ...run.run import open_run
 from ...system.executors import open_cluster
 from ...system.processes import available_cores, set_malloc
 from ...upkeep.repair import repair_reply
@@ -101,7 +100,11 @@ def merge_command(
         options.refuse("not with --scheduler, whose workers do the work", jobs=jobs)
     run = open_run(path)
     try:
-        report = _merge(run, out, loss=loss, layouts=layout or [], jobs=jobs, scheduler=scheduler)
+        with _executor(jobs, scheduler) as (executor, num_workers):
+            report = merge_run(
+                run, out, loss=loss, layouts=layout or [], progress=progress,
+                executor=executor, num_workers=num_workers, helps=scheduler is None,
+            )  # fmt: skip
     except KeyboardInterrupt:
         if (command := command_of_merge(Path(os.path.abspath(out)))) is not None:
             print(f"recorder: interrupted; what is finished is kept, and goes on with: {command}", file=sys.stderr)
@@ -109,28 +112,23 @@ def merge_command(
     return reply_of(run, report)
 
 
-def _merge(
-    run: Run, out: Path, *, loss: str, layouts: Sequence[str], jobs: int | None, scheduler: str | None
-) -> MergeReport:
-    _prepare()
-    merge = partial(merge_run, run, out, loss=loss, layouts=layouts, progress=progress)
-    if scheduler is not None:
-        with open_cluster(scheduler) as (executor, num_workers):
-            return merge(executor=executor, num_workers=num_workers, helps=False)
-    num_workers = (available_cores() if jobs is None else jobs) - 1
-    with _workers(num_workers) as executor:
-        return merge(executor=executor, num_workers=num_workers)
-
-
 @contextmanager
-def _workers(num_workers: int) -> Iterator[Executor | None]:
-    """Start worker processes for a merge. They are spawned, because forked processes would inherit Arrow's locks."""
-    if num_workers < 1:
-        yield None
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as executor:
-        yield executor
+def _executor(jobs: int | None, scheduler: str | None) -> Iterator[tuple[Executor | None, int]]:
+    """Start the workers of a merge, and yield them and their number. This process is prepared for merging, too.
+
+    Worker processes are spawned, because forked processes would inherit Arrow's locks.
+    """
+    _prepare()
+    num_workers = (available_cores() if jobs is None else jobs) - 1
+    if scheduler is not None:
+        with open_cluster(scheduler) as workers:
+            yield workers
+    elif num_workers < 1:
+        yield None, num_workers
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as executor:
+            yield executor, num_workers
 
 
 def _begin_worker() -> None:
