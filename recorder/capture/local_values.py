@@ -9,9 +9,10 @@ holds process groups. A tensor that cannot be recorded raises `UnsupportedKind` 
 from __future__ import annotations
 
 import json
+import operator
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,6 +171,9 @@ DTYPES: dict[torch.dtype, str] = {
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
+is_like_subclass = torch._C._dispatch_isTensorSubclassLike
+"""True for functorch's, functional, sparse, jagged and meta tensors, and for subclasses with their own dispatch."""
+_layout, _is_nested = operator.attrgetter("layout"), operator.attrgetter("is_nested")
 _ordinary: set[int] = set()
 """The dispatch keys, as integers, of the kinds of host tensors that `plain` need not examine again. An examination may
 let the writer thread take the interpreter's lock, which costs both threads more than the rest of a hook."""
@@ -182,6 +186,28 @@ class UnsupportedKind(Exception):
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether `plain` has examined a host tensor of this kind and found it strided and without lazy bits."""
     return _dispatch_keys(tensor).raw_repr() in _ordinary
+
+
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all tensors have a type of `PLAIN`. There may be thousands, so no Python code runs for each."""
+    return all(map(PLAIN.__contains__, map(type, tensors)))
+
+
+def are_ordinary(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether `is_ordinary` is true of all tensors."""
+    return all(map(is_ordinary, tensors))
+
+
+def lie_strided(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether plain tensors of known dtypes have memory with strides. Their elements may have lazy signs.
+
+    This takes a fifth of the time of `is_ordinary`, and keeps the interpreter's lock.
+    """
+    return not (
+        any(map(is_like_subclass, tensors))
+        or set(map(_layout, tensors)) != {torch.strided}
+        or any(map(_is_nested, tensors))
+    )
 
 
 def local_bytes(tensor: torch.Tensor) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 import sys
 import threading
 import weakref
@@ -24,7 +26,7 @@ from ..system.processes import live_instances, loaded
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
-from .local_values import PLAIN
+from .local_values import PLAIN, are_plain
 from .marks import main_parameter
 from .probe import Probe, ProbedGroup, Updates
 from .step_gradients import LastGradient, wrap_closure
@@ -36,6 +38,7 @@ _LOOK_EVERY = 16
 HERE_ALONE = '{"of_one_rank":true}'
 """The note of optimizer state that only this rank has: ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
+_gradient = operator.attrgetter("grad")
 
 
 class _GroupKey(NamedTuple):
@@ -451,19 +454,17 @@ class OptimizerHooks:
         if probe is None or not parameters or capture.masks is not selection.masks:
             yield False
             return
-        gradients = [parameter.grad for parameter in parameters]
-        whose = tuple(map(id, parameters)), tuple(gradient is None for gradient in gradients)
+        gradients = list(map(_gradient, parameters))
+        whose = tuple(map(id, parameters)), tuple(map(operator.is_, gradients, itertools.repeat(None)))
         masks = tuple(capture.keep_of(rule_set, 0) for rule_set in range(len(selection.masks)))
         groups, updates = self._probed_of(optimizer, probe)
         key = _GroupKey(whose, note, masks)
-        pairs = zip(parameters, gradients, strict=True)
-        locals_ = [
-            one if type(one) in PLAIN else getattr(one, "_local_tensor", one)
-            for pair in pairs
-            for one in pair
-            if one is not None
-        ]
-        tensors = [one for one in locals_ if one.numel()]  # the probe skips tensors without local elements
+        locals_ = list(itertools.chain.from_iterable(zip(parameters, gradients, strict=True)))
+        if not are_plain(locals_):
+            locals_ = [
+                one if type(one) in PLAIN else getattr(one, "_local_tensor", one) for one in locals_ if one is not None
+            ]
+        tensors = list(filter(torch.Tensor.numel, locals_))  # the probe skips tensors without local elements
         if key not in groups and (group := self._with_other_masks(key, groups)) is not None:
             groups[key] = group
         if key in groups:
@@ -473,11 +474,7 @@ class OptimizerHooks:
             if group is not None and at is not None and (len(tensors) == len(locals_) or not any(group.keeps)):
                 is_known = probe.saw_group(group, tensors, at, moment)
             if is_known and group is not None:
-                each = (
-                    (_next_repeat(repeats, parameter), gradient)
-                    for parameter, gradient in zip(parameters, gradients, strict=True)
-                )
-                counts = [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
+                counts = _next_repeats(repeats, parameters, len(locals_))
                 if any(group.keeps):
                     capture.observe_known(group, tensors, counts, moment)
             if group is not None and at is not None:
@@ -646,6 +643,16 @@ class OptimizerHooks:
 def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
     repeats[id(parameter)] = repeat = repeats.get(id(parameter), -1) + 1
     return repeat
+
+
+def _next_repeats(repeats: dict[int, int], parameters: Sequence[torch.Tensor], num_values: int) -> Sequence[int]:
+    """Return the next `repeat` for each of `num_values` values: each parameter, and its gradient if there is one."""
+    first = dict.fromkeys(map(id, parameters), 0)
+    if not repeats and len(first) == len(parameters):  # nearly always: the loop below takes as long as the kernels
+        repeats |= first
+        return [0] * num_values
+    each = ((_next_repeat(repeats, parameter), parameter.grad) for parameter in parameters)
+    return [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
 
 
 def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:

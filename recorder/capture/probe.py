@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +32,7 @@ import numpy.typing as npt
 import torch
 
 from .. import native
-from ..native import MOVED_KINDS, SAMPLED, ManyTensors
+from ..native import ITEMS_OF_THREAD, MOVED_KINDS, SAMPLED, ManyTensors
 from ..numerics.dtypes import ITEM_BYTES
 from ..records import (
     KEEP_FINGERPRINT,
@@ -48,7 +50,7 @@ from ..records import (
 )
 from ..sites import AT_LEAST, PROBE, UPDATE, may_mask, may_overflow
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
-from .local_values import DTYPES, PLAIN, is_ordinary
+from .local_values import DTYPES, are_ordinary, are_plain, is_like_subclass, lie_strided
 
 if TYPE_CHECKING:
     from .staging.measure import HostMeasure
@@ -118,6 +120,10 @@ _WAIT_S = 5.0
 """The longest wait at a flush, in seconds, for norms that are on their way from a device."""
 _HELD_BYTES = 1 << 22
 """A value of at most this many bytes is measured with the interpreter's lock held, as in `staging.copies`."""
+_QUICK_ITEMS = 2 * ITEMS_OF_THREAD
+"""A value with fewer elements is measured by one thread, however many threads there are."""
+_strided = torch.strided
+_dtype_and_shape, _is_cpu = operator.attrgetter("dtype", "shape"), operator.attrgetter("is_cpu")
 
 
 class ProbedGroup(NamedTuple):
@@ -128,10 +134,16 @@ class ProbedGroup(NamedTuple):
     """For each value, what else to keep: bits of KEEP_* without KEEP_PROBE."""
     tensors: ManyTensors | None
     """The input of the compiled loops that measure the values. None if the values are on a device."""
+    columns: npt.NDArray[np.int64]
+    """For each value, the index of its column in the probe."""
+    numels: npt.NDArray[np.float64]
+    """For each value, the number of elements."""
 
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
         """Return the data addresses of the group's tensors. Return None if they do not fit the group's values."""
-        return addresses(self.values, tensors, are_on_host=self.tensors is not None)
+        # Where the group has no rows, only squares are summed, and lazy signs do not matter.
+        lie_fit = are_ordinary if any(self.keeps) else lie_strided
+        return addresses(self.values, tensors, lie_fit if self.tensors is not None else None)
 
 
 class _ArrivingStep(NamedTuple):
@@ -139,29 +151,6 @@ class _ArrivingStep(NamedTuple):
 
     numbers: StepNumbers
     on_way: list[NormsOnWay]
-
-
-class KnownValue:
-    """Measures new tensors of one value that the probe knows, in host memory, with few checks of each tensor."""
-
-    __slots__ = ("_column", "_dtype", "_numel", "_plan", "_probe")
-
-    def __init__(self, probe: Probe, column: int, tensor: torch.Tensor, plan: HostMeasure) -> None:
-        self._probe, self._column = probe, column
-        self._dtype, self._numel, self._plan = tensor.dtype, tensor.numel(), plan
-
-    def saw(self, tensor: torch.Tensor, step: int) -> bool:
-        """Measure a tensor of the value. If the tensor does not fit or is not finite, only return False."""
-        is_known = (
-            tensor.dtype is self._dtype
-            and tensor.numel() == self._numel
-            and tensor.is_cpu
-            and is_ordinary(tensor)
-            and tensor.is_contiguous()
-            and not tensor.storage_offset()  # with an offset, the storage may have been freed
-        )
-        at = tensor.data_ptr() if is_known else 0
-        return bool(at) and self._probe.saw_again(self._column, at, self._numel, self._plan, step)
 
 
 class Probe:
@@ -196,6 +185,8 @@ class Probe:
         """For each column (one value), the sum of the squares of the finite elements at the current step."""
         self._numels: list[int] = []
         """For each column (one value), the number of elements that were seen at the current step."""
+        self._together: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]] = []
+        """The columns, sums of squares and numbers of elements of values that were measured together at this step."""
         self._bad: dict[int, tuple[int, int]] = {}
         """For each column with non-finite elements at the current step, the numbers of NaN and of infinite elements."""
         self._were_bad: dict[int, tuple[bool, float]] = {}
@@ -266,20 +257,37 @@ class Probe:
         return keep | KEEP_STATS
 
     def again(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return a fast form of `saw` for a forward's value that `saw` has measured, or None for one on a device."""
+        """Return a fast form of `saw` for a forward's value that `saw` has measured, or None for one on a device.
+
+        The function takes a new tensor and the step. If the tensor does not fit or is not finite, the function measures
+        nothing and returns False.
+        """
         column = self._by_key.get((origin, "forward", mode))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
-        return None if column is None or plan is None else KnownValue(self, column, tensor, plan).saw
+        return None if column is None or plan is None else partial(self._saw_again, column, tensor.dtype, plan)
 
-    def saw_again(self, column: int, at: int, numel: int, plan: HostMeasure, step: int) -> bool:
-        """Measure the contiguous elements at an address. If any is not finite, count nothing and return False."""
-        if self._seen:
+    def _saw_again(self, column: int, dtype: torch.dtype, plan: HostMeasure, tensor: torch.Tensor, step: int) -> bool:
+        loops = plan.loops
+        items = loops.items
+        if (
+            tensor.dtype is not dtype
+            or tensor.numel() != items
+            or not tensor.is_cpu
+            or is_like_subclass(tensor)
+            or tensor.layout is not _strided
+            or tensor.is_nested
+            or not tensor.is_contiguous()
+            or tensor.storage_offset()  # with an offset, the storage may have been freed
+            or not (at := tensor.data_ptr())
+            or self._seen
+        ):
             return False
-        total = self._squares_at(at, plan)
+        is_quick = items < _QUICK_ITEMS or (items * loops.item_bytes <= _HELD_BYTES and torch.get_num_threads() == 1)
+        total = plan.squares(at) if is_quick else self._squares_at(at, plan)
         if not total < math.inf:
             return False
         self._sums[column] += total
-        self._numels[column] += numel
+        self._numels[column] += items
         self._has_values = self._has_measured = True
         self._step = step
         return True
@@ -333,12 +341,12 @@ class Probe:
         for other in others:
             if other is not None and other.values == values:
                 return other._replace(keeps=keeps)
+        columns, numels = np.array([one.column for one in values]), np.array([one.numel for one in values], np.float64)
         if not _is_on_host(tensors[0]):
-            return ProbedGroup(values, keeps, None)
+            return ProbedGroup(values, keeps, None, columns, numels)
         plans = [plan for one in values if (plan := self._plans.get((one.dtype, one.numel))) is not None]
-        return (
-            ProbedGroup(values, keeps, ManyTensors([plan.loops for plan in plans])) if len(plans) == len(seen) else None
-        )
+        many = ManyTensors([plan.loops for plan in plans])
+        return ProbedGroup(values, keeps, many, columns, numels) if len(plans) == len(seen) else None
 
     def saw_group(
         self, group: ProbedGroup, tensors: list[torch.Tensor], at: Sequence[int], moment: StepPosition
@@ -358,11 +366,9 @@ class Probe:
         sums = self._kernels.sums_of_squares(
             at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
         )
-        if not math.isfinite(sum(sums)):
+        if not np.isfinite(sums.sum()):
             return False
-        for total, value in zip(sums, group.values, strict=True):
-            self._sums[value.column] += total
-            self._numels[value.column] += value.numel
+        self._together.append((group.columns, sums, group.numels))
         self._has_values = True
         self._step = moment.step
         return True
@@ -382,12 +388,15 @@ class Probe:
         ]
         return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
-    def saw_updates(self, updates: Sequence[ProbedValue], sums: Sequence[float], moment: StepPosition) -> None:
+    def saw_updates(
+        self, columns: npt.NDArray[np.int64], sums: npt.NDArray[np.float64], numels: npt.NDArray[np.float64],
+        moment: StepPosition,
+    ) -> None:  # fmt: skip
         """Count an update. `sums` has the sum of squares of the changes of each parameter's sampled elements."""
-        for value, total in zip(updates, sums, strict=True):
-            if math.isfinite(total):  # otherwise the row of the parameter shows it
-                self._sums[value.column] += total * max(value.numel / SAMPLED, 1.0)
-                self._numels[value.column] += value.numel
+        if not np.isfinite(sums.sum()):  # the row of the parameter shows it
+            is_finite = np.isfinite(sums)
+            columns, sums, numels = columns[is_finite], sums[is_finite], numels[is_finite]
+        self._together.append((columns, sums * np.maximum(numels / SAMPLED, 1.0), numels))
         self._has_values = True
         self._step = moment.step
 
@@ -476,6 +485,10 @@ class Probe:
 
     def _end_step(self) -> None:
         sums, numels = np.array(self._sums), np.array(self._numels, np.float64)
+        together, self._together = self._together, []
+        for columns, its_sums, its_numels in together:
+            np.add.at(sums, columns, its_sums)
+            np.add.at(numels, columns, its_numels)
         self._forget_recovered(numels, self._bad)
         self._arriving.append(_ArrivingStep(StepNumbers(self._step, sums, numels, self._bad), self._on_device.bring()))
         self._sums, self._numels, self._bad = [0.0] * len(sums), [0] * len(sums), {}
@@ -566,26 +579,30 @@ class Probe:
             self.flush()
 
 
-def addresses(values: Sequence[ProbedValue], tensors: Sequence[torch.Tensor], *, are_on_host: bool) -> list[int] | None:
+def addresses(
+    values: Sequence[ProbedValue],
+    tensors: Sequence[torch.Tensor],
+    lie_fit: Callable[[Sequence[torch.Tensor]], bool] | None,
+) -> list[int] | None:
     """Return the tensors' data addresses, or None if a tensor does not fit its value or one call cannot measure all.
 
-    On a device all addresses are 0, because kernels take the tensors themselves.
+    `lie_fit` tells whether host tensors lie as the compiled loops read them. It is None for values on a device: there
+    all addresses are 0, because kernels take the tensors themselves. The tensors are not visited in Python, because
+    there may be thousands of them at each step.
     """
-    if len(tensors) != len(values):
+    are_known = len(tensors) == len(values) and are_plain(tensors)
+    if not are_known or list(map(_dtype_and_shape, tensors)) != list(map(_dtype_and_shape, values)):
         return None
-    place, found = tensors[0].device, []
-    for tensor, value in zip(tensors, values, strict=True):
-        if type(tensor) not in PLAIN or tensor.dtype is not value.dtype or tensor.shape != value.shape:
-            return None
-        at = 0
-        if not are_on_host:
-            is_fit = tensor.device == place and tensor.layout is torch.strided and tensor.untyped_storage().nbytes()
-        else:
-            is_fit = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() and (at := tensor.data_ptr())
-        if not is_fit:
-            return None
-        found.append(at)
-    return found
+    if lie_fit is None:
+        place = tensors[0].device
+        is_fit = all(
+            one.device == place and one.layout is _strided and one.untyped_storage().nbytes() for one in tensors
+        )
+        return [0] * len(tensors) if is_fit else None
+    if not (all(map(_is_cpu, tensors)) and lie_fit(tensors) and all(map(torch.Tensor.is_contiguous, tensors))):
+        return None
+    found = list(map(torch.Tensor.data_ptr, tensors))
+    return found if all(found) else None
 
 
 class Updates:
@@ -601,6 +618,8 @@ class Updates:
         self._values: list[ProbedValue] = []
         self._is_param: list[bool] = []
         """For each value of the group, whether it is a parameter."""
+        self._columns = np.zeros(0, np.int64)
+        self._numels = np.zeros(0)
         self._many: ManyTensors | None = None
         """The input of the compiled loops that sample parameters in host memory. None for parameters on a device."""
         self._before: npt.NDArray[np.float64] | list[torch.Tensor] | None = None
@@ -623,6 +642,8 @@ class Updates:
         if values != self._values or (group.tensors is None) != (self._many is None):
             self._before = None
         self._group, self._values, self._many = group, values, None
+        self._columns = np.array([one.column for one in values], np.int64)
+        self._numels = np.array([one.numel for one in values], np.float64)
         self._is_param = [one.origin.site == "param" for one in group.values]
         if group.tensors is not None and self._probe.kernels is not None:
             self._many = ManyTensors(list(compress(group.tensors.plans, self._is_param)))
@@ -631,9 +652,9 @@ class Updates:
 
     def end(self, moment: StepPosition) -> None:
         """Measure how far the update since `begin` has moved the parameters. Do nothing without `begin`."""
-        if self._many is not None and self._at != (at := [one.data_ptr() for one in self._tensors]):
+        if self._many is not None and self._at != (at := list(map(torch.Tensor.data_ptr, self._tensors))):
             self._at = at
-            if self._tensors and addresses(self._values, self._tensors, are_on_host=True) is None:
+            if self._tensors and addresses(self._values, self._tensors, are_ordinary) is None:
                 self._before = None
         if self._tensors and self._values and self._before is not None:
             self._sample(moment)
@@ -647,7 +668,7 @@ class Updates:
                 before = self._before = np.zeros(sum(min(one.numel, SAMPLED) for one in self._values))
             sums = kernels.moved(self._at, self._many, before)
             if moment is not None:
-                self._probe.saw_updates(self._values, sums.tolist(), moment)
+                self._probe.saw_updates(self._columns, sums, self._numels, moment)
         elif not self._probe.is_free(tensors[0]):
             self._before = None
         else:

@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 13
+#define ABI 14
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define EXPORT __attribute__((visibility("default")))
@@ -321,6 +321,14 @@ EXPORT double recorder_native_squares(const struct measuring *measuring, int64_t
   for (int64_t number = 0; number < num_chunks; number++)
     sum += run ? chunks[number] : selected->squares(measuring, number);
   return sum;
+}
+
+/* As recorder_native_squares on one thread, of the values at `data`. `shape` gives their number and kind; it is only
+ * read, so that threads may share it. */
+EXPORT double recorder_native_squares_at(const struct measuring *shape, const uint8_t *data) {
+  struct measuring measuring = *shape;
+  measuring.data = data;
+  return recorder_native_squares(&measuring, 1, 0, 0);
 }
 
 /* As recorder_native_squares, of `num` tensors; `chunks` has room for the largest of them. */

@@ -113,8 +113,9 @@ class RootClock:
     """The slices (a forward and its backward each) of one recorded model. It keeps the newest slice of each mode."""
 
     __slots__ = (
-        *("_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_of_thread", "_slices"),
+        *("_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_slices"),
         "_trained_modes",
+        "of_thread",
     )
 
     def __init__(self, clock: Clock) -> None:
@@ -127,12 +128,8 @@ class RootClock:
         self._num_optimizer_steps = clock.num_optimizer_steps
         """The optimizer's number of steps at the last call of the model."""
         self._latest: Slice | None = None
-        self._of_thread = _ThreadCall()
-
-    @property
-    def active(self) -> Slice | None:
-        """Return the slice (a forward and its backward) of this thread's running call of the model, or None."""
-        return self._of_thread.active
+        self.of_thread = _ThreadCall()
+        """`active` is the slice (a forward and its backward) of this thread's running call of the model, or None."""
 
     def begin(
         self,
@@ -167,13 +164,13 @@ class RootClock:
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif is_stage or (current.has_gradient and mode != "no_grad"):
             current = Slice(StepPosition(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
-        self._slices[mode] = self._of_thread.active = current
+        self._slices[mode] = self.of_thread.active = current
         if with_grad:
             self._latest = current
 
     def begin_trial(self) -> None:
         """Begin a call of the model outside of training. Records of the call have no micro-step."""
-        self._of_thread.active = Slice(StepPosition(self._clock.step, None, "train"))
+        self.of_thread.active = Slice(StepPosition(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
         """Called when a gradient has reached an output of the model."""
@@ -182,11 +179,11 @@ class RootClock:
         self._modes_of_gradients.add(slice_.moment.mode)
 
     def end(self) -> None:
-        self._of_thread.active = None
+        self.of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
         """Return the slice (forward and backward) of the model's running call, or else the latest one of this mode."""
-        active = self._of_thread.active
+        active = self.of_thread.active
         if active is not None:
             return active
         mode = _mode(with_grad, training)

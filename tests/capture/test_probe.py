@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,8 @@ def test_an_output_that_changes_its_kind_is_measured_as_it_is(tmp_path: Path) ->
         *[usual * step for step in range(4)],  # measured as the first was
         usual.t(),
         base[7:19].view(3, 4),  # with an offset
+        torch.complex(usual, usual).conj().imag.contiguous(),
+        torch.complex(torch.zeros(3, 4), usual).conj().imag,  # with a lazy sign
         torch.arange(24.0).reshape(3, 8)[:, ::2],
         usual.double(),
         usual.to(torch.int64),
@@ -174,7 +177,7 @@ def test_an_output_that_changes_its_kind_is_measured_as_it_is(tmp_path: Path) ->
         found = own.set_index("step")
         assert list(found.index) == [step for step, given in enumerate(outputs) if given.numel()]
         for step in found.index:
-            values = outputs[step].resolve_conj().numpy().astype(np.complex128)
+            values = outputs[step].resolve_conj().resolve_neg().numpy().astype(np.complex128)
             finite = values[np.isfinite(values)]
             assert found.l2[step] == pytest.approx(float(np.linalg.norm(finite)), rel=1e-6), step
             assert (
@@ -679,3 +682,25 @@ def test_a_parameter_whose_memory_moves_during_a_step_still_has_an_update(tmp_pa
     frame = _probe(recording)
     updates = frame[(frame.site == "update") & (frame.module_path == "up") & (frame.name == "weight")]
     assert list(updates.step) == list(range(6)) and (updates.l2 > 0).all()
+
+
+def test_an_output_without_strided_memory_does_not_go_the_short_way(tmp_path: Path) -> None:
+    usual = torch.arange(1.0, 13.0).reshape(3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls some of these kinds a prototype
+        nested = torch.nested.nested_tensor([usual[0, :2], usual.reshape(-1)[2:]])
+        kinds = [usual.to_sparse(), usual.to_sparse_csr(), usual.to_mkldnn(), torch._efficientzerotensor(3, 4), nested]
+    found = []
+    for native in ("yes", "no"):  # without the loops no output takes the short way
+        with flagged(tmp_path / native, "site=output keep=probe", native=native) as recording:
+            model = GivesAnything()
+            optimizer = torch.optim.SGD(model.parameters())
+            for given in [usual, usual, *kinds, usual]:
+                model(given)
+                model.weight.grad = torch.ones(1)
+                optimizer.step()
+        frame = _probe(recording)
+        outputs = frame[frame.site == "output"]
+        found.append(list(zip(outputs.step, outputs.numel, outputs.l2.round(6), strict=True)))
+    assert found[0] == found[1]
+    assert {step for step, _, _ in found[0]} == {0, 1, 2, 3, 5, 7}  # not those of mkldnn and the nested one

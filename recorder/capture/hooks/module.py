@@ -39,7 +39,7 @@ from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
-_UNKNOWN = None, NOTHING
+_UNKNOWN = None, NOTHING, False
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
@@ -100,8 +100,9 @@ class HookedModule:
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[ValuePlace, int]] = {}
-        self._again: dict[str, tuple[Callable[[torch.Tensor, int], bool], int]] = {}
-        """By mode, for an output that is one tensor: the function from `probe_again`, and the output's rule set."""
+        self._again: dict[str, tuple[Callable[[torch.Tensor, int], bool], int, bool]] = {}
+        """By mode, for an output that is one tensor: the function from `probe_again`, the output's rule set, and
+        whether a rule of the set is limited to some calls."""
         self._open_calls: dict[int, list[_Call]] = {}
         """By thread, the module's calls that have begun and not returned. There are several if the module calls itself.
         """
@@ -294,15 +295,16 @@ class HookedModule:
 
     def _see_by_probe(self, output: torch.Tensor, moment: StepPosition, call: int) -> None:
         """Pass an output that only ``keep=probe`` wants to the probe, by `probe_again`'s function if there is one."""
-        again, rule_set = self._again.get(moment.mode, _UNKNOWN)
-        if again is not None and self.capture.keep_of(rule_set, call) == 0:
-            return
-        if again is not None and not self.root.is_over_meshes and again(output, moment.step):
-            return
+        again, rule_set, is_limited = self._again.get(moment.mode, _UNKNOWN)
+        if again is not None:
+            if not (self.capture.keep_of(rule_set, call) if is_limited else self.capture.masks[rule_set]):
+                return
+            if not self.root.is_over_meshes and again(output, moment.step):
+                return
         self._see("output", "", output, moment, "forward", call, KEEP_PROBE, None)
         origin, rule_set = self._leaf("output", "")
         if self._cut is None and (again := self.capture.probe_again(origin, moment.mode, output)) is not None:
-            self._again[moment.mode] = again, rule_set
+            self._again[moment.mode] = again, rule_set, rule_set in self.capture.selection.limited
 
     def _see(
         self,

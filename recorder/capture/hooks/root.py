@@ -465,7 +465,7 @@ class Root:
             return
         if self.is_over_meshes:
             self.capture.aliases.end()
-        current = self.clock.active
+        current = self.clock.of_thread.active
         self.clock.end()
         if current is not None and current.moment.micro_step is None:
             return  # the call was a trial run of a pipeline stage
@@ -492,7 +492,7 @@ class Root:
         """Return the `Slice` (a forward of the root and its backward) and the phase of a value that is recorded now."""
         if torch._C._current_graph_task_id() != -1:
             return self.clock.recomputed(in_pipeline=self.pipeline is not None), "recompute"
-        if (active := self.clock.active) is not None:
+        if (active := self.clock.of_thread.active) is not None:
             return active, "forward"
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"
 
@@ -509,7 +509,7 @@ class Root:
         self.clock.begin(with_grad=with_grad, training=training, every_call_is_a_step=False, is_first_call=False)
         if not self.capture.is_step_in_force:
             self.capture.step_changed()
-        active = self.clock.active
+        active = self.clock.of_thread.active
         self.clock.end()
         assert active is not None
         return active, "forward"
