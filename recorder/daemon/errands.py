@@ -256,8 +256,7 @@ class StoreCarrier:
 
 def by_daemons(run: Location, key_file: str | None) -> Callable[[Command], Command]:
     """Return a function that leaves a command for a run in the store where the run lies, signed if there is a key."""
-    folder = run.parent
-    store = parse_destination(str(folder.absolute() if isinstance(folder, Path) else folder))
+    store = parse_destination(str(run.parent.absolute() if isinstance(run, Path) else run.parent))
     key = read_key(load_daemon_settings(None, {"key_file": key_file}).key_file)
     return lambda command: send_to_store(store, run.name, command, key)
 

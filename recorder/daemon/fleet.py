@@ -328,9 +328,7 @@ def keep_reply(to: str, runs: Sequence[str], *, is_kept: bool) -> Reply:
     return Reply(members=lambda: {"runs": keys, "is_kept": is_kept}, parts=lambda: [said])
 
 
-def prune_reply(
-    to: str, runs: Sequence[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool
-) -> Reply:
+def prune_reply(to: str, runs: list[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool) -> Reply:
     """Prune runs if `is_wanted`, and return the reply of `recorder daemon prune`, whose options the texts are."""
     if not (runs or older_than or max_bytes):
         raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")

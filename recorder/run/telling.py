@@ -8,26 +8,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from ..errors import CommandError, ConfigError, LookupFailedError
-from ..format.commands import (
-    DUMP,
-    IN_FORCE,
-    MISSED,
-    PAUSE,
-    REFUSED,
-    RESUME,
-    SET,
-    UNDO,
-    WAITING,
-    Command,
-    problem_of,
-    rules_of,
-    send,
-)
+from ..format.commands import DUMP, IN_FORCE, MISSED, PAUSE, REFUSED, RESUME, SET, UNDO, WAITING, Answer, Command, send
 from ..rules import RingWindow, Rule, nearest, parse_rules, ring_window
 from ..sites import PROGRAM_SITES
 from ..system.text import counted, span
@@ -53,7 +40,7 @@ _WATCHED_S = 0.5
 """The speed of a young rank is measured over at least this many seconds."""
 _PACE_S = 10.0
 """The most seconds to wait for the speed of a young run. It is a few times `status_interval_s`, which is 2 s."""
-_SILENT = ("silent", "starting")
+_SILENT, _UNHEARD = ("silent", "starting"), "unheard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,16 +174,6 @@ def sender() -> str:
     return f"{user}@{os.uname().nodename}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    rank: int
-    state: str
-    """The state of the rank's answer, or ``unheard`` if there is none."""
-    since: int | None
-    until: int | None
-    why: str
-
-
 def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_done: bool = False) -> Reply:
     """Send a command. Return a reply that waits until every rank has answered, and prints the answers.
 
@@ -207,17 +184,17 @@ def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_d
     command = target.send(replace(command, by=sender(), attempt=target.attempt))
 
     @cache
-    def heard() -> list[_Heard]:
+    def heard() -> list[tuple[int, Answer]]:
         until_s = time.monotonic() + timeout_s
         while True:
             answers = [_heard(rank, command) for rank in target.watch.look() if rank.state not in ENDED]
-            is_open = not answers or any(_is_open(one, until_done=until_done) for one in answers)
+            is_open = not answers or any(_is_open(one, until_done=until_done) for _, one in answers)
             if not is_open or time.monotonic() >= until_s:
                 return answers
             time.sleep(_POLL_S if target.by_daemons is None else _POLL_OF_STORE_S)
 
     def members() -> dict[str, object]:
-        ranks = [{"rank": one.rank, "state": one.state, "since": one.since, "why": one.why} for one in heard()]
+        ranks = [{"rank": rank, "state": one.state, "since": one.since, "why": one.why} for rank, one in heard()]
         return {"run": str(target.run), "command": command_members(command), "ranks": ranks}
 
     def parts() -> Iterator[StateLine]:
@@ -226,53 +203,50 @@ def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_d
         world_size = target.manifest.world_size or 0
         num_elsewhere = world_size - len(target.watch.look())
         if target.by_daemons is None and num_elsewhere > 0:
-            who = f"{num_elsewhere} of {world_size} ranks"
             where = "they record on nodes with a file system of their own, or not yet"
-            yield StateLine("note", f"{who} are not seen here: {where}")
-        if target.by_daemons is not None and any(one.state == "unheard" for one in heard()):
+            yield StateLine("note", f"{num_elsewhere} of {world_size} ranks are not seen here: {where}")
+        if target.by_daemons is not None and any(one.state == _UNHEARD for _, one in heard()):
             how = "commands are carried by daemons that were started with --accept-commands, and the key"
             yield StateLine("note", how)
 
-    return Reply(
-        members=members,
-        parts=parts,
-        exit_code=lambda: int(not heard() or any(_is_bad(command, one) for one in heard())),
-    )
+    def exit_code() -> int:
+        return int(not heard() or any(_is_bad(command, one) for _, one in heard()))
+
+    return Reply(members=members, parts=parts, exit_code=exit_code)
 
 
-def _is_open(one: _Heard, *, until_done: bool) -> bool:
-    if until_done and one.state == IN_FORCE:
-        return True
-    return one.state in ("unheard", WAITING) and one.since is None
+def _is_open(one: Answer, *, until_done: bool) -> bool:
+    return (until_done and one.state == IN_FORCE) or (one.state in (_UNHEARD, WAITING) and one.since is None)
 
 
-def _heard(rank: RankNow, command: Command) -> _Heard:
+def _heard(rank: RankNow, command: Command) -> tuple[int, Answer]:
     answer = next((one for one in rank.status.commands if one.id == command.id), None)
     if answer is None:
         silent = f", silent for {rank.silent_s:.0f} s" if rank.state in _SILENT else ""
-        return _Heard(rank.rank, "unheard", None, None, f"{rank.state}{silent}")
-    return _Heard(rank.rank, answer.state, answer.since, answer.until, answer.why)
+        why = f"{rank.state}{silent}"
+        answer = Answer(number=command.number, id=command.id, kind=command.kind, state=_UNHEARD, why=why)
+    return rank.rank, answer
 
 
-def _is_bad(command: Command, one: _Heard) -> bool:
+def _is_bad(command: Command, one: Answer) -> bool:
     is_late = one.since is not None and one.since > command.from_step
-    return one.state in ("unheard", REFUSED, MISSED) or (one.state == WAITING and one.since is None) or is_late
+    return one.state in (_UNHEARD, REFUSED, MISSED) or (one.state == WAITING and one.since is None) or is_late
 
 
-def _lines(command: Command, heard: Sequence[_Heard], timeout_s: float) -> Iterator[StateLine]:
-    groups: dict[_Heard, list[int]] = {}
-    for one in heard:
-        groups.setdefault(replace(one, rank=0), []).append(one.rank)
+def _lines(command: Command, heard: Sequence[tuple[int, Answer]], timeout_s: float) -> Iterator[StateLine]:
+    groups: dict[Answer, list[int]] = {}
+    for rank, one in heard:  # a command may have another number on another node
+        groups.setdefault(replace(one, number=0, by="", rules=()), []).append(rank)
     for said, ranks in groups.items():
         yield _line(command, said, f"rank{'s' * (len(ranks) > 1)} {span(ranks)}", timeout_s)
     if not groups:
         yield StateLine("note", "the run ended before any rank had answered")
 
 
-def _line(command: Command, said: _Heard, who: str, timeout_s: float) -> StateLine:
+def _line(command: Command, said: Answer, who: str, timeout_s: float) -> StateLine:
     state, since = said.state, said.since
     because = f" ({said.why})" if said.why else ""
-    if state == "unheard":
+    if state == _UNHEARD:
         later = "recorder set RUN --list shows it once there is one"
         return StateLine("note", f"{who}: no answer in {timeout_s:g} s{because}; {later}")
     if state == WAITING and since is None:
@@ -290,8 +264,7 @@ def set_reply(
 ) -> Reply:
     """Send the command that `recorder set` is typed with, once it was checked against the run. Return the reply."""
     made = _made(words, undo, target.step_ahead(at), steps)
-    if (problem := problem_of(made)) is not None:
-        raise CommandError(problem)
+    made.encode()  # raises CommandError for what no writer would accept
     _check(target, made)
     return send_and_wait(target, made, timeout_s=timeout_s)
 
@@ -321,10 +294,9 @@ def _check(target: Target, made: Command) -> None:
             raise CommandError(
                 f"--undo {made.undoes}: it ends by itself with step {last}, before step {made.from_step}"
             )
-    if made.kind == SET:
-        for rule in rules_of(made):
-            if (problem := _unmatched(run, rule)) is not None:
-                raise CommandError(problem)
+    for rule in parse_rules(list(made.rules)):
+        if (problem := _unmatched(run, rule)) is not None:
+            raise CommandError(problem)
 
 
 def _unmatched(run: Run, rule: Rule) -> str | None:
@@ -375,10 +347,8 @@ def dump_reply(target: Target, step: str | None, reason: str, *, timeout_s: floa
 def _window(run: Run, name: str) -> RingWindow:
     rules: list[Rule] = []
     for text in dict.fromkeys(text for writer in run.writers for text in writer.manifest.rules):
-        try:
+        with suppress(ConfigError):  # the rule is from a later version
             rules += parse_rules(text, takes_unknown_sites=True)
-        except ConfigError:  # the rule is from a later version
-            continue
     window = ring_window(rules)
     if window is None:
         raise CommandError(
@@ -393,9 +363,7 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
     if text is None:
         if now is None:
             raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
-        if (
-            target.by_daemons is not None
-        ):  # before a daemon carries this command, the ring will have lost the present step
+        if target.by_daemons is not None:  # before a daemon carries the command, the ring will have lost this step
             now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
     if re.fullmatch(r"\+[0-9]{1,14}", text.strip()):

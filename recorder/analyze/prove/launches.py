@@ -262,11 +262,11 @@ class Launches:
             proof = replace(proof, versions=seen[0].versions, machine=seen[0].machine)
         runs = self.runs_of(*recorded)
         pids = {writer.manifest.pid for run in runs for writer in run.writers}
-        unrecorded = [one.what for one in recorded if one.ranks and pids.isdisjoint(_pids(one))]
         notes = (
-            f"launch {what}: no run was recorded, so that it keeps no certificate; if it ended before its writer had "
-            f"begun one, ask for more than {self.num_steps} steps with --steps; else see that RECORDER=1 reaches it"
-            for what in map(repr, unrecorded)
+            f"launch {one.what!r}: no run was recorded, so that it keeps no certificate; if it ended before its writer "
+            f"had begun one, ask for more than {self.num_steps} steps with --steps; else see that RECORDER=1 reaches it"
+            for one in recorded
+            if one.ranks and pids.isdisjoint(rank.pid for rank in one.ranks.values())
         )
         proof = replace(proof, notes=(*proof.notes, *notes))
         if proof.verdict == UNCHANGED and proof.subject == "recording" and not any(run.num_rows for run in runs):
@@ -278,17 +278,13 @@ class Launches:
 
     def runs_of(self, *recorded: Observed) -> tuple[Run, ...]:
         """Return the runs that these launches have recorded. Runs from before the first launch do not count."""
-        pids = {pid for launch in recorded for pid in _pids(launch)}
+        pids = {rank.pid for launch in recorded for rank in launch.ranks.values()}
         runs = []
         for found in runs_in(self._recordings, without=self._before) if self._recordings.is_dir() else ():
             with suppress(RecorderError):
                 run = open_run(found.location)
                 runs += [run] if any(writer.manifest.pid in pids for writer in run.writers) else []
         return tuple(runs)
-
-
-def _pids(launch: Observed) -> set[int]:
-    return {rank.pid for rank in launch.ranks.values()}
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:

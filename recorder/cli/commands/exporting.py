@@ -83,13 +83,11 @@ def export_command(
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     question = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     to = to or format_of(out)
+    plan: type[Export | BoardExport] = BoardExport if to in BOARDS else Export
     with options.mapper_for(scheduler) as mapper:
-        planned: Export | BoardExport
         if to in BOARDS:
             show_pandas()  # wandb uses pandas if it finds it during its import
-            planned = BoardExport(run, to, selection, question, payload=payload, mapper=mapper)
-        else:
-            planned = Export(run, to, selection, question, payload=payload, mapper=mapper)
+        planned = plan(run, to, selection, question, payload=payload, mapper=mapper)
         with progress("export", planned.total_bytes) as report:
             done = planned.write(out, force=force, report=report)
     return reply_of(run, done, to)

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.align.align import Aligned
 from ...analyze.align.align import align as compare_tokens_of
 from ...errors import LookupFailedError, not_installed
 from ...report.picture import PANELS
@@ -21,7 +20,7 @@ from ...report.report import PNG, page_reply, picture_reply
 from ...report.tokens import tokens_block
 from ...run.finding import find_folder, find_run
 from ...run.reply import Reply
-from ...run.run import Run, open_run
+from ...run.run import open_run
 from ...system.processes import is_loopback, tls_context
 from .. import options
 from ..output import progress, say
@@ -75,7 +74,10 @@ def report_command(
     if model is not None:
         raise LookupFailedError(f'--model {model} is for --png; on the page "model" chooses it')
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
-    more = [] if align is None else [tokens_block(_aligned(run, align))]
+    more = []
+    if align is not None:
+        engine = open_run(align)
+        more = [tokens_block(compare_tokens_of(run, None if str(engine.path) == str(run.path) else engine))]
     out = out or Path("report.html")
     if out.suffix.lower() == PNG:
         raise LookupFailedError(
@@ -86,11 +88,6 @@ def report_command(
         raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
     counting = partial(progress, unit="rows")
     return page_reply(run, out, against=other, statistics=names, more=more, force=force, progress=counting)
-
-
-def _aligned(run: Run, engine: str) -> Aligned:
-    other = open_run(engine)
-    return compare_tokens_of(run, None if str(other.path) == str(run.path) else other)
 
 
 _PORT = 8765
