@@ -58,6 +58,7 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("spike", Link.TOGETHER, ("spike", "loss")),
     ("jump", Link.LATER, ("replica",)),
     ("replica", Link.LATER, ("replica",)),
+    ("no_gradient", Link.SAME, ("unchanged",)),
     ("unchanged", Link.LATER, ("loss",)),
     ("dead", Link.NEAR, ("no_gradient", "vanishing")),
     ("saturated", Link.NEAR, ("no_gradient", "vanishing")),

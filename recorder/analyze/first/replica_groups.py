@@ -222,9 +222,11 @@ class ReplicaGroups:
         """Count, by reason, the groups in the mask `asked` that could not be compared.
 
         ``nothing``: the rows have nothing to compare. ``statistics``: the rows only have equal statistics, which prove
-        nothing. ``after``: only payloads could decide, and none is read after the first difference.
+        nothing; a tensor that has NaN on all ranks does not count, because `first` names it. ``after``: only payloads
+        could decide, and none is read after the first difference.
         """
         of_nothing, of_statistics = self._is_unknown & self._lacks_numbers, self._is_unknown & ~self._lacks_numbers
+        of_statistics &= ~self._any(integers(self._table.column("nan_count")) > 0)
         reasons = {"nothing": of_nothing, "statistics": of_statistics, "after": self._is_open}
         return Counter({reason: int((flags & asked).sum()) for reason, flags in reasons.items()})
 

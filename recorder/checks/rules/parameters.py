@@ -532,12 +532,14 @@ class Unchanged(StreakRule):
             lane for lane, step in self._stays.items() if step - self._streaks.since(lane) >= self.thresholds["steps"]
         ]
         is_param = self.catalog.mark("param", lambda key: key.site == "param")[self.catalog.series_of]
+        has_zeros = any(key.site == "grad" for key in self.catalog.series)
+        none = "every gradient is zero" if has_zeros else "nothing ever has a gradient"
         for lane in () if self._largest else np.flatnonzero(is_param).tolist():
             key, num, since = self.catalog.key_of(lane), self._streaks.length(lane), self._streaks.since(lane)
             module = self.catalog.modules.get((key.root, key.module_path))
             is_asked = module is not None and "grad" in module.sites and key.name not in module.frozen
             if is_asked and num >= self.records:
-                what = "nothing ever has a gradient as the optimizer steps, and the parameter does not change"
+                what = f"{none} as the optimizer steps, and the parameter does not change"
                 one = self.finding(lane, since, what, self.measure, num, self.records, self.severity_of(lane))
                 yield one._replace(advice="look whether something clears the gradients before the optimizer steps")
         for rank in sorted({int(self.catalog.rank_of[lane]) for lane in lanes}):

@@ -145,6 +145,20 @@ def test_gradients_that_are_cleared_before_each_update_are_named(tmp_path: Path,
     assert named == (set() if is_late else {(path, name) for path in ("0", "2") for name in ("weight", "bias")})
 
 
+def test_gradients_that_all_are_zero_are_the_cause_of_what_stays(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(8):
+            optimizer.zero_grad()
+            (0.0 * model(torch.randn(8, 4)).square()).mean().backward()
+            optimizer.step()
+    findings = [one for one in check(recording.run).findings if one.rule in ("no_gradient", "unchanged")]
+    assert {(one.rule, one.cause[:11]) for one in findings} == {("no_gradient", ""), ("unchanged", "no_gradient")}
+    what = "every gradient is zero as the optimizer steps, and the parameter does not change"
+    assert {one.what for one in findings if one.rule == "unchanged"} == {what}
+
+
 @pytest.mark.parametrize(("momentum", "is_training"), [(0.0, True), (0.1, True), (0.0, False)])
 def test_running_statistics_that_never_move_are_named(tmp_path: Path, momentum: float, is_training: bool) -> None:
     torch.manual_seed(0)

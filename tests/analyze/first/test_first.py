@@ -279,6 +279,14 @@ def params(rank: int, values: list[float], *, seq: int = 0, **columns: Any) -> l
     ]
 
 
+def test_replicas_that_are_nan_on_all_ranks_need_no_fingerprint(tmp_path: Path) -> None:
+    ranks = [params(rank, [1.0, 2.0, float("nan")]) for rank in (0, 1)]
+    for rows in ranks:
+        rows[2]["fingerprint"] = None
+    result = found(write(tmp_path / "run", *ranks))
+    assert result.replica is None and result.notes == [] and result.num_compared == 2
+
+
 @pytest.mark.parametrize("by", ["fingerprint", "statistics", "values"])
 def test_the_first_replica_that_differs(tmp_path: Path, by: str) -> None:
     ranks = []
