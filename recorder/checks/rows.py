@@ -303,6 +303,13 @@ class Memory:
         self._grow(lanes)
         self._values[lanes] = values
 
+    def sums(self, lanes: Integers, values: Floats) -> Floats:
+        """Add values to their lanes, and return each lane's sum up to each row. The rows are sorted by lane."""
+        sums, starts = np.cumsum(values), np.flatnonzero(begins(lanes))
+        sums += self[lanes] - np.repeat((sums - values)[starts], np.diff(np.r_[starts, len(lanes)]))
+        self[lanes[ends(lanes)]] = sums[ends(lanes)]
+        return sums
+
     def of(self, lane: int) -> float:
         return float(self._values[lane]) if lane < len(self._values) else self._initial
 

@@ -25,6 +25,7 @@ from recorder.checks.rules.parameters import (
     Vanishing,
 )
 from recorder.checks.rules.values import Data, NonFinite, Skipped
+from recorder.sites import UPDATE
 from tests.checks.rows import Recorded
 
 LAYERS = [f"blocks.{number}" for number in range(8)]
@@ -239,6 +240,49 @@ def test_a_gradient_of_zeros_is_named_and_one_that_is_never_there() -> None:
     assert all(one.severity is Severity.WARNING for one in found)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "expected"), [([2], ["blocks.2"]), ([0], []), ([0, 1], []), ([2, 5], []), ([7], [])]
+)
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_a_layer_that_alone_is_frozen_between_layers_alike_is_named(
+    frozen: list[int], expected: list[str], has_rows: bool
+) -> None:
+    """A frozen parameter has rows where an optimizer has it."""
+    recorded = Recorded(dict.fromkeys(LAYERS, "Linear"))
+    for number, path in enumerate(LAYERS):
+        is_frozen = number in frozen
+        module = recorded.catalog.modules["model", path]
+        recorded.catalog.modules["model", path] = module._replace(frozen=("weight",) if is_frozen else ())
+        for step in range(4):
+            if has_rows or not is_frozen:
+                recorded.add(step, path, noise(number), **OPTIMIZER, site="param")
+            if not is_frozen:
+                recorded.add(step, path, noise(step, number), **OPTIMIZER, site="grad")
+    found = said(recorded, NoGradient)
+    assert [one.module_path for one in found if one.severity > Severity.NOTE] == expected
+    assert len(found) == (len(frozen) if has_rows else len(expected))
+
+
+@pytest.mark.parametrize(
+    ("num_dead", "kind", "last", "severities"),
+    [
+        (6, "BatchNorm2d", 6, [Severity.WARNING]),
+        (5, "BatchNorm2d", 5, []),
+        (6, "Linear", 6, []),
+        (6, "BatchNorm2d", 5, [Severity.NOTE]),
+    ],
+    ids=["most channels", "fewer channels", "no norm", "one opens again"],
+)
+def test_channels_of_a_batch_norm_without_a_gradient_are_dead(
+    num_dead: int, kind: str, last: int, severities: list[Severity]
+) -> None:
+    recorded = Recorded({"layer": kind})
+    for step in range(6):
+        values = noise(step, shape=(8,)) * (np.arange(8) >= (num_dead if step < 5 else last))
+        recorded.add(step, "layer", values, site="grad", name="bias", phase="optimizer")
+    assert [one.severity for one in said(recorded, NoGradient)] == severities
+
+
 def test_a_gradient_of_zeros_that_becomes_nan_is_still_named() -> None:
     recorded = Recorded()
     for step in range(6):
@@ -342,6 +386,28 @@ def test_an_update_as_large_as_the_weight_is_named() -> None:
     assert said(from_zero, Update) == []
 
 
+@pytest.mark.parametrize(
+    ("inward", "across", "every", "is_named"),
+    [(0.02, 0.01, 1, True), (0.02, 0.03, 1, False), (0.002, 0.001, 1, False), (0.02, 0.01, 2, False)],
+    ids=["decay", "the gradient has more", "not yet half", "steps are missing"],
+)
+def test_a_weight_that_its_updates_only_shrink_is_named(
+    inward: float, across: float, every: int, is_named: bool
+) -> None:
+    recorded, weight = Recorded(), noise(0)
+    for step in range(80):
+        turned = noise(step, 1) - weight * np.vdot(weight, noise(step, 1)) / np.vdot(weight, weight)
+        turned *= np.linalg.norm(weight) / np.linalg.norm(turned)
+        update = -inward * weight + across * turned
+        if step % every == 0:
+            recorded.add(step, "up", weight, **OPTIMIZER, site="param")
+            recorded.add(step, "up", update, **OPTIMIZER, site=UPDATE)
+        weight = weight + update
+    assert [(one.module_path, one.measure) for one in said(recorded, Update)] == (
+        [("up", "of the norm at first")] if is_named else []
+    )
+
+
 def test_a_weight_that_is_not_finite_is_no_large_update() -> None:
     def written(step: int, number: int) -> Any:
         weight = moving(step, number) + 3.0
@@ -359,6 +425,26 @@ def test_a_weight_that_begins_on_another_scale_or_constant_is_named() -> None:
     recorded = parameters(begin)
     assert sorted(subjects(said(recorded, Initialisation))) == [("blocks.1", 0, (0,)), ("blocks.4", 0, (0,))]
     assert said(parameters(moving), Initialisation) == []
+
+
+@pytest.mark.parametrize(
+    ("scales", "expected"),
+    [
+        ([1, 1, 1, 2.5], ["blocks.3"]),
+        ([1, 1 / 2.5, 1, 1], ["blocks.1"]),
+        ([1, 1, 1, 5 / 3], []),
+        ([1, 1, 2.5], []),
+        ([1, 2, 3, 4], []),
+        ([1, 1, 2.5, 2.5], []),
+    ],
+    ids=["larger", "smaller", "a gain", "too few", "by depth", "two kinds"],
+)
+def test_a_weight_unlike_equal_others_is_named(scales: list[float], expected: list[str]) -> None:
+    recorded = Recorded()
+    for number, scale in enumerate(scales):
+        weight = noise(number, shape=(16, 32), scale=scale)
+        recorded.add(0, f"blocks.{number}", weight, **OPTIMIZER, site="param")
+    assert [one.module_path for one in said(recorded, Initialisation)] == expected
 
 
 def test_a_dead_output_is_named_after_five_records() -> None:
@@ -411,6 +497,28 @@ def test_a_rank_unlike_its_peers_is_named() -> None:
     assert "4 data-parallel ranks" in few.why
 
 
+@pytest.mark.parametrize(("ranks", "named"), [(2, (0, 1)), (3, (2,))])
+def test_a_rank_unlike_one_or_two_others_is_named_by_how_far_apart_they_usually_move(
+    ranks: int, named: tuple[int, ...]
+) -> None:
+    def change(step: int, rank: int, path: str, values: Any) -> Any:
+        return values * (10 if rank == ranks - 1 and path == "blocks.5" else 1)
+
+    found = said(outputs(change, ranks, steps=24), OutlierRank)
+    assert {(one.module_path, one.step, one.since) for one in found} == {("blocks.5", 15, 8)}
+    assert tuple(rank for one in found for rank in one.ranks) == named
+    assert ("two data-parallel ranks" in found[0].what) == (ranks == 2)
+    verdict = outputs(ranks=ranks, steps=24).judge(OutlierRank)
+    assert (verdict.findings, verdict.unjudged) == ([], [])
+
+
+def test_two_ranks_whose_sizes_scatter_as_far_are_not_named() -> None:
+    def change(step: int, rank: int, path: str, values: Any) -> Any:
+        return values * np.exp(3 * np.random.default_rng([step, rank]).normal()) * (2 if rank else 1)
+
+    assert said(outputs(change, 2, steps=24), OutlierRank) == []
+
+
 def test_two_ranks_with_one_batch_are_named() -> None:
     for same, expected in ((True, [("", 2, (3,))]), (False, [])):
         recorded = Recorded()
@@ -430,6 +538,33 @@ def test_a_running_variance_that_leaps_is_named() -> None:
             values = np.ones(8) * (factor if step % 2 else 1)
             recorded.add(step, "bn", values, site="buffer", name="running_var", phase="optimizer")
         assert [one.module_path for one in said(recorded, RunningStatistics)] == expected
+
+
+@pytest.mark.parametrize(
+    ("momentum", "every", "is_named"),
+    [(1.0, 1, True), (0.7, 1, True), (0.3, 1, False), (None, 1, False), (1.0, 10, False)],
+)
+def test_a_running_variance_of_the_last_batch_alone_is_named(
+    momentum: float | None, every: int, is_named: bool
+) -> None:
+    """One batch that takes more than half away shows it, whatever is recorded before."""
+    recorded, variance = Recorded(), 1.0
+    for step in range(5):
+        share = momentum or 1 / (step + 1)
+        variance += share * ((100.0 if step % 2 else 1.0) - variance)
+        for name, value in (("running_var", np.full(8, variance)), ("num_batches_tracked", every * (step + 1.0))):
+            recorded.add(step * every, "bn", value, site="buffer", name=name, phase="optimizer")
+    found = said(recorded, RunningStatistics)
+    assert [(one.module_path, one.step) for one in found] == [("bn", 2)] * is_named
+
+
+def test_a_running_variance_of_one_rank_alone_is_named_by_few_records() -> None:
+    recorded = Recorded()
+    for step in range(0, 60, 10):
+        for rank in range(3):
+            values = np.ones(8) * (3 if rank == 2 else 1)
+            recorded.add(step, "bn", values, rank=rank, site="buffer", name="running_var", phase="optimizer")
+    assert subjects(said(recorded, RunningStatistics)) == [("bn", 40, (2,))]
 
 
 def test_a_running_variance_of_one_rank_alone_is_named() -> None:

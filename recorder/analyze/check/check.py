@@ -20,7 +20,7 @@ from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
-from ...checks.rules.comparing import Replica, Width
+from ...checks.rules.comparing import OutlierRank, Replica, Width
 from ...checks.rules.programs import NotCleared, NotOptimized
 from ...checks.rules.values import ONE_BATCH
 from ...errors import ConfigError
@@ -174,10 +174,12 @@ def _learnt(
 
 
 def _without_parts(findings: Sequence[Finding]) -> list[Finding]:
-    """Remove the findings ONE_BATCH and NEVER_EQUAL if a root has both: then its ranks hold parts of one model."""
+    """Remove findings that compare ranks if a root has ONE_BATCH and NEVER_EQUAL: they hold parts of one model."""
     said = (ONE_BATCH, NEVER_EQUAL)
     of_batch, of_parts = ({one.root for one in findings if one.what.startswith(what)} for what in said)
-    return [one for one in findings if one.root not in of_batch & of_parts or not one.what.startswith(said)]
+    parts = of_batch & of_parts
+    of_ranks = OutlierRank.name
+    return [one for one in findings if one.root not in parts or not (one.what.startswith(said) or one.rule == of_ranks)]
 
 
 def _sizes(run: Run, steps: int) -> Sizes:

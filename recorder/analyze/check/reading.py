@@ -52,6 +52,8 @@ ACTIVE = 0.01
 LEAST_VALUES = 32
 """A unit (a channel or neuron) of fewer values than this is never judged dead."""
 _NO_ENDS = (0, 0)
+_FEW = 100
+"""The highest exponent of float16 and float8 is below this number, that of float32 and bfloat16 above it."""
 
 
 class RunRows:
@@ -288,6 +290,19 @@ def _subnormal_share(histograms: Histograms, ends: Integers) -> Floats:
     return _share((counts * (histograms.exponents < ends[:, :1])).sum(axis=1), histograms)
 
 
+def _fill_from_statistics(columns: dict[str, Floats], table: Any, ends: Integers) -> None:
+    """Fill the shares of float16 and float8 rows without a histogram with the least that their statistics allow.
+
+    Of the nonzero values, at most `rms ** 2 / least ** 2` are as large as the least normal number.
+    """
+    numel, square, *others = (numbers(table.column(name)) for name in ("numel", "sum_sq", *COUNTS))
+    num = numel - np.nan_to_num(others).sum(axis=0)
+    for name, column in columns.items():
+        at = np.flatnonzero((ends[:, 0] < 0) & (ends[:, 1] < _FEW) & (num > 0) & np.isnan(column) & ~np.isnan(square))
+        largest = square[at] / num[at] / 4.0 ** ends[at, 0] if name == "histogram.subnormal_share" else 1.0
+        column[at] = np.maximum(1 - largest, 0.0)
+
+
 def _top_share(histograms: Histograms, ends: Integers) -> Floats:
     """Return the share of each row's nonzero values that are infinite or in the dtype's highest power of two.
 
@@ -329,6 +344,7 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
             for histograms in histograms_of(table.column("histogram"), rows):
                 for name in of_histograms:
                     columns[name][histograms.rows] = _OF_HISTOGRAMS[name](histograms, ends[histograms.rows])
+            _fill_from_statistics({name: columns[name] for name in of_histograms}, table, ends)
     return [pa.array(columns[name]) for name in names]
 
 

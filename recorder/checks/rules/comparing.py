@@ -46,7 +46,7 @@ class OutlierRank(StreakRule):
     settings = (
         Setting("z", 8, "robust standard deviations", CALIBRATED),
         Setting("ratio", 1.5, "times the median", CALIBRATED),
-        Setting("ranks", 4, "ranks", "of fewer nobody can say which is the odd one"),
+        Setting("ranks", 4, "ranks", "of fewer, the measure is how far apart they usually move"),
         Setting("records", 8, "records", CALIBRATED),
     )
     what = "the rank is unlike its data-parallel peers"
@@ -54,31 +54,51 @@ class OutlierRank(StreakRule):
     advice = "compare this rank's data, weights and hardware with those of another"
 
     def set_up(self) -> None:
-        self._most_ranks = 0
+        self._most_ranks = self._most_changes = 0
+        self._distance, self._total, self._num = Memory(), Memory(0.0), Memory(0.0)
+        """By value and rank of few ranks: the last distance from the peers, the sum of its changes, their number."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.differs_by_batch
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the distance from the median of the peers, in units of the peers' usual distance."""
+        """Judge by the distance from the median of the peers, in units of the peers' usual distance.
+
+        Of fewer ranks than `ranks`, the unit is how far the distance usually changes from one record to the next, and
+        two ranks are judged by the distance from each other: both are named.
+        """
         peers = self.catalog.peers_of[rows.lanes]
         ids, firsts = grouped(rows.series, peers, rows.steps)
         num_ranks = num_distinct(ids, rows.ranks, len(firsts))
         self._most_ranks = max(self._most_ranks, int(num_ranks.max(initial=0)))
         z, is_far = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
-        (known,) = np.nonzero((num_ranks >= self.thresholds["ranks"])[ids] & (np.nan_to_num(rows.rms) > 0))
+        (known,) = np.nonzero((num_ranks > 1)[ids] & (np.nan_to_num(rows.rms) > 0))
         if len(known):
-            logs, groups = np.log(rows.rms[known]), grouped(ids[known])[0]
-            away = np.abs(logs - medians(groups, logs)[groups])
-            usual = np.maximum(1.4826 * medians(groups, away), _LEAST_DEVIATION)
-            z[known] = away / usual[groups]
-            is_far[known] = away > np.log(self.thresholds["ratio"])
+            logs, groups, num = np.log(rows.rms[known]), grouped(ids[known])[0], num_ranks[ids[known]]
+            means = np.bincount(groups, logs) / np.bincount(groups)
+            distance = np.where(num == 2, 2 * (logs - means[groups]), logs - medians(groups, logs)[groups])
+            usual = 1.4826 * medians(groups, np.abs(distance))[groups]
+            few = np.flatnonzero(num < self.thresholds["ranks"])
+            usual[few] = self._usual_change(rows.lanes[known[few]], distance[few])
+            z[known] = np.abs(distance) / np.maximum(usual, _LEAST_DEVIATION)
+            is_far[known] = np.abs(distance) > np.log(self.thresholds["ratio"])
         return is_far & (z > self.thresholds["z"]), z
+
+    def _usual_change(self, lanes: Integers, distance: Floats) -> Floats:
+        """Return the mean change of the distance from record to record so far; infinite after too few changes."""
+        changes = np.abs(distance - previous(lanes, distance, self._distance))
+        num = self._num.sums(lanes, np.isfinite(changes).astype(np.float64))
+        self._most_changes = max(self._most_changes, int(num.max(initial=0)))
+        total = self._total.sums(lanes, np.nan_to_num(changes))
+        return np.where(num >= self.records, total / np.maximum(num, 1), np.inf)
+
+    def what_of(self, lane: int) -> str:
+        return "the two data-parallel ranks are unlike each other" if self._most_ranks == 2 else self.what
 
     def finish(self) -> Iterable[Finding]:
         super().finish()
-        if self._most_ranks < self.thresholds["ranks"]:
-            needed = f"{self.thresholds['ranks']:.0f} data-parallel ranks"
+        if self._most_ranks < self.thresholds["ranks"] and self._most_changes < self.records:
+            needed = f"{self.thresholds['ranks']:.0f} data-parallel ranks{', or more records' * (self._most_ranks > 1)}"
             self.why_not_judged = f"it needs {needed}, and there are {self._most_ranks}"
         return ()
 
@@ -99,13 +119,14 @@ def medians(groups: Integers, values: Floats) -> Floats:
 
 class _Variance(CheckRule):
     name = "running_statistics"
-    sentence = "The running variance of a batch norm never moves, leaps late in training, or is apart over ranks."
+    sentence = "The running variance of a batch norm never moves, leaps, or is apart over ranks."
     sites, columns = ("buffer",), ("mean",)
     settings = (
         Setting("drift", 0.5, "of the value before", CALIBRATED),
         Setting("ratio", 2, "times the median of ranks", CALIBRATED),
-        Setting("after", 20, "records", "momentum 0.1 forgets the beginning by then"),
+        Setting("after", 20, "records; steps for ranks", "momentum 0.1 forgets the beginning by then"),
         Setting("records", 3, "records", CALIBRATED),
+        Setting("momentum", 0.5, "of the value before", "one batch then counts more than all before it"),
     )
     advice = "evaluation will not be like training: look at the inputs of this norm, and at its momentum"
 
@@ -138,7 +159,8 @@ class _Apart(_Variance, StreakRule):
     measure, limit = "times the median of ranks, or the median over it", "ratio"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        is_late, ratio = self.is_late(rows), np.ones(len(rows))
+        first_steps = began(rows.lanes, rows.steps.astype(np.float64), self._value)
+        is_late, ratio = rows.steps - first_steps >= self.thresholds["after"], np.ones(len(rows))
         (known,) = np.nonzero(rows["mean"] > 0)
         if len(known):
             ids, firsts = grouped(rows.series[known], self.catalog.peers_of[rows.lanes[known]], rows.steps[known])
@@ -154,29 +176,50 @@ class _Still(_Variance, StreakRule):
 
     def set_up(self) -> None:
         super().set_up()
-        self._first, self._lengths = Memory(), Memory(0.0)
+        self._first, self._lengths, self._batches = Memory(), Memory(0.0), Memory()
 
     def wants(self, key: SeriesKey) -> bool:
         return super().wants(key) or (key.site == "buffer" and key.name.endswith("num_batches_tracked"))
 
-    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by how many records in a row the norm's counter has grown while its variance kept its first value."""
-        values, norms = rows["mean"], dict[tuple[str, str], int]()
+    def batches(self, rows: Rows) -> tuple[Flags, Floats, Floats]:
+        """Return which rows are variances, and by row the batches counted so far, and since the record before."""
+        norms: dict[tuple[str, str], int] = {}
         series, own = np.unique(rows.series, return_inverse=True)
         keys = [self.catalog.series[number] for number in series]
-        is_counter = np.array([not super(_Still, self).wants(key) for key in keys])[own]
+        is_variance = np.array([super(_Still, self).wants(key) for key in keys])[own]
         numbers = np.array([norms.setdefault(key[:2], len(norms)) for key in keys])[own]
-        has_grown = is_counter & (values > previous(rows.lanes, values, self._value))
         ids, firsts = grouped(numbers, rows.ranks, rows.steps)
-        is_counted = np.bincount(ids[has_grown], minlength=len(firsts))[ids] > 0
-        is_still = ~is_counter & is_counted & (values > 0) & (values == began(rows.lanes, values, self._first))
+        counts = np.full(len(firsts), np.nan)
+        counts[ids[~is_variance]] = rows["mean"][~is_variance]
+        return is_variance, counts[ids], counts[ids] - previous(rows.lanes, counts[ids], self._batches)
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """Judge by how many records in a row the norm's counter has grown while its variance kept its first value."""
+        values, (is_variance, _, num_new) = rows["mean"], self.batches(rows)
+        is_still = is_variance & (num_new > 0) & (values > 0) & (values == began(rows.lanes, values, self._first))
         return is_still, streaks(rows.lanes, is_still, self._lengths).astype(np.float64)
+
+
+class _Forgetful(_Still):
+    what = "a batch takes away most of the running variance, so that it is that of the last batch: is its momentum 1?"
+    measure, limit, records = "momentum, at least", "momentum", 1
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """Judge by how far the variance falls: a batch leaves at least the share 1 - momentum of the value before.
+
+        A norm that averages over all batches has a momentum of 1/3 at the third one.
+        """
+        values, (is_variance, num, num_new) = rows["mean"], self.batches(rows)
+        with np.errstate(all="ignore"):
+            left = np.minimum(values / previous(rows.lanes, values, self._value), 1) ** (1 / num_new)
+        is_judged = is_variance & (num_new > 0) & (num - num_new >= 2)
+        return is_judged & (1 - left > self.thresholds["momentum"]), 1 - left
 
 
 class RunningStatistics(PartsRule, _Variance):
     """The running statistics of a batch norm, if they would make evaluation differ from training."""
 
-    parts = (_Leaping, _Apart, _Still)
+    parts = (_Leaping, _Apart, _Still, _Forgetful)
 
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"

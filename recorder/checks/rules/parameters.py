@@ -9,7 +9,7 @@ strongly the objective acts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -34,10 +34,12 @@ from ..rows import (
     grouped,
     previous,
 )  # fmt: skip
-from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
+from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
 """A gradient is reported if it has been zero for at least this fraction of the steps so far."""
+_Param = tuple[str, str, str]
+"""A parameter: the root, the module path and the name."""
 _NARROW = ("bfloat16", "float16", "float8")
 """Types that round small updates away. This is expected and no mistake of the program."""
 _LEAST_ELEMENTS = 16
@@ -132,7 +134,10 @@ class NoGradient(StreakRule):
     name = "no_gradient"
     sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
     sites, columns = ("grad", "param"), ("zero_count", "numel")
-    settings = (Setting("records", 3, "records", "smdebug's UnchangedTensor"),)
+    settings = (
+        Setting("records", 3, "records", "smdebug's UnchangedTensor"),
+        Setting("channels", 0.7, "of the channels of a batch norm", "as `dead_units`"),
+    )
     what = "the gradient is zero in all elements"
     measure, limit = "share of zeros", "records"
     advice = "look for a detach, requires_grad=False, a layer that is not called, or units that are all dead"
@@ -161,13 +166,23 @@ class NoGradient(StreakRule):
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
             lane, step = int(rows.lanes[row]), int(rows.steps[row])
-            one = self.finding(lane, step, self.what, self.measure, values[row], 1.0, since=since)
+            what = (
+                self.what
+                if values[row] == 1
+                else "the gradient is zero in most channels of a batch norm: they are dead"
+            )
+            one = self.finding(lane, step, what, self.measure, values[row], 1.0, since=since)
             yield from self._waiting.keep(lane, one)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
         share = np.nan_to_num(zeros / np.maximum(numel, 1))
-        return (share >= 1) & (numel > 0), share
+        # A batch norm's channel has values above and below its bias, so that a few samples do not close it by chance.
+        least = np.where(rows.where("channels", self._is_of_channels), self.thresholds["channels"], 1.0)
+        return ((share >= 1) | (share > least)) & (numel > 0), share
+
+    def _is_of_channels(self, key: SeriesKey) -> bool:
+        return key.name == "bias" and "BatchNorm" in self.catalog.class_of(key)
 
     def finish(self) -> Iterator[Finding]:
         """Report the parameters that never had a gradient, and the gradients that are zero in all elements.
@@ -180,6 +195,16 @@ class NoGradient(StreakRule):
         keys = self.catalog.series
         having = {(key.root, key.module_path, key.name) for key in keys if key.site == "grad"}
         alike = {(root, template(path), name) for root, path, name in having}
+        frozen = {(*of, name) for of, facts in self.catalog.modules.items() for name in facts.frozen}
+        params = frozen | {(key.root, key.module_path, key.name) for key in keys if key.site == "param"}
+        alone = frozen & _alone(params, having)
+        having |= alone
+        for one in sorted(alone):
+            what = "never had a gradient: its requires_grad is False, and that of the layers around it, alike, is True"
+            yield Finding(
+                self.name, self.severity, 0, one[0], one[1], "param", one[2], ranks=(), what=what,
+                measure="", value=0.0, threshold=0.0, advice=self.advice,
+            )  # fmt: skip
         called = {(key.root, key.module_path) for key in keys if key.site == "output"}
         for lane in range(self.catalog.num_lanes):
             key, num = self.catalog.key_of(lane), self._num_params.of(lane)
@@ -198,6 +223,23 @@ class NoGradient(StreakRule):
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 yield self.finding(lane, 0, what, measure, num, limit, severity)
         yield from self._waiting.finish()
+
+
+def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
+    """Return the parameters that alone of four or more layers alike have no gradient, but not the first or last layer.
+
+    Who freezes layers on purpose freezes the first ones, or all but the last.
+    """
+    kinds: dict[_Param, list[_Param]] = {}
+    for root, path, name in params:
+        kinds.setdefault((root, template(path), name), []).append((root, path, name))
+    alone: set[_Param] = set()
+    for alike in kinds.values():
+        lacking = [one for one in alike if one not in having]
+        if len(alike) > 3 and len(lacking) == 1:
+            alike.sort(key=lambda one: [int(part) for part in one[1].split(".") if part.isdecimal()])
+            alone.update(one for one in lacking if one in alike[1:-1])
+    return alone
 
 
 class Objectives(StreakRule):
@@ -356,18 +398,24 @@ class Flip(CheckRule):
                 yield one
 
 
-class Update(StreakRule):
+class _Update(CheckRule):
     name = "update"
-    sentence = "A step of the optimizer changes a weight by a large part of its norm."
+    sentence = "A step of the optimizer changes a weight by a large part of its norm, or all steps only shrink it."
     sites, columns, reads_probe = ("param", UPDATE), ("sum_sq", "sum", "numel"), True
     settings = (
         Setting("updates", 3, "first updates, judged by records", "from a random start they are large"),
         Setting("ratio", 0.5, "of the weight's norm, at least", "usual is 1e-3; smdebug's WeightUpdateRatio allows 10"),
         Setting("began", 1e-2, "root mean square", "what begins at zero grows by any factor"),
+        Setting("left", 0.5, "of the norm at first", "the weight has then lost more than it has"),
+        Setting("inward", 0.71, "of an update's length", "the rest is less than half of its square"),
+        Setting("shrinking", 10, "updates in a row", "ours"),
     )  # fmt: skip
+    advice = "the learning rate is too high for this weight, warm-up is missing, or something else wrote into it"
+
+
+class _Large(_Update, StreakRule):
     what = "one step changed the weight by a large part of its norm"
     measure, limit = "update over weight, at least", "ratio"
-    advice = "the learning rate is too high for this weight, warm-up is missing, or something else wrote into it"
 
     def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
@@ -418,6 +466,39 @@ class Update(StreakRule):
         with np.errstate(all="ignore"):
             size = np.sqrt(updates["sum_sq"] / rows["sum_sq"][at])
         ratio[at[is_same]] = np.nan_to_num(size[is_same], posinf=0.0)
+
+
+class _Shrinking(_Large):
+    """A weight that has lost most of its norm. An update takes its whole length from it only if it points at zero."""
+
+    what = "the weight has lost most of its norm, because its updates do little but shrink it"
+    measure, limit = "of the norm at first", "left"
+    advice = "weight decay outweighs the gradient: make it smaller, or look why the weight has hardly any gradient"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._norm, self._step, self._length = Memory(), Memory(), Memory()
+        self.thresholds["records"] = self.thresholds["shrinking"]
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """Judge by how much of the length of the update before a record the norm has lost at the record."""
+        lanes, steps, norm = rows.lanes, rows.steps.astype(np.float64), np.sqrt(rows["sum_sq"])
+        ratio = np.full(len(rows), np.nan)
+        self._look_up(rows, ratio)
+        with np.errstate(all="ignore"):
+            left = norm / began(lanes, norm, self._began)
+        lost = previous(lanes, norm, self._norm) - norm
+        length = previous(lanes, ratio * norm, self._length)
+        is_inward = (lost > self.thresholds["inward"] * length) & (steps - previous(lanes, steps, self._step) == 1)
+        return is_inward & (left < self.thresholds["left"]) & is_weight(self.catalog, rows) & (
+            rows["numel"] >= _LEAST_ELEMENTS
+        ), left
+
+
+class Update(_Update, PartsRule):
+    """Updates that are too large for a weight, or that only shrink it."""
+
+    parts = (_Large, _Shrinking)
 
 
 class Unchanged(StreakRule):
@@ -590,6 +671,8 @@ class Initialisation(CheckRule):
     settings = (
         Setting("ratio", 8, "times the median", CALIBRATED),
         Setting("alike", 3, "layers", CALIBRATED),
+        Setting("apart", 2, "times the others, which are equal", "gains of torch.nn.init are 1 to 5/3"),
+        Setting("sigmas", 6, "standard errors", "within which the others are equal"),
     )  # fmt: skip
     advice = "look at how this layer is initialised"
 
@@ -628,6 +711,14 @@ class Initialisation(CheckRule):
         scales = self._std[np.array(lanes)] * np.sqrt(fans)
         ratios = scales / np.median(scales)
         limit = self.thresholds["ratio"]
-        for index in np.flatnonzero((ratios > limit) | (ratios < 1 / limit)).tolist():
+        odd = np.flatnonzero((ratios > limit) | (ratios < 1 / limit)).tolist()
+        if not odd and len({self.catalog.about_of(lane).shape for lane in lanes}) == 1:
+            logs, limit = np.log(scales), self.thresholds["apart"]
+            error = self.thresholds["sigmas"] / math.sqrt(2 * math.prod(self.catalog.about_of(lanes[0]).shape))
+            for index in (int(np.argmin(logs)), int(np.argmax(logs))):
+                others = np.delete(logs, index)
+                is_equal = len(others) >= self.thresholds["alike"] and np.ptp(others) <= error
+                odd += [index] * bool(is_equal and abs(logs[index] - others.mean()) > max(math.log(limit), error))
+        for index in odd:
             what = "the weight begins on another scale than that of other layers"
             yield self.finding(lanes[index], step, what, "times the median", ratios[index], limit)

@@ -149,7 +149,7 @@ class RanksPanel {
         value === null ? "" : typeof value === "number" ? value.toLocaleString("en") : value))));
     const said = odd.length ? `Odd: ${odd.slice(0, 20).map((rank) => `rank ${rank}`).join(", ")}. ` :
       rows.length > 2 && !alone.length && !this.named.length ? "No rank is odd: of the values that were compared, no rank has more far from the median of all than the others. " : "";
-    const few = this.ranks.length > 1 && this.ranks.length < RULE_RANKS ? `The rule outlier_rank judges from ${RULE_RANKS} data-parallel ranks on: of ${this.ranks.length} nobody can say which is the odd one. ` : "";
+    const few = this.ranks.length > 1 && this.ranks.length < RULE_RANKS ? `The rule outlier_rank judges from ${RULE_RANKS} data-parallel ranks on by their peers alone: of ${this.ranks.length}, it compares with how far apart they usually move. ` : "";
     const found = this.hasGrid && this.named.length ? `What stands out of the run names ${this.ranksText(this.named)}. ` : "";
     const more = found + (alone.length ? `Values that are not finite where most ranks' are: ${this.ranksText(alone)}.` : "");
     this.listed.replaceChildren(el("p", { class: "note" }, said + few + more),

@@ -12,8 +12,10 @@ import pytest
 import recorder
 from recorder.analyze.check import check as module
 from recorder.analyze.check import reading
-from recorder.analyze.check.check import check
-from recorder.checks.rule import Severity
+from recorder.analyze.check.check import _without_parts, check
+from recorder.analyze.check.replicas import NEVER_EQUAL
+from recorder.checks.rule import Finding, Severity
+from recorder.checks.rules.values import ONE_BATCH
 from recorder.errors import ConfigError
 from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_row, make_run
 
@@ -265,3 +267,15 @@ def test_what_was_not_compared_between_ranks_is_said(tmp_path: Path) -> None:
     assert one.why == "it needs parameters, gradients or optimizer states of several ranks"
     (other,) = check(recorder.open_run(made(tmp_path / "run")), ["replica"]).unjudged
     assert one.why in other.why
+
+
+@pytest.mark.parametrize("is_of_parts", [True, False])
+def test_ranks_that_hold_parts_of_one_model_are_not_compared(is_of_parts: bool) -> None:
+    one = Finding(
+        "outlier_rank", Severity.WARNING, 3, "model", "up", "output", "", ranks=(0, 1), what="unlike", measure="z",
+        value=9.0, threshold=8.0, advice="",
+    )  # fmt: skip
+    said = [one, one._replace(rule="data", what=f"{ONE_BATCH} 0"), one._replace(root="other")]
+    if is_of_parts:
+        said.append(one._replace(rule="replica", what=NEVER_EQUAL))
+    assert _without_parts(said) == (said[2:3] if is_of_parts else said)

@@ -80,6 +80,24 @@ def test_values_at_either_end_of_float16_are_named(tmp_path: Path, factor: float
     assert [one[:3] for one in said(tmp_path, {"up": values})] == [("low_precision", "up", 2)] * is_named
 
 
+@pytest.mark.parametrize(
+    ("factor", "kind", "is_named"),
+    [(1e-6, np.float16, True), (1e-3, np.float16, False), (1e-6, np.float32, False)],
+)
+def test_values_too_small_for_float16_are_named_without_a_histogram(
+    tmp_path: Path, factor: float, kind: Any, is_named: bool
+) -> None:
+    """The root mean square alone shows that most values lie below the least normal number; zeros do not count."""
+    values = (RNG.normal(0, 1, (4, 64, 40)) * factor * (RNG.random((4, 64, 40)) < 0.5)).astype(kind)
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(step, one, encoding=None, step=step) for step, one in enumerate(values)]])
+    writer.finish()
+    checked = check(recorder.open_run(run), rules=["low_precision"])
+    assert [(one.rule, one.step) for one in checked.findings] == [("low_precision", 2)] * is_named
+    assert checked.num_judged == (kind is np.float16)
+
+
 def test_masks_of_the_least_number_are_no_overflow(tmp_path: Path) -> None:
     masked = [np.where(RNG.random((64, 40)) < 0.5, np.float16(-65504), np.float16(1)) for _ in range(4)]
     assert said(tmp_path, {"mask": masked}) == []

@@ -97,6 +97,9 @@ def _with_flag_alone(folder: Path, names: list[str], seed: int) -> int:
             verdict = "FALSE ALARM" if said else "quiet"
         else:
             wanted = EXPECTED[name]
+            if wanted.by_default:
+                rule, module = (*wanted.by_default, wanted.module)[:2]
+                wanted = wanted._replace(rule=rule, module=module)
             verdict = "named" if is_named(checked, wanted) else "named otherwise" if said else "not named"
         counts[verdict] += 1
         print(f"{verdict:16} {name:24} {', '.join(dict.fromkeys(said)) or '-'}"[:200], flush=True)

@@ -25,6 +25,8 @@ class Named(NamedTuple):
     ranks: tuple[int, ...] = (0,)
     needs_baseline: bool = False
     """Whether nobody can know without sound trainings."""
+    by_default: tuple[str, ...] = ()
+    """The rule, and the module, that name it where the default rules recorded; empty if they are the same."""
 
 
 Change = Callable[[Any], object]
@@ -265,10 +267,11 @@ def _leaping(x: Tensor, step: int, rank: int) -> Tensor:
 
 
 def _fault(
-    rule: str, module: str = ANY, ranks: tuple[int, ...] = (0,), *, beside: bool = False, **changed: Any
-) -> tuple[Named, dict[str, Any]]:
+    rule: str, module: str = ANY, ranks: tuple[int, ...] = (0,), *, beside: bool = False,
+    by_default: tuple[str, ...] = (), **changed: Any,
+) -> tuple[Named, dict[str, Any]]:  # fmt: skip
     """A fault that the rule names at the module, `beside` sound trainings; with what is changed of its training."""
-    return Named(rule, module, ranks, beside), changed
+    return Named(rule, module, ranks, beside, by_default), changed
 
 
 BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
@@ -296,15 +299,27 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
             "blocks.2.up",
             (),
             beside=True,
+            by_default=("no_gradient",),
             begin=lambda net: net.blocks[2].up.weight.requires_grad_(False),
             groups=lambda net: net.parameters(),
         ),
-        "frozen_and_left_out": _fault("invariant", "blocks.1.down", (), beside=True, begin=_frozen("blocks.1.down")),
+        "frozen_and_left_out": _fault(
+            "invariant",
+            "blocks.1.down",
+            (),
+            beside=True,
+            by_default=("no_gradient",),
+            begin=_frozen("blocks.1.down"),
+        ),
         "frozen_head": _fault("invariant", "head", (), beside=True, begin=_frozen("head")),
         "dead_by_bias": _fault("dead", "blocks.1.act", begin=_filled("blocks.1.up.bias", -20.0)),
         "one_layer_scaled": _fault("initialisation", "blocks.3.down", begin=_scaled("blocks.3.down.weight", 20.0)),
         "one_layer_doubled": _fault(
-            "unusual", "blocks.3.down", beside=True, begin=_scaled("blocks.3.down.weight", 2.5)
+            "unusual",
+            "blocks.3.down",
+            beside=True,
+            by_default=("initialisation",),
+            begin=_scaled("blocks.3.down.weight", 2.5),
         ),
         "one_layer_tiny": _fault("initialisation", "blocks.0.up", begin=_scaled("blocks.0.up.weight", 0.02)),
         "constant_weight": _fault("initialisation", "blocks.2.up", begin=_filled("blocks.2.up.weight", 0.1)),
@@ -312,7 +327,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "one_label": _fault("unusual", beside=True, labels=lambda labels, step: torch.zeros_like(labels)),
         "missing_norm": _fault("unusual", beside=True, model=lambda: Net(norm=lambda width: nn.Identity())),  # type: ignore[arg-type]
         "loss_scaled": _fault("unusual", beside=True, loss_factor=8.0),
-        "no_decay_but_l2": _fault("unusual", beside=True, options={"weight_decay": 20.0}),
+        "no_decay_but_l2": _fault("unusual", beside=True, by_default=("update",), options={"weight_decay": 20.0}),
         "repeating_loader": _fault("data", "", num_batches=1),
         "short_cycle": _fault("data", "", num_batches=3),
         "constant_input": _fault("data", "", batch=lambda x, step, rank: torch.ones_like(x)),
@@ -329,7 +344,12 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "never_cleared": _fault("not_cleared", "", (), clears=False),
         "stuck_loader": _fault("data", "", batch=_stuck),
         "nan_in_batch": _fault("nonfinite", batch=lambda x, step, rank: x * (math.nan if step == 171 else 1)),
-        "loud_unit": _fault("outlier_units", "blocks.1.up", begin=lambda net: net.blocks[1].up.weight[3].mul_(3e4)),
+        "loud_unit": _fault(
+            "outlier_units",
+            "blocks.1.up",
+            by_default=("initialisation",),
+            begin=lambda net: net.blocks[1].up.weight[3].mul_(3e4),
+        ),
     },
     "mlp-sgd": {
         "rate_too_high_sgd": _fault("update", rate=60.0),
@@ -394,7 +414,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "momentum_of_zero": _fault("running_statistics", "bn1", begin=_with("bn1", momentum=0.0)),
         "momentum_of_one": _fault("running_statistics", "bn1", batch=_leaping, begin=_with("bn1", momentum=1.0)),
         "norm_in_eval": _fault("evaluation_mode", "bn2", (), begin=_evaluated("bn2")),
-        "dead_channels": _fault("dead_units", "act1", begin=_without_channels),
+        "dead_channels": _fault("dead_units", "act1", by_default=("no_gradient", "bn1"), begin=_without_channels),
     },
     "words": {"frozen_embedding": _fault("invariant", "embed", (), beside=True, begin=_frozen("embed"))},
     "causal": {
@@ -426,7 +446,9 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
             "data", "", (1,), batch=lambda x, step, rank: x * 0 if (rank, step > 99) == (1, True) else x
         ),
         "never_cleared_in_ddp": _fault("not_cleared", "", (), clears=False),
-        "odd_rank_of_two": _fault("unusual", "blocks.0.up", (1,), beside=True, batch=_on_rank(1, 6.0)),
+        "odd_rank_of_two": _fault(
+            "unusual", "blocks.0.up", (1,), beside=True, by_default=("outlier_rank",), batch=_on_rank(1, 6.0)
+        ),
         "same_batches_of_two": _fault("data", "", (1,), has_own_batches=False),
         "jump_on_one_rank": _fault("jump", ranks=(1,), gradients=_all_gradients(3e3, range(200, 201), 1)),
     },
