@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..config import Explained
 from ..sites import SITES
 from ..system.text import bytes_of_setting, printable, size
 
-if TYPE_CHECKING:
-    from ..read.run import RecordedRun  # the import loads pyarrow, which the command line's help does not need
+if TYPE_CHECKING:  # the imports load numpy and pyarrow, which the command line's help does not need
+    from ..config import Explained
+    from ..read.run import RecordedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
