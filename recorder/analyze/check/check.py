@@ -22,8 +22,9 @@ from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import OutlierRank, Replica, Width
 from ...checks.rules.programs import NotCleared, NotOptimized
-from ...checks.rules.values import ONE_BATCH
+from ...checks.rules.values import ONE_BATCH, Data
 from ...errors import ConfigError
+from ...records import KEEP_STATS
 from ...rules import Rule, parse_rules
 from ...run.notes import damage, left_out
 from ...run.reply import Reply, StateLine, Table, table_of
@@ -141,10 +142,17 @@ def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
             one = one._replace(why="the model has no buffers", setting="")
         elif wanted is not None and wanted.site == ("grad",) and is_untrained and "no rows" in one.why:
             one = one._replace(why="no optimizer has a parameter with a gradient", setting="")
+        elif wanted is not None and one.rule == Data.name and any(_selects_inputs(rule) for rule in rules):
+            one = one._replace(why="the whole model has no input: only parts of it are called", setting="")
         elif wanted is not None and any(_selects_all(rule, wanted) for rule in rules):
             one = one._replace(setting="")
         told.append(one)
     return told
+
+
+def _selects_inputs(rule: Rule) -> bool:
+    """Return whether `rule` keeps statistics of what the whole model is called with."""
+    return "input" in rule.site and bool(rule.keep & KEEP_STATS) and rule.matches_module("", "", is_leaf=False)
 
 
 def _selects_all(rule: Rule, wanted: Rule) -> bool:

@@ -280,14 +280,16 @@ class Data(CheckRule):
         marks = rows["l2"] + 1e-3 * rows["mean"]
         is_same = is_label & (marks == previous(rows.lanes, marks, self._last))
         is_judged = is_label | (rows.are_float() & rows.where("first argument", self._is_first))
-        is_flat = ((rows["min"] == rows["max"]) | (is_label & _are_of_one_class(rows))) & is_judged
-        is_flat &= rows["numel"] >= _LEAST_ELEMENTS
+        is_masked = is_label & _are_of_one_class(rows)
+        is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
         for streaks, flags, of_labels in (
             (self._constant_labels, is_same, "the labels never change"),
             (self._flat, is_flat, "all labels of a batch are equal"),
         ):
             for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
                 what = of_labels if is_label[index] else "all elements of the input are equal"
+                if flags is is_flat and is_masked[index]:
+                    what += f", but for those of {_IGNORED}, which the loss ignores"
                 yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "repeats", since)
 
 

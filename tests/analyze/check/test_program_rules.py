@@ -215,3 +215,14 @@ def test_a_rate_that_ends_the_training_is_said(tmp_path: Path) -> None:
     assert findings and all(one.detail.endswith(", and was at most 0.01") for one in findings)
     rates = {one.step: 0.01 * 0.1**one.step for one in findings}
     assert {one.step: float(one.detail.split()[4].rstrip(",")) for one in findings} == pytest.approx(rates, rel=1e-3)
+
+
+def test_inputs_of_a_model_of_which_only_parts_are_called_are_not_asked_for(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 2)})
+    with flagged(tmp_path, "module='' site=input keep=stats steps=::2; site=output keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(6):
+            model["d"](model["g"](torch.randn(8, 4))).square().mean().backward()
+            optimizer.step()
+    (told,) = check(recording.run, rules=["data"]).unjudged
+    assert (told.setting, told.why) == ("", "the whole model has no input: only parts of it are called")
