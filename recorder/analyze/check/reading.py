@@ -52,8 +52,6 @@ ACTIVE = 0.01
 LEAST_VALUES = 32
 """A unit (a channel or neuron) of fewer values than this is never judged dead."""
 _NO_ENDS = (0, 0)
-_FEW = 100
-"""The highest exponent of float16 and float8 is below this number, that of float32 and bfloat16 above it."""
 
 
 class RunRows:
@@ -296,10 +294,11 @@ def _fill_from_statistics(columns: dict[str, Floats], table: Any, ends: Integers
     Of the nonzero values, at most `rms ** 2 / least ** 2` are as large as the least normal number.
     """
     numel, square, *others = (numbers(table.column(name)) for name in ("numel", "sum_sq", *COUNTS))
-    num = numel - np.nan_to_num(others).sum(axis=0)
+    num, least = numel - np.nan_to_num(others).sum(axis=0), ends[:, 0]
+    is_judged = (least < 0) & (least > NORMAL_EXPONENTS["float32"][0]) & (num > 0) & ~np.isnan(square)
     for name, column in columns.items():
-        at = np.flatnonzero((ends[:, 0] < 0) & (ends[:, 1] < _FEW) & (num > 0) & np.isnan(column) & ~np.isnan(square))
-        largest = square[at] / num[at] / 4.0 ** ends[at, 0] if name == "histogram.subnormal_share" else 1.0
+        at = np.flatnonzero(is_judged & np.isnan(column))
+        largest = square[at] / num[at] / 4.0 ** least[at] if name == "histogram.subnormal_share" else 1.0
         column[at] = np.maximum(1 - largest, 0.0)
 
 

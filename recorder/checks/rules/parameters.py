@@ -178,11 +178,11 @@ class NoGradient(StreakRule):
         zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
         share = np.nan_to_num(zeros / np.maximum(numel, 1))
         # A batch norm's channel has values above and below its bias, so that a few samples do not close it by chance.
-        least = np.where(rows.where("channels", self._is_of_channels), self.thresholds["channels"], 1.0)
+        is_bias = rows.where(
+            "bias of channels", lambda key: key.name == "bias" and "BatchNorm" in self.catalog.class_of(key)
+        )
+        least = np.where(is_bias, self.thresholds["channels"], 1.0)
         return ((share >= 1) | (share > least)) & (numel > 0), share
-
-    def _is_of_channels(self, key: SeriesKey) -> bool:
-        return key.name == "bias" and "BatchNorm" in self.catalog.class_of(key)
 
     def finish(self) -> Iterator[Finding]:
         """Report the parameters that never had a gradient, and the gradients that are zero in all elements.
@@ -496,8 +496,6 @@ class _Shrinking(_Large):
 
 
 class Update(_Update, PartsRule):
-    """Updates that are too large for a weight, or that only shrink it."""
-
     parts = (_Large, _Shrinking)
 
 
