@@ -261,8 +261,8 @@ def _totals(expected: Expectation) -> Iterator[Check]:
         elif is_rest_known and not total.explained:
             text += f"; the ledger explains the {missing:,} missing values: {accounts}"
         else:
-            share = f"{total.explained:,} of the {missing:,}" if rest else f"the {missing:,}"
-            text += f"; {share} missing values are explained below"
+            share = f"{total.explained:,} of the {missing:,}" if rest and total.explained else f"the {missing:,}"
+            text += f"; {share} missing values are {'explained' if total.explained else 'listed'} below"
             text += f", the others by the ledger: {accounts}" if is_rest_known else ""
             text += f"; the ledger has {accounts}" if accounts and not is_rest_known else ""
         members = {**total._asdict(), "missing": missing}
