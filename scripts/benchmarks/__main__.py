@@ -21,6 +21,7 @@ BENCHMARKS = {
     "keep": "what a record costs in counts that hold on a busy machine, against stored ones",
     "kernels": "the inner loops of the writer",
     "merge": "merging, against decompressing and copying",
+    "model": "what a step with the recorder takes, predicted from the number of its values and bytes",
     "objectives": "what the gradients of two and of three objectives cost a step",
     "overhead": "what recording costs, against other ways to record; an hour",
     "programs": "what the flag alone costs small programs, from their start to their end",

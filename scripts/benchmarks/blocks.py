@@ -26,7 +26,7 @@ from scripts.benchmarks import parser_of
 
 from .processes import clean_env, progress, run_fresh
 from .stopwatch import THREADS, Stopwatch
-from .ways import POOL, SETTINGS, WAYS
+from .ways import POOL, SETTINGS, WAYS, Setting
 
 WARMUP = 8
 IDLE = "recorder, nothing at these steps"
@@ -79,13 +79,13 @@ def child(workload: str, num_rounds: int, size: int, copies: bool) -> None:
     print(json.dumps({"rounds": list(zip(blocks[True], blocks[False], strict=True)), "end_s": time.time()}))
 
 
-def measure(name: str, setting: str, args: argparse.Namespace) -> list[list[dict[str, Any]]]:
+def measure(name: str, setting: Setting, args: argparse.Namespace) -> list[list[dict[str, Any]]]:
     """The rounds of one way of recording, which must have dropped nothing."""
     env = dict(WAYS[name].env)
     if name not in (IDLE, POOL):
         steps = schedule(args.rounds, args.steps)
         env["RECORDER_RULES"] = "; ".join(f"{rule.strip()} steps={steps}" for rule in env["RECORDER_RULES"].split(";"))
-    workload, num_threads, *_ = SETTINGS[setting]
+    workload, num_threads, *_ = setting
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-blocks-", ignore_cleanup_errors=True) as folder:
         env |= {"RECORDER_DIR": folder, "RECORDER_MAX_BYTES": "1TB", "OMP_NUM_THREADS": str(num_threads)}
         sizes = [workload, str(args.rounds), str(args.steps), str(int(name == POOL))]
@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> int:
     found = {}
     for name in args.only or MEASURED:
         progress(f"blocks, {args.settings}: {name}")
-        found[name] = measure(name, args.settings, args)
+        found[name] = measure(name, SETTINGS[args.settings], args)
         print(line(name, found[name]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"cores": os.cpu_count(), "settings": args.settings, "found": found}) + "\n")

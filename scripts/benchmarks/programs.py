@@ -68,7 +68,7 @@ def child(name: str, num_steps: int) -> None:
 
     rank, num_ranks = int(os.environ.get("RANK", "0")), PROGRAMS[name].num_ranks
     torch.manual_seed(1234)
-    model, batches = _make(name, torch.Generator().manual_seed(rank))
+    model, batches = make_model(name, torch.Generator().manual_seed(rank))
     if num_ranks > 1:
         dist.init_process_group("gloo", f"file://{os.environ['BENCH_STORE']}", rank=rank, world_size=num_ranks)
         model = nn.parallel.DistributedDataParallel(model)
@@ -87,8 +87,8 @@ def child(name: str, num_steps: int) -> None:
         dist.destroy_process_group()
 
 
-def _make(name: str, generator: Any) -> tuple[Any, Iterator[tuple[Any, Any]]]:
-    """A model and its batches."""
+def make_model(name: str, generator: Any) -> tuple[Any, Iterator[tuple[Any, Any]]]:
+    """A model of `PROGRAMS`, and its batches."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""What is trained: the demo's GPT, alone or on the ranks of DDP, and a chain of thousands of small modules.
+"""What is trained: the demo's GPT, alone or on the ranks of DDP, chains of modules, and the models of `programs`.
 
 Nothing here may import `recorder`: its own runs differ by environment alone.
 """
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 DEMO = Path(__file__).parents[2] / "scripts" / "demo_train.py"
 NUM_SMALL = 1000
 """Pairs of small modules."""
+NUM_WIDE = 6
+"""Modules of nine megabytes."""
 
 
 class Workload(NamedTuple):
@@ -33,7 +35,8 @@ class Workload(NamedTuple):
 def make(name: str) -> Workload:
     """The workload of that name, seeded; each rank has its own batches."""
     torch.manual_seed(1234)
-    return {"demo": _demo, "ddp": _ddp, "small": _small}[name]()
+    make_it = {"demo": _demo, "ddp": _ddp, "small": _small, "wide": _wide}.get(name)
+    return _program(name) if make_it is None else make_it()
 
 
 def load_demo() -> ModuleType:
@@ -70,10 +73,37 @@ def _small() -> Workload:
         while True:
             yield torch.randn(16, width, generator=generator), torch.randn(16, width, generator=generator)
 
-    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), _step_of_small)
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), _step_of_chain)
 
 
-def _step_of_small(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
+def _wide() -> Workload:
+    width = 1536
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(NUM_WIDE)])
+    generator = torch.Generator().manual_seed(0)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield torch.randn(width, width, generator=generator), torch.randn(width, width, generator=generator)
+
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), _step_of_chain)
+
+
+def _program(name: str) -> Workload:
+    from .programs import make_model
+
+    model, batches = make_model(name, torch.Generator().manual_seed(0))
+    return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches, _step_of_program)
+
+
+def _step_of_program(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
+    loss = nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _step_of_chain(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
     loss: Tensor = (model(inputs) - targets).square().mean()
     loss.backward()
     optimizer.step()
