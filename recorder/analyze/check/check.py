@@ -20,7 +20,7 @@ from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
-from ...checks.rules.comparing import OutlierRank, Replica, Width
+from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Width
 from ...checks.rules.programs import NotCleared, NotOptimized
 from ...checks.rules.values import ONE_BATCH, Data
 from ...errors import ConfigError
@@ -132,14 +132,16 @@ def check(
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
     """Remove useless advice to add a recording rule: the run had the rule, or nothing that it selects."""
     modules = run.modules.values()
-    has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
+    is_known, buffers = any(one.params for one in modules), {name for one in modules for name in one.buffers}
+    has_no_norm = is_known and not any(name.endswith(RUNNING_VARIANCE) for name in buffers)
     is_untrained = any(one.untrained for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
     told: list[Unjudged] = []
     for one in unjudged:
         (wanted,) = parse_rules(one.setting, takes_unknown_sites=True) or (None,)
-        if wanted is not None and wanted.site == ("buffer",) and has_no_buffers:
-            one = one._replace(why="the model has no buffers", setting="")
+        if wanted is not None and wanted.site == ("buffer",) and has_no_norm:
+            why = "no buffer of the model is the running variance of a norm" if buffers else "the model has no buffers"
+            one = one._replace(why=why, setting="")
         elif wanted is not None and wanted.site == ("grad",) and is_untrained and "no rows" in one.why:
             one = one._replace(why="no optimizer has a parameter with a gradient", setting="")
         elif wanted is not None and one.rule == Data.name and any(_selects_inputs(rule) for rule in rules):

@@ -117,6 +117,10 @@ def medians(groups: Integers, values: Floats) -> Floats:
     return np.asarray(values[order][starts + (counts - 1) // 2])
 
 
+RUNNING_VARIANCE = "running_var"
+"""How the name of a batch norm's buffer ends that has the variances of the channels."""
+
+
 class _Variance(CheckRule):
     name = "running_statistics"
     sentence = "The running variance of a batch norm never moves, leaps, or is apart over ranks."
@@ -135,7 +139,7 @@ class _Variance(CheckRule):
         self._num, self._value = Memory(0.0), Memory()
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.site == "buffer" and key.name.endswith("running_var")
+        return key.site == "buffer" and key.name.endswith(RUNNING_VARIANCE)
 
     def is_late(self, rows: Rows) -> Flags:
         num = streaks(rows.lanes, np.ones(len(rows), np.bool_), self._num)
