@@ -264,9 +264,14 @@ class Probe:
         """
         column = self._by_key.get((origin, "forward", mode))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
-        return None if column is None or plan is None else partial(self._saw_again, column, tensor.dtype, plan)
+        if column is None or plan is None:
+            return None
+        return partial(self._saw_again, column, tensor.dtype, plan, plan.kernels.summing_squares(plan.loops))
 
-    def _saw_again(self, column: int, dtype: torch.dtype, plan: HostMeasure, tensor: torch.Tensor, step: int) -> bool:
+    def _saw_again(
+        self, column: int, dtype: torch.dtype, plan: HostMeasure, squares: Callable[[int], float], tensor: torch.Tensor,
+        step: int,
+    ) -> bool:  # fmt: skip
         loops = plan.loops
         items = loops.items
         if (
@@ -283,7 +288,7 @@ class Probe:
         ):
             return False
         is_quick = items < _QUICK_ITEMS or (items * loops.item_bytes <= _HELD_BYTES and torch.get_num_threads() == 1)
-        total = plan.squares(at) if is_quick else self._squares_at(at, plan)
+        total = squares(at) if is_quick else self._squares_at(at, plan)
         if not total < math.inf:
             return False
         self._sums[column] += total
@@ -345,8 +350,9 @@ class Probe:
         if not _is_on_host(tensors[0]):
             return ProbedGroup(values, keeps, None, columns, numels)
         plans = [plan for one in values if (plan := self._plans.get((one.dtype, one.numel))) is not None]
-        many = ManyTensors([plan.loops for plan in plans])
-        return ProbedGroup(values, keeps, many, columns, numels) if len(plans) == len(seen) else None
+        if len(plans) != len(seen):
+            return None
+        return ProbedGroup(values, keeps, ManyTensors([plan.loops for plan in plans]), columns, numels)
 
     def saw_group(
         self, group: ProbedGroup, tensors: list[torch.Tensor], at: Sequence[int], moment: StepPosition

@@ -459,9 +459,9 @@ def command_of(typed: str, one: JoinedFindings) -> str:
         return shlex.join(["recorder", "first", typed])
     if worst.rule == NotOptimized.name:  # no row has the parameter or its gradient; this names each parameter
         return shlex.join(["recorder", "check", typed, "--rule", worst.rule, "--json"])
-    words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
-    if worst.rule == NotCleared.name:  # it concerns all gradients, and the root may have none of its own
-        words.remove(worst.module_path)
+    # `not_cleared` concerns all gradients, and the root may have none of its own.
+    where = [] if worst.rule == NotCleared.name else [worst.module_path]
+    words = ["recorder", "stats", typed, *where, "--site", worst.site]
     words += ["--name", worst.name] if worst.site == "scalar" and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
