@@ -94,10 +94,13 @@ class ShippedLedger:
         with self._lock:
             return dict(self._files)
 
-    def add(self, name: str, size_bytes: int, how: str) -> None:
+    def add(self, name: str, size_bytes: int, how: str) -> bool:
+        """Add a confirmation. Return True if `problem` was empty and is not any more, which one of all threads sees."""
         with self._lock:
+            before = self.problem
             self._files[name] = Confirmed(size_bytes, how)
             self._write([name])
+            return bool(self.problem and not before)
 
     def forget(self, names: list[str]) -> None:
         """Remove the confirmations of files that the store has lost."""
@@ -437,9 +440,8 @@ class ShippedRun:
 
     def note(self, name: str, size_bytes: int, how: str) -> None:
         """Record in the ledger that the destination has a file. A problem of the ledger is logged once."""
-        said, self.has_shipped = self.ledger.problem, True
-        self.ledger.add(name, size_bytes, how)
-        if self.ledger.problem and not said:
+        self.has_shipped = True
+        if self.ledger.add(name, size_bytes, how):
             logger.warning("%s/%s", self.path, self.ledger.problem)
 
     def _conflicts(self, name: str) -> bool:
