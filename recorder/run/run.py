@@ -294,7 +294,7 @@ class Run(RecordedRun):
         loaded, rows, tensor_rows, partial = self._find(module_path, question, needs_values=True)
         if loaded is not None:
             return global_tensor(loaded, tensor_rows, partial=partial)
-        if not partial and is_partial(rows, tensor_rows.positions):
+        if not partial and tensor_rows.is_merged and is_partial(rows, tensor_rows.positions):
             raise LookupFailedError(
                 f"{tensor_rows.what} lacks the rows of some ranks; partial=True gives what there is"
             )
@@ -472,8 +472,9 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     if not isinstance(path, str):
         raise TypeError(f"a module path is text, such as 'layers.0.mlp', not {path!r}")
     whole = f"{below}.{path}" if below and path else below or path
-    known = run.known_paths
-    if whole not in known:
+    in_a_manifest = any(path_of == whole for _, path_of in run.modules)
+    if not in_a_manifest and whole not in run.known_paths:  # which reads rows
+        known = run.known_paths
         prefix = below + "." if below else ""
         there = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]
         where = f"below {below!r}" if below else "in this run"
