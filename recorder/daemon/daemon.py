@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -110,10 +110,7 @@ class Daemon:
     def seen(self) -> dict[str, int]:
         """Return the numbers of ignored entries: ``foreign`` (of no run) and ``refused`` (links, bad names)."""
         counted = [self._counts, *(one for run in self.runs for one in run.counted)]
-        return {
-            "foreign": sum(len(one.foreign) for one in counted),
-            "refused": sum(len(one.refused) for one in counted),
-        }
+        return {kind: sum(len(getattr(one, kind)) for one in counted) for kind in ("foreign", "refused")}
 
     def check_store(self) -> None:
         """Make one request to the store. Raise StoreError if a setting is wrong, or if the store does not answer."""
@@ -122,17 +119,9 @@ class Daemon:
 
     def run(self) -> int:
         with self._locked(), self._signals():
-            settings = self.shared.settings
-            server = None
-            if settings.listen:
-                requests = self.shared.destination.requests
-                collector = DaemonCollector(
-                    counters=self.counters, health=self.health, requests=requests, runs=lambda: self.runs,
-                    seen=self.seen, watched=self._watched, to=self.shared.destination.url,
-                )  # fmt: skip
-                server = MetricsServer(settings, make_registry(collector), self._is_alive, self._why_not_ready)
-                self.url, self.port = server.url, server.port
-            try:
+            with contextlib.ExitStack() as serving:
+                if self.shared.settings.listen:
+                    serving.callback(self._serve().close)
                 try:
                     self.check_store()
                 except StoreError as error:
@@ -149,11 +138,19 @@ class Daemon:
                         self._reload_settings()
                     self._pass()
                     self._rest(min(_PASS_S, self.shared.look_s))
-            finally:
-                if server is not None:
-                    server.close()
             self._finish()
             return 0
+
+    def _serve(self) -> MetricsServer:
+        requests, to = self.shared.destination.requests, self.shared.destination.url
+        collector = DaemonCollector(
+            counters=self.counters, health=self.health, requests=requests, runs=lambda: self.runs,
+            seen=self.seen, watched=self._watched, to=to,
+        )  # fmt: skip
+        registry = make_registry(collector)
+        server = MetricsServer(self.shared.settings, registry, self._is_alive, self._why_not_ready)
+        self.url, self.port = server.url, server.port
+        return server
 
     def run_once(self) -> int:
         """Upload all files that exist now. Return 0 if the destination then has all of them, else 1.
@@ -408,18 +405,15 @@ class Daemon:
     def _run_errands(self, run: RunShipper, now_s: float) -> None:
         if run.key in self._errands or run.there.conflict or not run.writers:
             return
-        settings = self.shared.settings
+        check_s = self.shared.settings.check_s
         if run.needs_repair:
             self._errand(run, lambda: errands.repair(run))
-            return
-        if any(writer.needs_count for writer in run.all_writers):
+        elif any(writer.needs_count for writer in run.all_writers):
             self._errand(run, lambda: errands.count(run))
-            return
-        if self._is_outdated(run, now_s) and not self.shared.is_once:
+        elif self._is_outdated(run, now_s) and not self.shared.is_once:
             self._errand(run, lambda: self._remove(run))
-            return
-        if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
-            run.next_check_s = now_s + settings.check_s
+        elif check_s and now_s >= run.next_check_s and not run.is_settled:
+            run.next_check_s = now_s + check_s
             self._errand(run, lambda: tell(run, errands.check(run)))
 
     def _is_outdated(self, run: RunShipper, now_s: float) -> bool:
@@ -490,13 +484,12 @@ class Daemon:
         """Wait up to `stop_s` for running jobs, then put the last documents. The next start does the rest."""
         until_s = time.monotonic() + self.shared.settings.stop_s
         self._is_stopping = True
-        self._wait_for_jobs(until_s)
-        if not self.health.problem and all(future.done() for future in self._under_way):
+        are_all_done = not wait(self._under_way, self.shared.settings.stop_s).not_done
+        if are_all_done and not self.health.problem:
             self._submit("errand", self._put_last_documents, None)  # a job of another lane ends at once after a stop
-            self._wait_for_jobs(until_s)
+            wait(self._under_way, until_s - time.monotonic())
         self._over.set()
-        self._wait_for_jobs(time.monotonic() + _ERRAND_END_S)
-        num_parked = sum(not future.done() for future in self._under_way)
+        num_parked = len(wait(self._under_way, _ERRAND_END_S).not_done)
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         self.is_parked = num_parked > 0
@@ -512,10 +505,6 @@ class Daemon:
         self._summarise()
         for run in self.runs:
             run.put_shown()
-
-    def _wait_for_jobs(self, until_s: float) -> None:
-        while any(not future.done() for future in self._under_way) and time.monotonic() < until_s:
-            time.sleep(0.02)
 
     left: list[str]
     """The paths of the files that `run_once` could not upload."""

@@ -49,13 +49,6 @@ class TakenError(Exception):
     """The condition of an upload does not hold. The name is taken, or the object to replace has changed or is gone."""
 
 
-class DamagedError(StoreError):
-    """The store has stored other bytes than were sent."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "damaged")
-
-
 class StoredObject(NamedTuple):
     """The size, the time and the ETag of an object at a destination."""
 
@@ -108,7 +101,8 @@ class Destination(Protocol):
 
         The result is ``etag`` (the ETag is as expected), ``read`` (the object was read back), ``synced``, or ``there``
         (an equal object was there before). Raise TakenError if another object has the name, and StoreError if the store
-        fails. Raise DamagedError if the store has stored other bytes. The caller then tries again.
+        fails. The StoreError is of the kind ``damaged`` if the store has stored other bytes. The caller then tries
+        again.
         """
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
@@ -194,8 +188,9 @@ class Bucket(Destination):
         self.delete([key])
         raise self._damaged(key)
 
-    def _damaged(self, key: str) -> DamagedError:
-        return DamagedError(f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again")
+    def _damaged(self, key: str) -> StoreError:
+        text = f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again"
+        return StoreError(text, "damaged")
 
     def _put_parts(self, store: Any, path: str, file: LocalFile, attributes: dict[str, str]) -> str:
         import obstore

@@ -154,11 +154,8 @@ class RunShipper:
 
     @property
     def newest_writers(self) -> list[WriterShipper]:
-        newest: dict[int, WriterShipper] = {}
-        for writer in sorted(self.all_writers, key=lambda one: (one.lifetime.attempt, one.lifetime.started_ns)):
-            if writer.rank is not None:
-                newest[writer.rank] = writer
-        return list(newest.values())
+        in_order = sorted(self.all_writers, key=lambda one: (one.lifetime.attempt, one.lifetime.started_ns))
+        return list({writer.rank: writer for writer in in_order if writer.rank is not None}.values())
 
     @property
     def backlog(self) -> dict[str, Stamp]:

@@ -27,9 +27,9 @@ _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file",
 """The settings that a reload cannot change. Locks, ports and ledgers (lists of shipped files) depend on them."""
 
 
-def _setting(default: Any, doc: str, metavar: str | None = None) -> Any:
-    """Return the field of a setting. `metavar` stands for the value in the command's help, if the value is text."""
-    return field(default=default, metadata={"doc": doc, "metavar": metavar})
+def _setting(default: Any, doc: str, metavar: str | None = None, *, allowed: tuple[float, float] | None = None) -> Any:
+    """Return the field of a setting. `metavar` stands for a text in the command's help. `allowed` bounds a number."""
+    return field(default=default, metadata={"doc": doc, "metavar": metavar, "allowed": allowed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,29 +38,34 @@ class DaemonSettings:
 
     watch: tuple[str, ...] = _setting((), "a folder of this node's runs; RECORDER_DIR or recordings; repeatable", "DIR")
     to: str = _setting("", f"where runs go: {DESTINATIONS} or file:///DIR", "URL")
-    fresh_s: float = _setting(10.0, "statistics there are no older than so many seconds")
-    status_s: float = _setting(5.0, "seconds between two puts of what a node's ranks show; each is one request")
+    fresh_s: float = _setting(10.0, "statistics there are no older than so many seconds", allowed=(0.1, 86400))
+    status_s: float = _setting(
+        5.0, "seconds between two puts of what a node's ranks show; each is one request", allowed=(0.1, 86400)
+    )
     keep_local: str = _setting(KEEP_ALL, "how long an ended run stays here once it is there: 12h, or all", "TIME")
-    max_bytes_per_s: int = _setting(0, "bound on what is sent: 50MB; 0: none", "BYTES")
-    threads: int = _setting(4, "uploads at once, of small and of large files each")
+    max_bytes_per_s: int = _setting(0, "bound on what is sent: 50MB; 0: none", "BYTES", allowed=(0, 1 << 50))
+    threads: int = _setting(4, "uploads at once, of small and of large files each", allowed=(1, 64))
     listen: str = _setting("127.0.0.1:9436", "where /metrics, /healthz and /readyz are; empty: nowhere", "HOST:PORT")
     listen_certificate: str = _setting("", "PEM file with certificate and key: the port speaks TLS", "FILE")
     listen_password_file: str = _setting("", "file with USER:PASSWORD, which /metrics then asks for", "FILE")
     log: str = _setting("text", "how lines are written to standard error: text or json", "KIND")
-    check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")
+    check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none", allowed=(0, 1e9))
     webhook: str = _setting("", "a URL to which new findings are posted: Slack's, or one that takes JSON", "URL")
     page_url: str = _setting("", "the address of `recorder view` of the destination, for links in messages", "URL")
     accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
     key_file: str = _setting("", "the file with the key that signs commands", "FILE")
-    recheck_s: float = _setting(3600.0, "seconds between two looks at what the store still has of a run")
-    stop_s: float = _setting(10.0, "how long a stop waits for what is under way, seconds")
-    deadline_s: float = _setting(600.0, "with --once: how long a store that fails is tried, seconds")
+    recheck_s: float = _setting(
+        3600.0, "seconds between two looks at what the store still has of a run", allowed=(1, 1e9)
+    )
+    stop_s: float = _setting(10.0, "how long a stop waits for what is under way, seconds", allowed=(0, 3600))
+    deadline_s: float = _setting(600.0, "with --once: how long a store that fails is tried, seconds", allowed=(0, 1e9))
     state: str = _setting("", "the folder for the lock and the state", "DIR")
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"{name} = {getattr(self, name):g}: allowed is {low:g} to {high:g}")
+        for item in fields(self):
+            allowed, value = item.metadata["allowed"], getattr(self, item.name)
+            if allowed and not allowed[0] <= value <= allowed[1]:
+                raise ConfigError(f"{item.name} = {value:g}: allowed is {allowed[0]:g} to {allowed[1]:g}")
         if self.log not in ("text", "json"):
             raise ConfigError(f"log = {self.log!r}: allowed is text or json")
         _ = self.keep_local_s
@@ -82,18 +87,6 @@ class DaemonSettings:
         if not host or not port.isdigit() or not 0 <= int(port) < 65536:
             raise ConfigError(f"listen = {self.listen!r}: expected HOST:PORT, such as 127.0.0.1:9436")
         return host.strip("[]"), int(port)
-
-
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("fresh_s", 0.1, 86400),
-    ("status_s", 0.1, 86400),
-    ("max_bytes_per_s", 0, 1 << 50),
-    ("threads", 1, 64),
-    ("check_s", 0, 1e9),
-    ("recheck_s", 1, 1e9),
-    ("stop_s", 0, 3600),
-    ("deadline_s", 0, 1e9),
-)
 
 
 def load_daemon_settings(

@@ -67,7 +67,6 @@ class LocalFile:
         self.descriptor = descriptor
         status = os.fstat(descriptor)
         self.size_bytes = status.st_size
-        self.changed_s = status.st_mtime
         self.stamp = Stamp.of(status)
 
     def bytes(self, offset: int, num_bytes: int) -> bytes:
