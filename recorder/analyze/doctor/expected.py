@@ -11,28 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ...numerics.keys import Integers
 from ...records import KEEP_RING
 from ...rules import EVERY, Rule
 from ...run.notes import absent_ranks
 from ...run.run import RecordedWriter, Run
 from .gaps import Gap, Gaps, absent, explain
-from .observed import (
-    ACCOUNTED,
-    MISSED,
-    MODES,
-    DroppedTail,
-    RankView,
-    SlotRows,
-    accounted,
-    dropped_tail,
-    lost_steps,
-    read_slots,
-)
+from .observed import ACCOUNTED, MODES, Cause, DroppedTail, RankView, SlotRows, accounted, lost_steps, read_slots
 from .slots import SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, match_rule, read_rules
 
-Integers = npt.NDArray[np.int64]
 Window = tuple[int, int]
 """The first and the last step of which a trigger asked to write the rows."""
 
@@ -167,7 +155,7 @@ class _AskedSlots:
             view.add(rows)
         view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], self.axis)
         if self.windows and not self.is_merged:
-            view.bits[_missed(one, self.axis, self.windows)] |= MISSED
+            view.bits[_missed(one, self.axis, self.windows)] |= Cause.TRIGGER_MISSED.value
         return view
 
     def absent_views(self, missing: Sequence[int], selected: Flags) -> Iterator[tuple[list[int], RankView]]:
@@ -390,13 +378,17 @@ def _num_forwards(one: _Rank, mode: int, axis: Integers) -> Integers:
 
 
 def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTail]:
+    """Count the rows that the newest writer of each rank has dropped after its last row, where it is the last step."""
     end = max((view.last_step for view in views if view.last_step is not None), default=None)
     tails = []
     for one, view in zip(ranks, views, strict=True):
-        if view.last_step is not None and view.last_step == end:
-            last_seq = int(one.rows[-1].numbered.seq.max(initial=-1))
-            tails.append(dropped_tail(one.rank, one.writers, last_seq, view.last_step))
-    return [tail for tail in tails if tail is not None]
+        newest, last_seq = one.writers[-1], int(one.rows[-1].numbered.seq.max(initial=-1))
+        rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
+        # After rows that were kept in memory alone, numbers without a row belong mostly to such rows.
+        is_told = newest.state == "closed" and not newest.balance.passed
+        if view.last_step is not None and view.last_step == end and is_told and rest > 0:
+            tails.append(DroppedTail(one.rank, end, rest))
+    return tails
 
 
 def _partial(ranks: Sequence[_Rank]) -> list[LackingRows]:

@@ -12,26 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...numerics.keys import Integers
 from ...sites import OF_BUFFERS, OF_CALLS, VALUES_OF_CALLS, values_of
 from ...system.text import listed
-from .observed import (
-    ACCOUNTED,
-    CAUSES,
-    CUT,
-    DAMAGED,
-    DROPPED,
-    LIVE,
-    MISSED,
-    RETIRED,
-    TOTAL,
-    UNACCOUNTED,
-    RankView,
-    retention,
-)
-from .observed import FORWARD as IN_FORWARD
+from .observed import ACCOUNTED, FORWARD, TOTAL, Cause, RankView, retention
 from .slots import HIDDEN, SLOT_SITES, Flags, Slots, distinct
-
-Integers = npt.NDArray[np.int64]
 
 _MAX_CELLS = 4_000_000
 """The largest number of slots (sites of modules) times steps in a block."""
@@ -101,8 +86,7 @@ REASONS = (
     Reason("not_merged", "not called, or lost: the run that this was merged from has lost rows", False, False),
 )  # fmt: skip
 _CODE = {reason.key: number + 1 for number, reason in enumerate(REASONS)}
-_OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "died", LIVE: "live"}
-_OF_CAUSE |= {UNACCOUNTED: "unaccounted", MISSED: "trigger_missed"}
+_OF_CAUSE = {cause: _CODE[str(cause.name).lower()] for cause in Cause}
 _OF_MODULE = {
     "not_called", "other_ranks", "elsewhere", *HIDDEN, "silent", "bypassed", "unused", "children", "never_called",
     "untapped", "no_tensor", "no_gradient", "tied", "in_no_optimizer", "not_optimized",
@@ -125,7 +109,7 @@ _UNCALLED = np.array([_CODE[key] for key in (
 
 _NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
 """Reasons whose only evidence is that a row is missing."""
-_GONE = np.array([_CODE[key] for key in ("perhaps_dropped", *_OF_CAUSE.values())])
+_GONE = np.array([_CODE["perhaps_dropped"], *_OF_CAUSE.values()])
 """Reasons that leave open whether the missing value existed."""
 
 
@@ -151,7 +135,7 @@ class _Sum:
 
     modules: Flags
     steps: Flags
-    ranks: dict[int | None, None]
+    ranks: set[int | None]
     num_missing: int = 0
 
 
@@ -175,11 +159,11 @@ class Gaps:
         """Add missing values of one site on one rank."""
         key, reason = (code, detail, root, site), REASONS[code - 1]
         if key not in self._sums:
-            self._sums[key] = _Sum(np.zeros(len(self.slots.modules), bool), np.zeros(len(self.axis), bool), {})
+            self._sums[key] = _Sum(np.zeros(len(self.slots.modules), bool), np.zeros(len(self.axis), bool), set())
         known = self._sums[key]
         known.modules[modules] = True
         known.steps |= steps
-        known.ranks[rank] = None
+        known.ranks.add(rank)
         known.num_missing += num_missing
         if reason.is_harmless:
             self.explained[site] += num_missing
@@ -221,6 +205,7 @@ class Gaps:
         for (reason, detail, root, _), members in groups.items():
             sums = [one for _, one in members]
             modules, steps = (np.any([getattr(one, name) for one in sums], axis=0) for name in ("modules", "steps"))
+            ranks = set[int | None]().union(*(one.ranks for one in sums))
             gaps.append(
                 Gap(
                     reason=reason,
@@ -229,9 +214,7 @@ class Gaps:
                     sites=[SLOT_SITES[site] for site in sorted(site for site, _ in members)],
                     modules=[self.slots.modules[number].path for number in np.flatnonzero(modules).tolist()],
                     steps=self.axis[steps].tolist(),
-                    ranks=sorted(
-                        {rank for one in sums for rank in one.ranks}, key=lambda rank: -1 if rank is None else rank
-                    ),
+                    ranks=sorted(ranks, key=lambda rank: -1 if rank is None else rank),
                     num_missing=sum(one.num_missing for one in sums),
                 )
             )
@@ -296,15 +279,15 @@ def _with_losses(
     there, expected = block.recorded[block.rows], block.expected[block.rows]
     is_free = view.bits[columns] == 0
     lost = np.zeros(len(columns), np.uint8)
-    for cause in reversed(CAUSES):
-        lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
+    for cause, code in reversed(_OF_CAUSE.items()):
+        lost[view.bits[columns] & cause > 0] = code
     # A slot (a site of a module) without values at all steps without losses would have no values at other steps either.
     never = (expected & is_free).any(axis=1) & ~(expected & there & is_free).any(axis=1)
     usual = reason[np.arange(len(reason)), np.argmax(missing & is_free, axis=1)]
     usual_of[block.slots[never]] = usual[never]
     num_found = there.sum(axis=1)
     is_certain = np.isin(reason, _CERTAIN) & (num_found == 0)[:, None]
-    is_certain |= np.isin(reason, _UNCALLED) & (view.room[IN_FORWARD, columns] == 0)
+    is_certain |= np.isin(reason, _UNCALLED) & (view.room[FORWARD, columns] == 0)
     is_drop = lost == _CODE["dropped"]
     may_drop = missing & is_drop & ~never[:, None] & ~is_certain
     by_drop = view.take_room(columns, may_drop, block.site, num_found)
@@ -434,9 +417,7 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
         ("bypassed", has_grad),
         ("unused", has_param & wants_grad),
     )
-    reasons = np.full(len(slots.modules), _CODE["never_called"])
-    for key, flags in reversed(order):
-        reasons[flags] = _CODE[key]
+    reasons = np.select([flags for _, flags in order], [_CODE[key] for key, _ in order], _CODE["never_called"])
     # Hooks cannot see a hidden module, and of some modules only children ran. So these may leave no row at all.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
     reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
@@ -467,8 +448,8 @@ def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], us
         else:
             codes[axis > view.last_step] = _CODE["ended"]
             codes[axis < view.first_step] = _CODE["later"]
-    for cause in reversed(CAUSES):
-        codes[view.bits & cause > 0] = _CODE[_OF_CAUSE[cause]]
+    for cause, code in reversed(_OF_CAUSE.items()):
+        codes[view.bits & cause > 0] = code
     usual[_perhaps_dropped(view, codes, usual)] = _CODE["perhaps_dropped"]
     _add_steps(gaps, view, codes, ~view.alive, details, [view.rank], usual)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntFlag, auto
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,20 +18,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...numerics.dtypes import item_bytes
-from ...numerics.keys import encode, group
+from ...numerics.keys import Integers, encode, group
 from ...run.notes import KNOWN_WORDS
 from ...run.run import RecordedWriter
 from ...sites import OF_CALLS, PROBE, SITE_OF
 from .slots import SLOT_SITES, Flags, Slots, WriterSlots, distinct
 
-Integers = npt.NDArray[np.int64]
-
 ACCOUNTED = ("dropped", "retired")
 """The reasons for missing rows of which writers keep counts in their manifests."""
-DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
-CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
-"""The causes of missing sequence numbers, as bits. If several causes fit, the first one counts."""
-_PASSED = 0
+
+
+class Cause(IntFlag):
+    """The causes of missing sequence numbers, with the keys of `gaps.REASONS`. The first cause that fits counts."""
+
+    CORRUPT = auto()
+    RETIRED = auto()
+    TRIGGER_MISSED = auto()
+    DROPPED = auto()
+    DIED = auto()
+    LIVE = auto()
+    UNACCOUNTED = auto()
+
+
+_PASSED = Cause(0)
 """The cause of missing sequence numbers whose rows were kept in memory only: no trigger asked for their steps."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
@@ -40,7 +50,7 @@ _WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
 WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
 """For each site in `SLOT_SITES`, the phase of a step in which its rows get their sequence numbers."""
 TOTAL = 3
-"""The index in `LostRows.room` of all phases together (forward, backward and update)."""
+"""The index in `RankView.room` of all phases together (forward, backward and update)."""
 _MANY = 1 << 40
 """The limit for a number of missing rows, because an untrusted file may name any number."""
 
@@ -75,20 +85,6 @@ def accounted(
     return missing
 
 
-def dropped_tail(
-    rank: int | None, writers: Sequence[RecordedWriter], last_seq: int, last_step: int
-) -> DroppedTail | None:
-    """Return how many rows a rank's newest writer dropped after its last row. Return None if it dropped none there.
-
-    `last_seq` is the sequence number of this writer's last row, or -1. `last_step` is the rank's last step.
-    """
-    newest = writers[-1]
-    if newest.balance.passed:
-        return None  # numbers without a row belong mostly to rows kept in memory
-    rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
-    return DroppedTail(rank, last_step, rest) if rest > 0 and newest.state == "closed" else None
-
-
 def retention(writers: Sequence[RecordedWriter]) -> str:
     """Return the name of the setting that made retention remove rows of these writers."""
     kept = [writer.manifest.whole_setting("keep_newest") for writer in writers]
@@ -105,15 +101,6 @@ class NumberedRows(NamedTuple):
     micro_step: npt.NDArray[np.int32]
     when: npt.NDArray[np.int8]
     """For each row, the phase in which the row was made: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
-
-
-class LostRows(NamedTuple):
-    """For each step of one rank, the causes of missing rows, and the most rows that may have been dropped."""
-
-    bits: npt.NDArray[np.uint8]
-    """For each step, the bits of all causes of missing rows."""
-    room: Integers
-    """The most rows that may have been dropped in each phase (forward, backward, update, all) of each step."""
 
 
 class _Gaps(NamedTuple):
@@ -133,12 +120,14 @@ class _Gaps(NamedTuple):
         return cls(cause, first, last, np.array([size]), np.array([FORWARD]), np.array([UPDATE]))
 
 
-def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers) -> LostRows:
-    """Return why rows of one rank are missing at each of `steps`, and how many rows may have been dropped.
+def lost_steps(
+    writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers
+) -> tuple[npt.NDArray[np.uint8], Integers]:
+    """Return `RankView.bits` and `RankView.room` of one rank, for `steps`, which are ascending.
 
-    `steps` are ascending. The writers are in the order of their start, and `rows` has the rows of each writer.
+    The writers are in the order of their start, and `rows` has the rows of each writer.
     """
-    changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in CAUSES}
+    changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in Cause}
     rooms = np.zeros((TOTAL + 1, len(steps) + 1), np.int64)
     begins = [int(one.step[0]) if len(one.step) else None for one in rows]
     for number, (writer, one) in enumerate(zip(writers, rows, strict=True)):
@@ -148,28 +137,28 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
             end = np.searchsorted(steps, np.maximum(gaps.first, gaps.last), "right")
             np.add.at(changes[gaps.cause], begin, 1)
             np.add.at(changes[gaps.cause], end, -1)
-            for when in range(TOTAL + 1) if gaps.cause == DROPPED else ():
+            for when in range(TOTAL + 1) if gaps.cause == Cause.DROPPED else ():
                 size = np.where((when == TOTAL) | (gaps.earliest <= when) & (when <= gaps.latest), gaps.size, 0)
                 np.add.at(rooms[when], begin, np.minimum(size, _MANY))
                 np.add.at(rooms[when], end, -np.minimum(size, _MANY))
     causes = np.zeros(len(steps), np.uint8)
     for cause, change in changes.items():
-        causes[np.cumsum(change[:-1]) > 0] |= cause
-    return LostRows(causes, np.cumsum(rooms, axis=1)[:, :-1])
+        causes[np.cumsum(change[:-1]) > 0] |= cause.value
+    return causes, np.cumsum(rooms, axis=1)[:, :-1]
 
 
 def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
     """Yield ranges of a writer's missing sequence numbers. `following` is the first step of the rank's next writer."""
     balance = writer.balance
-    is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
-    usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
+    is_open = {"recording": Cause.LIVE, "unclosed": Cause.DIED}.get(writer.state)
+    usual = Cause.DROPPED if balance.num_dropped else Cause.UNACCOUNTED if is_open is None else is_open
     usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # for gaps between two rows
     if balance.passed and not balance.num_missing:
         usual = usual_between
     spans = _removed(writer, rows)
     if not len(rows.seq):
         cause = min((span[2] for span in spans), default=usual)
-        if cause != _PASSED and (is_open is not None or balance.observed or cause == DAMAGED):
+        if cause != _PASSED and (is_open is not None or balance.observed or cause == Cause.CORRUPT):
             yield _Gaps.anytime(cause, np.zeros(1, np.int64), np.full(1, _END), balance.observed)
         return
     yield from _gaps_between(writer, rows, spans, usual_between)
@@ -193,7 +182,7 @@ def _gaps_between(
         first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
     earliest, latest = _when(rows, indices)
     causes = np.full(len(before), usual, np.int64)
-    for cause in (RETIRED, DAMAGED):
+    for cause in (Cause.RETIRED, Cause.CORRUPT):
         for low, high, kind in spans:
             if kind == cause:
                 causes[(after > low + 1) & (before < high - 1)] = cause
@@ -201,12 +190,12 @@ def _gaps_between(
     # last step.
     own = np.flatnonzero(~np.isin(rows.shard, [i for i, shard in enumerate(writer.all_shards) if shard.is_of_probe]))
     steps_after = np.append(rows.step[own], _END)[np.searchsorted(own, np.searchsorted(rows.seq, after))]
-    last = np.where((causes == DAMAGED) | (causes == UNACCOUNTED), np.maximum(last, steps_after), last)
-    for cause in CAUSES:
+    last = np.where((causes == Cause.CORRUPT) | (causes == Cause.UNACCOUNTED), np.maximum(last, steps_after), last)
+    for cause in Cause:
         of = causes == cause
         if of.any():
             size = (after - before - 1)[of]
-            if cause == DROPPED and balance.passed:
+            if cause == Cause.DROPPED and balance.passed:
                 size = np.minimum(size, balance.num_dropped)
             yield _Gaps(cause, first[of], last[of], size, earliest[of], latest[of])
 
@@ -235,12 +224,12 @@ def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int,
         for position, (following, first, last, is_damaged) in enumerate(shards):
             rest = [low for _, low, _, _ in shards[position + 1 :] if low >= 0]
             if following > number + 1 and writer.balance.retired_rows:
-                removed.append((high, first if first >= 0 else min(rest, default=_END), RETIRED))
+                removed.append((high, first if first >= 0 else min(rest, default=_END), Cause.RETIRED))
             if is_damaged:
-                removed.append((high, min(rest, default=_END), DAMAGED))
+                removed.append((high, min(rest, default=_END), Cause.CORRUPT))
             number, high = following, max(high, last)
         if any(retired == kind and gone > number for retired, gone in writer.retired_shards):
-            removed.append((high, _END, RETIRED))
+            removed.append((high, _END, Cause.RETIRED))
     return removed
 
 
@@ -415,9 +404,9 @@ class RankView:
     def __post_init__(self) -> None:
         num_roots, num_steps, num_modules = len(self.slots.roots), len(self.axis), len(self.slots.modules)
         self.bits = np.zeros(num_steps, np.uint8)
-        """For each step, the bits of the causes of missing rows, from `lost_steps`."""
+        """For each step, the bits of all causes of missing rows."""
         self.room = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """For each phase and step, the most missing values that dropped rows can explain, as in `LostRows`."""
+        """For each phase (forward, backward, update, all) and step, the most rows that may have been dropped."""
         self.room_taken = np.zeros((TOTAL + 1, num_steps), np.int64)
         """For each phase and step, the number of missing values that dropped rows explain so far."""
         self.alive = np.zeros(num_steps, bool)

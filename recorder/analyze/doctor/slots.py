@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import ConfigError
+from ...numerics.keys import Integers
 from ...records import KEEP_PROBE, KEEP_TOKENS
 from ...rules import ANY, Rule, parse_rules
 from ...run.run import RecordedModule, RecordedRoot, WriterManifest
 from ...sites import GRADIENT_OF, OF_BUFFERS, OF_CALLS, OF_PARAMETERS, SITE_OF
 
 Flags = npt.NDArray[np.bool_]
-Integers = npt.NDArray[np.int64]
 
 SLOT_SITES = (*OF_CALLS, *OF_PARAMETERS, *OF_BUFFERS)
 """The sites whose values follow from the module tree. Values at taps (points in graphs) and scalars do not."""
@@ -136,11 +136,8 @@ class Slots:
                 for name in own_names:
                     code = names.setdefault(name, len(names))
                     rows += [(number, SLOT_SITES.index(site), code) for site in sites]
-        module, site, names_of = np.array(rows, np.int64).reshape(-1, 3).T
-        self.module: Integers = np.ascontiguousarray(module)
-        self.site: Integers = np.ascontiguousarray(site)
-        """For each slot (a site of a module), the index of the site in `SLOT_SITES`."""
-        self.name: Integers = np.ascontiguousarray(names_of)
+        self.module, self.site, self.name = np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 3).T)
+        """For each slot, the indices of its module, of its site in `SLOT_SITES`, and of its name in `names`."""
         self.names = list(names)
         self.first = np.array([*first, len(rows)], np.int64)
         """For each module, the index of its first slot (site of the module). The last entry is the number of slots."""
