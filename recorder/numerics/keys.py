@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from ..columns import KEY
 
-T = TypeVar("T")
 Integers = npt.NDArray[np.int64]
 
 VALUE_KEY = KEY
@@ -82,11 +81,11 @@ def group_rows(table: Any, names: Sequence[str]) -> Groups:
     return group([codes(table.column(name)) for name in names] or [np.zeros(table.num_rows, np.int64)])
 
 
-def by_distinct(table: Any, names: Sequence[str], of: Callable[..., T]) -> tuple[list[T], Integers]:
-    """Call `of` once for each distinct row of some columns. Return the results, and each row's index in them."""
+def by_distinct(table: Any, names: Sequence[str], of: Callable[..., Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return `of` of each row's cells in some columns. `of` is called once for each distinct row."""
     groups = group_rows(table, names)
     cells = (table.column(name).take(pa.array(groups.firsts)).to_pylist() for name in names)
-    return [of(*row) for row in zip(*cells, strict=True)], groups.ids
+    return np.array([of(*row) for row in zip(*cells, strict=True)], dtype)[groups.ids]
 
 
 def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers]:

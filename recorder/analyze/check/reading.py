@@ -183,8 +183,7 @@ class RunRows:
             rank = -1 if rank is None else rank
             return self._parts_and_peers.get((root or "", rank), (rank, 0))
 
-        pairs, ids = by_distinct(table, ("root", "rank"), part_and_peer)
-        parts, peers = np.array(pairs, np.int64).reshape(-1, 2)[ids].T
+        parts, peers = by_distinct(table, ("root", "rank"), part_and_peer, np.int64).reshape(-1, 2).T
         return np.array(series_of, np.int64)[groups.ids], parts, peers
 
 

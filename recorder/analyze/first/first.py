@@ -123,9 +123,9 @@ def first(run: Run) -> First:
     return First(
         nonfinite=bad,
         num_nonfinite=nonfinite.num_values,
-        num_nonfinite_modules=nonfinite.num_modules,
+        num_nonfinite_modules=len(nonfinite.modules),
         num_known=nonfinite.num_known,
-        has_masks=nonfinite.has_masks,
+        has_masks=bool(nonfinite.masks),
         steps=sorted(seen),
         replica=replicas.first,
         replica_probed=min(probed, key=lambda one: one.step, default=None),

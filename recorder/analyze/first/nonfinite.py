@@ -20,7 +20,7 @@ from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
 from ...sites import NUMBERS, OBJECTIVE_NORM, is_loss, is_mask, may_mask, may_overflow, objectives_in, tells_skip
 from ...system.text import steps_in_words
-from .timeline import FirstRows, RecordedValue, Timeline, is_counted_at_least
+from .timeline import NAME, FirstRows, RecordedValue, Timeline, is_counted_at_least
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
 _MAX_NOTED = 5
@@ -83,8 +83,10 @@ class NonFiniteFinder:
         """The number of rows with NaN or infinities, without masks."""
         self.num_known = 0
         """The number of rows that were checked for NaN and infinity."""
-        self._modules: set[tuple[str, str]] = set()
-        self._masks: dict[tuple[str, ...], str] = {}
+        self.modules: set[tuple[str, str]] = set()
+        """The modules that have a row with NaN or infinities. Masks do not count."""
+        self.masks: dict[tuple[str, ...], str] = {}
+        """A note on each value that is infinite from its first record on, and so is taken for a mask."""
         self._overflow: NonFiniteTensor | None = None
         """The first gradient that is not finite at a step whose update GradScaler skipped."""
         self._overflow_steps: set[int] = set()
@@ -92,16 +94,6 @@ class NonFiniteFinder:
         """Whether GradScaler skipped the update of the last step that was added."""
         self._num_unchecked = 0
         self._problems: list[str] = []
-
-    @property
-    def num_modules(self) -> int:
-        """The number of modules that have a row with NaN or infinities. Masks do not count."""
-        return len(self._modules)
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether some values are infinite from their first record on, and so are taken for masks."""
-        return bool(self._masks)
 
     def add(self, timeline: Timeline) -> FirstRows:
         """Add the next range of steps. Return the first records of values, which the next `Timeline` takes."""
@@ -115,13 +107,14 @@ class NonFiniteFinder:
             if self._overflow is None:
                 self._overflow = _describe(timeline, state, int(overflows[0]))
             self._overflow_steps |= set(timeline.table.column("step").take(pa.array(overflows)).to_pylist())
-        self._is_skipping = state.is_skipping(self._is_skipping)
+        if len(state.is_skipped):
+            self._is_skipping = bool(state.is_skipped[-1])
         names = ("root", "module_path")
         modules = group([timeline.codes[name][bad] for name in names])
-        self._modules |= timeline.texts(names, bad[modules.firsts])
+        self.modules |= timeline.texts(names, bad[modules.firsts])
         self.num_values += len(bad)
         for key, text in state.masks():
-            self._masks.setdefault(key, text)
+            self.masks.setdefault(key, text)
         self.num_known += int(np.count_nonzero(state.is_known[timeline.num_firsts :]))
         self._num_unchecked += state.unchecked
         self._problems += state.problems
@@ -138,12 +131,12 @@ class NonFiniteFinder:
 
     def notes(self) -> list[str]:
         """Return notes on the values that do not count, and on the values that could not be read."""
-        notes = list(self._masks.values())[:_MAX_NOTED]
+        notes = list(self.masks.values())[:_MAX_NOTED]
         if self._overflow is not None and self.found() is not self._overflow:
             steps = steps_in_words(sorted(self._overflow_steps))
             notes.append(f"gradients overflowed at {steps}, whose updates GradScaler skipped; not counted as a finding")
-        if len(self._masks) > _MAX_NOTED:
-            notes.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
+        if len(self.masks) > _MAX_NOTED:
+            notes.append(f"{len(self.masks) - _MAX_NOTED} more values are infinite from their first record on")
         if self._num_unchecked:
             why = "have neither statistics nor values and could not be looked at; keep=stats records them"
             notes.append(f"{self._num_unchecked} rows {why}")
@@ -179,30 +172,28 @@ class _Counts:
         is_skip = holds(table.column("site"), "scalar".__eq__)
         is_skip &= holds(table.column("name"), lambda name: tells_skip("scalar", name))
         is_skip[: timeline.num_firsts] = False
-        self._skips = np.flatnonzero(is_skip)
-        self._is_skipped = numbers(table.column("mean"))[self._skips] > 0
+        skips = np.flatnonzero(is_skip)
+        self.is_skipped = numbers(table.column("mean"))[skips] > 0
+        """For each update of which a row tells, whether GradScaler skipped it."""
         when = timeline.codes["step"] * (timeline.codes["rank"].max(initial=0) + 2) + timeline.codes["rank"]
-        self.is_of_skipped_step = np.isin(when, when[self._skips[self._is_skipped]])
+        self.is_of_skipped_step = np.isin(when, when[skips[self.is_skipped]])
         self._may_overflow = holds(table.column("site"), may_overflow) & self.is_of_skipped_step
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
 
+    def nonfinite(self) -> npt.NDArray[np.bool_]:
+        is_nonfinite = (self.nan > 0) | (self.inf > 0)
+        is_nonfinite[: self._timeline.num_firsts] = False
+        return np.asarray(is_nonfinite)
+
     def bad(self) -> npt.NDArray[np.bool_]:
         """Return a mask of the rows of these steps with NaN or infinities that are no mask and no skipped overflow."""
-        bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused() & ~self._may_overflow
-        bad[: self._timeline.num_firsts] = False
-        return np.asarray(bad)
+        return np.asarray(self.nonfinite() & ~self.excused() & ~self._may_overflow)
 
     def overflows(self) -> npt.NDArray[np.bool_]:
         """Return a mask of the gradients of these steps with NaN or infinities whose update GradScaler skipped."""
-        bad = ((self.nan > 0) | (self.inf > 0)) & self._may_overflow
-        bad[: self._timeline.num_firsts] = False
-        return np.asarray(bad)
-
-    def is_skipping(self, was_skipping: bool) -> bool:
-        """Return whether GradScaler skipped the last update of these steps. Return `was_skipping` if no row tells."""
-        return bool(self._is_skipped[-1]) if len(self._skips) else was_skipping
+        return np.asarray(self.nonfinite() & self._may_overflow)
 
     def firsts(self) -> FirstRows:
         was_infinite = is_mask(self.nan, self.inf, self._may_mask)
@@ -223,7 +214,7 @@ class _Counts:
         """Return the first row in `bad`, or None. Reads the payload of each earlier row that has no counts."""
         while True:
             bad_rows = np.flatnonzero(self.bad())
-            limit = int(bad_rows[0]) if len(bad_rows) else self._timeline.num_rows
+            limit = int(bad_rows[0]) if len(bad_rows) else self._timeline.table.num_rows
             num_before = int(np.searchsorted(self._todo, limit))
             if not num_before:
                 return limit if len(bad_rows) else None
@@ -251,8 +242,7 @@ class _Counts:
         timeline = self._timeline
         excused = np.flatnonzero(self.excused())
         excused = excused[excused >= timeline.num_firsts]
-        names = ("root", "module_path", "site", "name")
-        for number in group([timeline.codes[name][excused] for name in names]).firsts.tolist():
+        for number in group([timeline.codes[name][excused] for name in NAME]).firsts.tolist():
             row = int(excused[number])
             value = timeline.value(row)
             since = int(timeline.table.column("step")[int(timeline.series.firsts[timeline.series.ids[row]])].as_py())
@@ -271,8 +261,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         long_before, longer_ago, num_more = _healthy(history, known, values)
         before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
     is_gradient = timeline.is_equal("site", "grad") & (timeline.codes["step"] == timeline.codes["step"][row])
-    is_gradient[: timeline.num_firsts] = False
-    is_gradient &= (state.nan > 0) | (state.inf > 0)
+    is_gradient &= state.nonfinite()
     return NonFiniteTensor(
         value=timeline.value(row), nan_count=int(state.nan[row]), inf_count=int(state.inf[row]),
         is_counted_at_least=is_counted_at_least(timeline.table.column("note")[row].as_py()),
@@ -295,9 +284,9 @@ def _healthy(
     """
     is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
     is_healthy[: timeline.num_firsts] = False
-    is_before = np.ones(timeline.num_rows, np.bool_)  # which rows belong to an earlier step
+    is_before = np.ones(timeline.table.num_rows, np.bool_)  # which rows belong to an earlier step
     if row is not None:
-        is_healthy &= np.arange(timeline.num_rows) < row
+        is_healthy &= np.arange(timeline.table.num_rows) < row
         is_before = timeline.codes["step"] < timeline.codes["step"][row]
     # A merged run has a row of a single rank only where this rank differs. Elsewhere the row for all ranks counts.
     of_all = is_before & timeline.is_equal("rank", None)
@@ -351,7 +340,9 @@ def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFi
     of_module = holds(timeline.table.column("site"), ("param", "input").__contains__)
     of_module &= (root == root[row]) & (module == module[row])
     losses = _is_loss(timeline.table)
-    rows = np.flatnonzero(same_step & (of_module | (losses & ~losses[row])) & (np.arange(timeline.num_rows) != row))
+    rows = np.flatnonzero(
+        same_step & (of_module | (losses & ~losses[row])) & (np.arange(timeline.table.num_rows) != row)
+    )
     state.complete(rows)
     bad = rows[(state.nan[rows] > 0) | (state.inf[rows] > 0)]
     bad = bad[~state.excused()[bad]]

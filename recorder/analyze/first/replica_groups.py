@@ -24,13 +24,12 @@ from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, by_distinct, codes
 from ...numerics.moments import integers, numbers
 from ...run.run import Run
 from ...sites import ACTIVATIONS, STATES
-from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName
+from .timeline import NAME, VALUE_COLUMNS, RecordedValue, Timeline, ValueName
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
 """The ways in which ranks treat their buffers. BROADCAST: DDP sends the first rank's buffers to all ranks before each
 forward. NEVER: DDP was told not to send them. OWN: FSDP keeps each rank's own buffers."""
 
-NAME = ("root", "module_path", "site", "name")
 _ROUNDING = 1e-3
 """Rounding may make the ranks' `l2` of a replicated activation differ by this share of the largest `l2`."""
 SAME = 1e-4
@@ -95,7 +94,8 @@ class ReplicaGroups:
         is_activation &= table.column("l2").is_valid().to_numpy()
         is_candidate |= is_activation
         is_candidate[: timeline.num_firsts] = False
-        leaders = np.where(is_activation, _first_ranks(table), leaders)
+        of_mesh = by_distinct(table, ("mesh",), lambda mesh: min(parse_mesh(mesh).ranks, default=-1), np.int64)
+        leaders = np.where(is_activation, of_mesh, leaders)
         # A row without placements is no replica if its chunk's place in the tensor is unknown.
         is_plain = placements.is_null().to_numpy() & ~holds(notes, lambda note: "no_layout" in note_members(note))
         shards = _shards(table)
@@ -106,7 +106,8 @@ class ReplicaGroups:
         has_placement |= (shards > 0) & holds(placements, lambda text: "Replicate" in kinds_of(text))
         has_placement &= placements.is_valid().to_numpy() & ~holds(placements, lambda text: _has_kind(text, "Partial"))
         has_placement &= integers(table.column("numel")) != 0  # an empty chunk has the same offset as its neighbour
-        is_own = is_plain & is_candidate & _are_own(timeline)
+        has_own = run.topology.own_parameters.has
+        is_own = is_plain & is_candidate & by_distinct(table, ("root", "module_path", "name"), has_own, np.bool_)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in NAME])
@@ -299,27 +300,19 @@ def is_replicated(table: Any) -> npt.NDArray[np.bool_]:
     return holds(table.column("placements"), lambda text: "Replicate" in kinds_of(text))
 
 
-def _first_ranks(table: Any) -> Integers:
-    firsts, ids = by_distinct(table, ("mesh",), lambda mesh: min(parse_mesh(mesh).ranks, default=-1))
-    return np.array(firsts, np.int64)[ids]
-
-
 def _has_kind(placements: str, end: str, *, but: str = "") -> bool:
     kinds = kinds_of(placements)
     return but not in kinds and any(kind.endswith(end) for kind in kinds)
 
 
-def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
-    own = timeline.run.topology.own_parameters
-    are_own, ids = by_distinct(timeline.table, ("root", "module_path", "name"), own.has)
-    return np.array(are_own, np.bool_)[ids]
-
-
 def _shards(table: Any) -> Integers:
     """Number the rows by the rank's coordinate on the mesh axes that do not replicate. 0 if it is unknown."""
     numbers: dict[Any, int] = {None: 0}
-    shards, ids = by_distinct(table, ("placements", "mesh"), _shard)
-    return np.array([numbers.setdefault(shard, len(numbers)) for shard in shards], np.int64)[ids]
+
+    def number_of(placements: str | None, mesh: str | None) -> int:
+        return numbers.setdefault(_shard(placements, mesh), len(numbers))
+
+    return by_distinct(table, ("placements", "mesh"), number_of, np.int64)
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
@@ -361,8 +354,7 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
             assumed.add(root)
         return min(ranks) if rank in ranks else rank
 
-    leaders, ids = by_distinct(timeline.table, ("root", "rank", "attempt"), leader)
-    return np.array(leaders, np.int64)[ids], assumed
+    return by_distinct(timeline.table, ("root", "rank", "attempt"), leader, np.int64), assumed
 
 
 def factor_of(differing: Differing) -> str:

@@ -27,7 +27,6 @@ from ...run.step_ranges import Attempts, Mapper, map_serially, read_ranges
 from ...sites import STATES
 from .replica_groups import (
     BROADCAST,
-    NAME,
     NEVER,
     OWN,
     SAME,
@@ -36,7 +35,7 @@ from .replica_groups import (
     factor_in_words,
     is_replicated,
 )
-from .timeline import RecordedValue, Timeline, ValueName, whole_rows
+from .timeline import NAME, RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000
 """The most rows in a range of steps. They are in memory together, at about 1 kB each. One step may have more rows."""
@@ -210,7 +209,6 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
             yield told._replace(differs_last=last in rows)
 
 
-_NAMES = ("root", "module_path", "site", "name")
 _LEAST_FACTORS = 3
 """The fewest pairs of norms of two ranks that show a common factor. A single pair always has some ratio."""
 
@@ -218,7 +216,7 @@ _LEAST_FACTORS = 3
 class ApartByProbe(NamedTuple):
     """The first value of a site that differs between ranks in the probe, which has one number per value and step."""
 
-    key: tuple[str, str, str, str]
+    key: ValueName
     step: int
     equal_step: int
     """The last earlier step at which all ranks had the same number in the probe."""
@@ -230,7 +228,7 @@ class ApartByProbe(NamedTuple):
     """A text on which ranks hold a multiple of other ranks' values. Empty unless all values of the site agree on it."""
 
 
-def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[ApartByProbe]:
+def apart_by_probe(run: Run, names: set[ValueName]) -> list[ApartByProbe]:
     """Return, for each site, the first value in `names` that differs between ranks in the probe after it was equal.
 
     The probe has one number of each value at every step. It is not read if it has more than `MOST_PROBED` numbers.
@@ -241,7 +239,7 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
     tables: list[Any] = []
     try:
         for table in probe_tables(run.writers):
-            values = group_rows(table, _NAMES)
+            values = group_rows(table, NAME)
             is_named = [one in names for one in _names_at(table, values.firsts)]
             is_wanted = np.array(is_named, np.bool_)[values.ids] & table.column("global_numel").is_null().to_numpy()
             tables.append(table.filter(pa.array(is_wanted)))
@@ -250,8 +248,8 @@ def apart_by_probe(run: Run, names: set[tuple[str, str, str, str]]) -> list[Apar
     table = pa.concat_tables(tables).unify_dictionaries()
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     sizes = table.column("l2").to_numpy().astype(np.float32)  # a shard may have no more digits
-    values = group_rows(table, _NAMES)
-    groups = group_rows(table, (*_NAMES, "phase", "scope", "attempt", "step"))
+    values = group_rows(table, NAME)
+    groups = group_rows(table, (*NAME, "phase", "scope", "attempt", "step"))
     low, high = np.full(groups.num_groups, np.inf, np.float32), np.zeros(groups.num_groups, np.float32)
     np.minimum.at(low, groups.ids, sizes)
     np.maximum.at(high, groups.ids, sizes)
@@ -300,5 +298,5 @@ def _common_factor(
     return factor_in_words(float(factors[0]), *sides, is_gradient=is_gradient)
 
 
-def _names_at(table: Any, rows: Any) -> list[tuple[str, str, str, str]]:
-    return list(zip(*(table.column(name).take(pa.array(rows)).to_pylist() for name in _NAMES), strict=True))
+def _names_at(table: Any, rows: Any) -> list[ValueName]:
+    return list(zip(*(table.column(name).take(pa.array(rows)).to_pylist() for name in NAME), strict=True))

@@ -37,6 +37,7 @@ _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attemp
 _COLUMNS = (*_KEY, "seq", "time_ns", "dtype", "shape", "numel", "offsets", "placements", "mesh", "note", *STATISTICS,
             *COUNTS, "fingerprint", "encoding")  # fmt: skip
 
+NAME = ("root", "module_path", "site", "name")
 VALUE_COLUMNS = (*_KEY, "dtype", "shape")
 """The columns of a table that a `RecordedValue` is made of."""
 _WINDOW_ROWS = 50_000
@@ -150,10 +151,6 @@ class Timeline:
         self.table = table
         self.num_before: Integers = num_before
         """For each row, the number of earlier rows of the same rank and step."""
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.table.num_rows)
 
     @cached_property
     def codes(self) -> dict[str, Integers]:
