@@ -122,7 +122,7 @@ def _dot(one: Array, two: Array) -> float:
 
 
 def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chunk:
-    wide_a, wide_b = _wide(a), _wide(b)
+    wide_a, wide_b = wide(a), wide(b)
     if wide_a.dtype != wide_b.dtype:
         wide_a, wide_b = wide_a.astype(np.complex128), wide_b.astype(np.complex128)
     is_equal = _equal(a, b, wide_a, wide_b)
@@ -163,7 +163,8 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
     return distance, float(scale.max()), products
 
 
-def _wide(values: Array) -> Array:
+def wide(values: Array) -> Array:
+    """Return values as float64 or complex128, in which they are compared."""
     if values.dtype.names:  # complex32 is stored as pairs of float16
         wide = np.empty(values.shape, np.complex128)
         wide.real, wide.imag = values["real"], values["imag"]

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -20,9 +19,8 @@ from ...numerics.keys import VALUE_KEY, Integers, holds
 from ...numerics.moments import integers
 from ...run.notes import differing_ranks
 from ...sites import GRADIENTS
-from .pairs import Alignment
+from .pairs import Alignment, Flags
 
-Flags = npt.NDArray[np.bool_]
 _SIGNATURE = ("shape", "dtype", "mean", "std", "min", "max", "l2")
 _COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", "note", *_SIGNATURE)
 

@@ -21,6 +21,7 @@ from ...errors import RunError
 from ...numerics.keys import VALUE_KEY, Integers, holds
 from ...numerics.moments import integers
 from ...run.notes import differing_ranks
+from .compare import wide
 from .culprit_events import StepEvent, differing_steps, events, of_steps
 from .culprit_search import START, UPDATE, CulpritSearch, Suspect
 from .noise import ROUNDING_OF, multiples
@@ -61,31 +62,31 @@ class Culprit(NamedTuple):
     ranks: list[int]
     """The ranks of the second run whose value, or chunk of the value, differs. Empty if they are not known."""
     why: str
-    alone_in: str | None
+    alone_in: str | None = None
     """``a`` if only the first run has the value, ``b`` if only the second run has it; else None."""
-    num_params: int
+    num_params: int = 0
     """The number of parameters that differ in the same way, if `module_path` is None; 0 if unknown."""
-    stages: list[int]
+    stages: Sequence[int] = ()
     """The pipeline stages of the culprit, or of the parameters that differ in the same way; empty for all stages."""
-    micro_batches: list[int]
+    micro_batches: Sequence[int] = ()
     """The pipeline micro-batches in which the value differs; empty if it differs in all."""
-    hint: str
+    hint: str = ""
     """A text about the likely mistake. Empty unless the mistake explains the numbers up to rounding."""
-    factor: float | None
+    factor: float | None = None
     """The second run's tensor divided by the first run's tensor. None if neither is a multiple of the other."""
-    kind: str | None
-    max_abs: float | None
-    of_max: float | None
-    max_ulp: int | None
-    cosine: float | None
-    noise: float | None
+    kind: str | None = None
+    max_abs: float | None = None
+    of_max: float | None = None
+    max_ulp: int | None = None
+    cosine: float | None = None
+    noise: float | None = None
     """The distance that noise alone causes; None if the comparison has no noise runs."""
-    statistic: str | None
-    statistic_a: float | None
-    statistic_b: float | None
-    nonfinite_a: int | None
+    statistic: str | None = None
+    statistic_a: float | None = None
+    statistic_b: float | None = None
+    nonfinite_a: int | None = None
     """The number of NaN or infinite elements in the first run. The distances leave out elements that are not finite."""
-    nonfinite_b: int | None
+    nonfinite_b: int | None = None
 
 
 class CulpritFinder:
@@ -408,8 +409,7 @@ def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
     """
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
-    wide = np.complex128 if "c" in (one.dtype.kind, two.dtype.kind) else np.float64
-    one, two = (np.atleast_1d(values).astype(wide) for values in (one, two))
+    one, two = (wide(np.atleast_1d(values)) for values in (one, two))
     with np.errstate(all="ignore"):
         far = np.abs(two - one)
     far[np.isnan(far)] = np.inf
@@ -522,7 +522,8 @@ def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -
     is_read = False
     for terms, beside, row in sums[:_MAX_PARAMS]:
         try:
-            total, now, then = sum(_wide(a, at) for at in terms), _wide(a, beside), _wide(b, row)
+            now, then = (wide(side.array(at).reshape(-1)) for side, at in ((a, beside), (b, row)))
+            total = sum(wide(a.array(at).reshape(-1)) for at in terms)
         except RunError:
             break
         apart = float(np.linalg.norm(then - now))
@@ -560,11 +561,6 @@ def _norm_of_gradients(side: RunSteps, step: int, root: str) -> float:
     rows = [row for one, row in _gradients(side, step, None).items() if one[0] == root]
     norms = [side.table.column("l2")[row].as_py() for row in rows]
     return math.nan if None in norms or not norms else math.sqrt(math.fsum(norm**2 for norm in norms))
-
-
-def _wide(side: RunSteps, row: int) -> npt.NDArray[Any]:
-    values = side.array(row).reshape(-1)
-    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
 def _round(norm: float) -> bool:

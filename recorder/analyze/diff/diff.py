@@ -199,15 +199,14 @@ def _with_nonfinite(
         ranks = [] if value.rank is None else [value.rank]
         phase = "update" if value.site in ("param", "optim") else value.phase.replace("optimizer", "reduction")
         command = shlex.join(["recorder", "first", shortest_text_of(runs[name].path, runs[name].name)])
-        figures: dict[str, Any] = (
-            dict.fromkeys(Culprit._fields) | names | {f"nonfinite_{name}": bad.nan_count + bad.inf_count}
-        )
-        figures |= {"phase": phase, "root": value.root, "seen_at": path, "rank": value.rank, "ranks": ranks}
-        figures |= {"micro_step": value.micro_step, "call": value.call, "alone_in": name, "why": "", "num_params": 0}
-        figures |= {"stages": [], "micro_batches": []}
-        figures["hint"] = f"{name.upper()} has its {sentence(bad)}; what was healthy before it: {command}"
+        told = Culprit(
+            **names, phase=phase, root=value.root, seen_at=path, micro_step=value.micro_step, call=value.call,
+            rank=value.rank, ranks=ranks, why="", alone_in=name,
+            hint=f"{name.upper()} has its {sentence(bad)}; what was healthy before it: {command}",
+        )  # fmt: skip
+        told = told._replace(**{f"nonfinite_{name}": bad.nan_count + bad.inf_count})
         same = [one for one in culprits if (one.step, one.seen_at, one.alone_in) == (value.step, path, name)]
-        return [Culprit(**figures), *(one for one in culprits if one not in same)]
+        return [told, *(one for one in culprits if one not in same)]
     return culprits
 
 

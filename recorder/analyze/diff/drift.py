@@ -20,6 +20,7 @@ from ...errors import RunError
 from ...numerics.keys import Integers
 from ...numerics.moments import integers, numbers
 from ...sites import values_of
+from .compare import wide
 from .pairs import Flags, PairedSteps
 
 MARGIN = 10.0
@@ -143,7 +144,7 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
     """Return how far an update moves each element of the slice `part`, in the run in which it moves farther."""
-    (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
+    now_a, now_b, old_a, old_b = (wide(values[part]) for values in (*now, *old))
     return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
 
 
@@ -153,20 +154,15 @@ def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, 
     An element may differ by as much as before the update, plus the most that the update may add. The update of an
     element counts as at least `least`. `allowed` is the difference that noise and rounding may add.
     """
-    (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
+    now_a, now_b, old_a, old_b = (wide(values[part]) for values in (*now, *old))
     share = np.zeros(now_a.shape)
     for both in made_from:
-        one, two = _wide(both, part)
+        one, two = (wide(values[part]) for values in both)
         size = np.maximum(np.abs(one), np.abs(two))
         np.maximum(share, np.divide(np.abs(two - one), size, out=np.zeros_like(share), where=size > 0), out=share)
     update = np.maximum(_update(now, old, part), least)
     is_open = np.abs(now_b - now_a) <= np.abs(old_b - old_a) + MARGIN * share * update + allowed
     return bool((is_open | (np.isnan(now_a) & np.isnan(now_b))).all())
-
-
-def _wide(both: Vectors, part: slice) -> Vectors:
-    one, two = (of[part].astype(np.complex128 if of.dtype.kind == "c" else np.float64) for of in both)
-    return one, two
 
 
 def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[tuple[str, str], int]:

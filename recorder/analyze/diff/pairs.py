@@ -66,7 +66,7 @@ class RunSteps(NamedTuple):
 
     def without(self, rows: Flags) -> RunSteps:
         """Return these steps without the flagged rows of `table`."""
-        return self._replace(table=self.table.filter(pa.array(~rows)))
+        return self._replace(table=self.table.filter(pa.array(~rows))) if rows.any() else self
 
     def payload_bytes(self, rows: Integers) -> int:
         """Return the payload bytes of the rows `rows` of `table`, each row counted once."""
@@ -84,8 +84,7 @@ def _parts_of_batch(view: Any, table: Any) -> Any:
         part = None if rank is None else view.part_of_batch(root=root, rank=rank, attempt=attempt)
         return None if part is None else f"{part[0]}/{part[1]}"
 
-    texts, ids = by_distinct(table, ("root", "rank", "attempt"), part_of)
-    return pa.array(texts, pa.string()).take(pa.array(ids))
+    return pa.array(by_distinct(table, ("root", "rank", "attempt"), part_of, object), pa.string())
 
 
 class PairedSteps(NamedTuple):
@@ -210,9 +209,9 @@ def _missing_ranks(table: Any, other: Any) -> npt.NDArray[np.object_]:
     made without this rank.
     """
     pairs = table.select(["ranks_present", "ranks_expected"]).append_column("rank", other.column("rank"))
-    texts, ids = by_distinct(pairs, ("ranks_present", "ranks_expected", "rank"), _lost)
+    lost = by_distinct(pairs, ("ranks_present", "ranks_expected", "rank"), _lost, object)
     is_of_rank = ~table.column("rank").is_valid().to_numpy() & other.column("rank").is_valid().to_numpy()
-    lost = np.where(is_of_rank, np.array([*texts, ""], object)[ids], "")
+    lost = np.where(is_of_rank, lost, "")
     return np.where(lost != "", lost, missing_ranks(table))
 
 
@@ -377,16 +376,32 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 """The columns that identify a value at one rank, apart from its micro-step."""
 
 
-def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out the values that ranks pass to each other, unless both runs have the same stages and experts.
+def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, list[int], list[int], int]:
+    """Leave out the rows of two runs that cannot be compared with each other.
+
+    These are values that ranks pass to each other, recomputed rows and micro-steps of a batch, as the following
+    functions say. Returns the rows of both runs that remain, how many rows of each run were passed on and recomputed,
+    and the number of values of the first run that are left out with their micro-steps.
+    """
+    nums: list[list[int]] = []
+    for marked_in in (_handed_on, _recomputed, _in_other_micro_steps):
+        marked = marked_in(a, b)
+        left_out = a.table.filter(pa.array(marked[0]))
+        nums.append([int(flags.sum()) for flags in marked])
+        a, b = a.without(marked[0]), b.without(marked[1])
+    return a, b, nums[0], nums[1], group_rows(left_out, VALUE_KEY).num_groups
+
+
+def _handed_on(a: RunSteps, b: RunSteps) -> list[Flags]:
+    """Flag the values that ranks pass to each other, unless both runs have the same stages and experts.
 
     Two runs have the same stages if these values have the same ranks, stages, micro-batches and sizes. A size depends
-    on whether ranks share or split a batch. Inputs and outputs of experts are left out even where one run has them in
-    one piece. Returns the rows of both runs that remain, and how many rows of each run were left out.
+    on whether ranks share or split a batch. Inputs and outputs of experts are flagged even where one run has them in
+    one piece.
     """
     marked = [holds(side.table.column("note"), lambda note: stage_of(note)[1]) for side in (a, b)]
-    handed_on = [_handed_on(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
-    if handed_on[0] == handed_on[1]:
+    keys = [_keys_between_stages(side.table.filter(pa.array(f))) for side, f in zip((a, b), marked, strict=True)]
+    if keys[0] == keys[1]:
         marked = [np.zeros_like(flags) for flags in marked]
     notes = [side.table.column("note") for side in (a, b)]
     dealt_out = [holds(one, lambda note: note_members(note).get("per_rank") == NOT_OF_BATCH) for one in notes]
@@ -395,32 +410,35 @@ def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int,
         values = common_ids(a.table, b.table, ("module_path", "site"))
         gone = np.concatenate([ids[flags] for ids, flags in zip(values, dealt_out, strict=True)])
         marked = [flags | np.isin(ids, gone) for ids, flags in zip(values, marked, strict=True)]
-    return a.without(marked[0]), b.without(marked[1]), (int(marked[0].sum()), int(marked[1].sum()))
+    return marked
 
 
-def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out recomputed rows if only one run has any. Return the rows of both runs, and how many each run lost."""
+def _keys_between_stages(table: Any) -> set[tuple[Any, ...]]:
+    columns = [table.column(name).to_pylist() for name in ("rank", "micro_step", "numel", "note")]
+    return {(*key, str(json.loads(note)[HANDED_ON])) for *key, note in zip(*columns, strict=True)}
+
+
+def _recomputed(a: RunSteps, b: RunSteps) -> list[Flags]:
+    """Flag recomputed rows if only one run has any."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
-    if marked[0].any() == marked[1].any():
-        return a, b, (0, 0)
-    return a.without(marked[0]), b.without(marked[1]), (int(marked[0].sum()), int(marked[1].sum()))
+    return marked if marked[0].any() != marked[1].any() else [np.zeros_like(flags) for flags in marked]
 
 
-def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, int]:
-    """Leave out the micro-steps of a batch that the two runs divide into different numbers of micro-steps.
+def _in_other_micro_steps(a: RunSteps, b: RunSteps) -> list[Flags]:
+    """Flag the micro-steps of a batch that the two runs divide into different numbers of micro-steps.
 
     Two runs divide the same batch if some value has equally many elements in both, over all micro-steps of a step. So a
-    micro-batch that one run has lost is still a difference. Returns the rows of both runs that remain, and the number
-    of values of the first run that were left out.
+    micro-batch that one run has lost is still a difference.
     """
     slices = common_ids(a.table, b.table, _SLICED)
     num_slices = 1 + max(int(ids.max(initial=-1)) for ids in slices)
-    lasts = [_last_micro_steps(side.table, ids, num_slices) for side, ids in zip((a, b), slices, strict=True)]
-    is_uneven = (lasts[0] != lasts[1]) & (lasts[0] >= 0) & (lasts[1] >= 0)
-    if not is_uneven.any():
-        return a, b, 0
-    uneven = [np.flatnonzero(is_uneven[ids] & _has_micro_step(s)) for s, ids in zip((a, b), slices, strict=True)]
-    left, right = (side.table.take(pa.array(rows)) for side, rows in zip((a, b), uneven, strict=True))
+    micro_steps = [integers(side.table.column("micro_step"), -1) for side in (a, b)]
+    lasts = np.full((2, num_slices), -1, np.int64)
+    for last, ids, numbers_of in zip(lasts, slices, micro_steps, strict=True):
+        np.maximum.at(last, ids, numbers_of)
+    is_uneven = (lasts[0] != lasts[1]) & (lasts >= 0).all(axis=0)
+    uneven = [is_uneven[ids] & (number >= 0) for ids, number in zip(slices, micro_steps, strict=True)]
+    left, right = (side.table.filter(pa.array(flags)) for side, flags in zip((a, b), uneven, strict=True))
     wholes = common_ids(left, right, _WHOLE_KEY)
     num_wholes = 1 + max(int(ids.max(initial=-1)) for ids in wholes)
     totals = [
@@ -429,24 +447,7 @@ def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSt
     is_one_batch = np.zeros(num_slices, np.bool_)
     is_equal = (totals[0] == totals[1]) & (totals[0] > 0)
     is_one_batch[slices[0][uneven[0]][is_equal[wholes[0]]]] = True
-    dropped = [is_one_batch[ids] & _has_micro_step(side) for side, ids in zip((a, b), slices, strict=True)]
-    num_values = group_rows(a.table.filter(pa.array(dropped[0])), VALUE_KEY).num_groups
-    return a.without(dropped[0]), b.without(dropped[1]), num_values
-
-
-def _has_micro_step(side: RunSteps) -> Any:
-    return side.table.column("micro_step").is_valid().to_numpy()
-
-
-def _last_micro_steps(table: Any, slices: Integers, num_slices: int) -> Integers:
-    lasts = np.full(num_slices, -1, np.int64)
-    np.maximum.at(lasts, slices, integers(table.column("micro_step"), -1))
-    return lasts
-
-
-def _handed_on(table: Any) -> set[tuple[Any, ...]]:
-    columns = [table.column(name).to_pylist() for name in ("rank", "micro_step", "numel", "note")]
-    return {(*key, str(json.loads(note)[HANDED_ON])) for *key, note in zip(*columns, strict=True)}
+    return [is_one_batch[ids] & (number >= 0) for ids, number in zip(slices, micro_steps, strict=True)]
 
 
 PART = "part_of_batch"

@@ -9,29 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...numerics.keys import VALUE_KEY, Integers, group_rows
-from ...numerics.moments import Floats, integers, numbers
+from ...numerics.keys import VALUE_KEY, group_rows
 from ...run.notes import Problems
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from .compare import Tolerance
 from .culprit_findings import Culprit, RangeSteps
 from .noise import Drifted, LoudNoise, NoiseMeasure, measure
-from .pairs import (
-    PairedSteps,
-    RunSteps,
-    Verdicts,
-    align,
-    comparable,
-    judge,
-    moved_roots,
-    without_other_micro_steps,
-    without_recomputed,
-)
+from .pairs import PairedSteps, RunSteps, Verdicts, align, comparable, judge, moved_roots
 from .renames import RenameHint, Renames, UnpairedModules
 
 MODULE = ["root", "module_path"]
@@ -187,9 +175,7 @@ class RangeComparer:
         """Return the paired rows, and `num_in_other_micro_steps`. Store in `sides` how many rows were left out."""
         a = RunSteps.read(self._views[0], self._options.selection, first, last)
         b = RunSteps.read(self._views[1], self._options.selection, first, last, self._options.renames)
-        a, b, handed_on = comparable(a, b)
-        a, b, recomputed = without_recomputed(a, b)
-        a, b, num_in_other_micro_steps = without_other_micro_steps(a, b)
+        a, b, handed_on, recomputed, num_in_other_micro_steps = comparable(a, b)
         for side, *left_out in zip(sides, handed_on, recomputed, strict=False):
             side.num_handed_on, side.num_recomputed = left_out
         return PairedSteps(a, b, align(a.table, b.table)), num_in_other_micro_steps
@@ -325,33 +311,21 @@ class Diff(NamedTuple):
 
 def by_module(table: Any, compared: Any) -> Any:
     """Return a table of the modules that differ, in the order in which they first differ."""
-    groups = group_rows(table, MODULE)
-    firsts = table.take(pa.array(groups.firsts))
-    order = np.argsort(groups.ids, kind="stable")
-    starts = np.searchsorted(groups.ids[order], np.arange(groups.num_groups))
-    columns = {name: firsts.column(name) for name in (*MODULE, "step", "site", "name", "kind")}
-    columns["differing"] = pa.array(np.bincount(groups.ids, minlength=groups.num_groups))
-    totals = compared.group_by(MODULE).aggregate([("count_all", "sum")]).to_pylist()
-    of_module = {tuple(total[name] for name in MODULE): total["count_all_sum"] for total in totals}
-    keys = zip(*(firsts.column(name).to_pylist() for name in MODULE), strict=True)
-    columns["compared"] = pa.array([of_module[key] for key in keys], pa.int64())
-    for name in ("max_abs", "of_max", "max_rel", "max_ulp", "statistic_rel"):
-        values = numbers(table.column(name))
-        columns[name] = _extreme(np.fmax, values, order, starts)
-    by_statistics = np.bincount(groups.ids, table.column("statistic").is_valid().to_numpy(), groups.num_groups)
-    columns["by_statistics"] = pa.array(by_statistics.astype(np.int64))
-    columns["min_cosine"] = _extreme(np.fmin, numbers(table.column("cosine")), order, starts)
-    for name in ("nonfinite_a", "nonfinite_b"):
-        counts = integers(table.column(name), 0)
-        columns[name] = pa.array(np.add.reduceat(counts[order], starts) if len(starts) else counts)
-    return pa.table(columns).rename_columns(
-        ["first_step" if n == "step" else f"first_{n}" if n in ("site", "name", "kind") else n for n in columns]
+    firsts, largest = ("step", "site", "name", "kind"), ("max_abs", "of_max", "max_rel", "max_ulp", "statistic_rel")
+    sums = ("nonfinite_a", "nonfinite_b")
+    numbers = table.column("max_ulp").cast(pa.float64(), safe=False)
+    table = table.set_column(table.column_names.index("max_ulp"), "max_ulp", numbers)
+    of_modules = table.group_by(MODULE, use_threads=False).aggregate(
+        [*((name, "first") for name in firsts), ([], "count_all"), *((name, "max") for name in largest)]
+        + [("statistic", "count"), ("cosine", "min")]
+        + [(name, "sum", pc.ScalarAggregateOptions(min_count=0)) for name in sums]
     )
-
-
-def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
-    extremes = function.reduceat(values[order], starts) if len(starts) else values
-    return pa.array(extremes, mask=np.isnan(extremes))
+    totals = compared.group_by(MODULE).aggregate([("count_all", "sum")]).to_pylist()
+    total_of = {tuple(total[name] for name in MODULE): total["count_all_sum"] for total in totals}
+    modules = zip(*(of_modules.column(name).to_pylist() for name in MODULE), strict=True)
+    names = [*MODULE, *(f"first_{name}" for name in firsts), "differing"]
+    named = of_modules.rename_columns([*names, *largest, "by_statistics", "min_cosine", *sums])
+    return named.add_column(len(names), "compared", pa.array([total_of[module] for module in modules], pa.int64()))
 
 
 def first_difference(table: Any) -> Difference | None:
