@@ -1,13 +1,8 @@
 // Two runs: where they differ first, the difference over the map, and both runs' values in lists.
 
-class AgainstPanel {
+class AgainstPanel extends Panel {
   constructor(app, block) {
-    this.app = app;
-    this.id = "against";
-    this.title = "Against";
-    this.data = block.data;
-    this.isShown = true;
-    this.tree = new FoldedTree(app);
+    super(app, { id: "against", title: "Against", data: block.data, tree: new FoldedTree(app) });
     this.listens = ["site", "root", "mode", "name", "stat", "from", "to", "open", "shut", "step"];
   }
   build(section) {

@@ -58,10 +58,7 @@ class StepAxis {
     const [low, high] = this.domain;
     context.fillStyle = cssColor("--bad");
     for (const x of this.app.flags().map(({ step }) => step).filter((step) => low < step && step < high).map(pixelAt)) {
-      context.beginPath();
-      context.moveTo(x, top);
-      context.lineTo(x - 4 * ratio, top + 5 * ratio);
-      context.lineTo(x + 4 * ratio, top + 5 * ratio);
+      pathThrough(context, [[x, top], [x - 4 * ratio, top + 5 * ratio], [x + 4 * ratio, top + 5 * ratio]]);
       context.fill();
     }
   }

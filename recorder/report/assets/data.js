@@ -54,24 +54,19 @@ class Cube {
       for (let l = 0; l < this.numLanes; l++) {
         for (let c = 0; c < columns.length; c++) {
           const from = some.at(s, l, c), to = this.at(s, l, columns[c]);
-          this.values[to] = some.values[from];
-          this.rows[to] = some.rows[from];
-          this.digits[to] = some.digits[from];
+          for (const name of ["values", "rows", "digits"]) this[name][to] = some[name][from];
         }
       }
     }
   }
   widen(stride) {
-    const lines = this.numSeries * this.numLanes;
-    const values = new Float32Array(lines * stride).fill(NaN), rows = new Uint8Array(lines * stride);
-    const digits = new Uint8Array(lines * stride);
+    const lines = this.numSeries * this.numLanes, size = lines * stride;
+    const wide = { values: new Float32Array(size).fill(NaN), rows: new Uint8Array(size), digits: new Uint8Array(size) };
     for (let line = 0; line < lines; line++) {
       const from = line * this.stride, to = from + this.numColumns;
-      values.set(this.values.subarray(from, to), line * stride);
-      rows.set(this.rows.subarray(from, to), line * stride);
-      digits.set(this.digits.subarray(from, to), line * stride);
+      for (const [name, array] of Object.entries(wide)) array.set(this[name].subarray(from, to), line * stride);
     }
-    Object.assign(this, { values, rows, digits, stride });
+    Object.assign(this, wide, { stride });
   }
 }
 
@@ -232,6 +227,20 @@ function outstanding(a, b) {
   if (b.kind < a.kind) return a;
   if (a.kind === NONFINITE) return { ...a, nan: a.nan + b.nan, inf: a.inf + b.inf };
   return a.kind === NUMBER && Math.abs(b.value) > Math.abs(a.value) ? b : a;
+}
+
+/** The containers that are opened at first: level by level while no more than `most` nodes are seen, and until more than `least` are. */
+function openLevels(root, childrenOf, least, most) {
+  const open = new Set();
+  let level = [root], num = 1;
+  while (level.length) {
+    const next = level.flatMap(childrenOf);
+    if (num + next.length > most && num > least) break;
+    num += next.length;
+    level.forEach((node) => open.add(node));
+    level = next;
+  }
+  return open;
 }
 
 /** The modules as a tree; children in the order of execution. */

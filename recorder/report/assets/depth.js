@@ -2,12 +2,9 @@
 
 const DEPTH_PIXELS = 230, DEPTH_VIEWS = [["outputs", "output", "l2"], ["gradients of outputs", "grad_output", "absmax"], ["gradients of parameters", "grad", "l2"], ["parameters", "param", "l2"], ["updates", "param", "update"]];
 
-class DepthPanel {
+class DepthPanel extends Panel {
   constructor(app) {
-    this.app = app;
-    this.id = "depth";
-    this.title = "By depth";
-    this.isShown = app.run.series.length > 0;
+    super(app, { id: "depth", title: "By depth", isShown: app.run.series.length > 0 });
     this.listens = ["site", "root", "mode", "name", "stat", "lane", "step", "module", "from", "to"];
   }
   build(section) {

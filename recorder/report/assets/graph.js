@@ -1,15 +1,11 @@
 // The graph: modules in the order in which values went through them, tinted by a statistic; containers open and close.
 
-const MAX_BOXES = 400, MAX_BOX_NAME = 36;
+const MAX_BOXES = 400, MAX_BOX_NAME = 36, MANY_OPEN = 40;
 
-class GraphPanel {
+class GraphPanel extends Panel {
   constructor(app) {
-    this.app = app;
-    this.id = "graph";
-    this.title = "Graph";
-    this.isShown = app.run.series.length > 0;
-    this.listens = ["site", "root", "mode", "name", "stat", "lane", "step", "gopen", "from", "to"];
-    this.opened = null;
+    super(app, { id: "graph", title: "Graph", isShown: app.run.series.length > 0, opened: null });
+    this.listens = ["site", "root", "mode", "name", "stat", "lane", "step", "from", "to"];
   }
   build(section) {
     this.about = el("p", { class: "note" });
@@ -24,21 +20,9 @@ class GraphPanel {
     this.own ??= new Set(run.series.map((one) => one.path));
     return other ? node.children.filter((child) => modules.below(child).some((one) => this.own.has(one.path))) : node.children;
   }
-  defaultOpen() {
-    const { modules } = this.app, open = new Set();
-    let level = [modules.root], num = 1;
-    while (level.length) {
-      const next = level.flatMap((node) => this.children(node));
-      if (num + next.length > 40 && open.size) break;
-      num += next.length;
-      level.forEach((node) => open.add(node.path));
-      level = next;
-    }
-    return open;
-  }
   async update() {
     const { run, choices, state, modules } = this.app;
-    this.opened ??= this.defaultOpen();
+    this.opened ??= new Set([...openLevels(modules.root, (node) => this.children(node), 1, MANY_OPEN)].map((node) => node.path));
     const picture = await run.picture(choices.statistic);
     const step = state.get("step"), seen = this.app.axis.columns(run.steps).map((one) => one.c);
     const atStep = step === null ? -1 : run.steps.findIndex((first, c) => first <= step && step <= run.lastStep(c));

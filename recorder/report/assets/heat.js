@@ -244,10 +244,7 @@ class HeatMap {
     if (this.isOfSteps) this.axis.drawFlags(context, 0, 1, (step) => this.axis.pixelOf(step, this.width));
     if (marked !== null && marked >= 0) {
       context.fillStyle = cssColor("--accent");
-      context.beginPath();
-      context.moveTo(middle(marked), 0);
-      context.lineTo(middle(marked) - 5, 7);
-      context.lineTo(middle(marked) + 5, 7);
+      pathThrough(context, [[middle(marked), 0], [middle(marked) - 5, 7], [middle(marked) + 5, 7]]);
       context.fill();
     }
   }

@@ -2,15 +2,11 @@
 
 const NOT_FINITE_PIXEL = 255, SPECTRUM_PIXELS = 320;
 
-class ImagesPanel {
+class ImagesPanel extends Panel {
   constructor(app, block) {
-    this.app = app;
-    this.id = "images";
+    super(app, { id: "images", block, isShown: block.data.images.length > 0 });
     const spectra = block.data.images.filter((one) => one.kind === "spectrum").length;
     this.title = spectra === 0 ? "Images" : spectra === block.data.images.length ? "Spectra" : "Images and spectra";
-    this.block = block;
-    this.isShown = block.data.images.length > 0;
-    this.listens = [];
   }
   build(section) {
     this.body = el("div", {});

@@ -198,9 +198,7 @@ class Chart {
       if (inside(x)) {
         context.strokeStyle = cssColor("--dim");
         context.setLineDash([3 * ratio, 3 * ratio]);
-        context.beginPath();
-        context.moveTo(x, top);
-        context.lineTo(x, top + height);
+        pathThrough(context, [[x, top], [x, top + height]]);
         context.stroke();
         context.setLineDash([]);
       }
@@ -227,10 +225,7 @@ class Chart {
       context.fillRect(from, top, to - from, height);
       context.globalAlpha = 1;
       if (!inside(x)) continue;
-      context.beginPath();
-      context.moveTo(x - 5 * ratio, top);
-      context.lineTo(x + 5 * ratio, top);
-      context.lineTo(x, top + 9 * ratio);
+      pathThrough(context, [[x - 5 * ratio, top], [x + 5 * ratio, top], [x, top + 9 * ratio]]);
       context.fill();
     }
     context.restore();
@@ -252,9 +247,7 @@ class Chart {
       context.strokeStyle = line.style.stroke;
       context.lineWidth = line.style.width;
       context.setLineDash(line.style.dash ?? []);
-      context.beginPath();
-      context.moveTo(0, 5);
-      context.lineTo(22, 5);
+      pathThrough(context, [[0, 5], [22, 5]]);
       context.stroke();
       return el("button", {
         type: "button", class: "line-name", "aria-pressed": this.hidden.has(line.label) ? "false" : "true",
@@ -296,12 +289,9 @@ function linesOf(run, picture, series, { columns, lanes, colorOf, named, isBesid
   });
 }
 
-class LinesPanel {
+class LinesPanel extends Panel {
   constructor(app) {
-    this.app = app;
-    this.id = "lines";
-    this.title = "Lines";
-    this.isShown = app.run.series.length > 0;
+    super(app, { id: "lines", title: "Lines", isShown: app.run.series.length > 0 });
     this.listens = ["pins", "module", "site", "root", "mode", "name", "stat", "lane", "from", "to", "step", "log", "each"];
     this.chart = new Chart(app, CHART_PIXELS);
   }

@@ -95,13 +95,27 @@ function sparkline(values) {
   return canvas;
 }
 
+/** Draw a table anew; the button or box that had the focus has it again. */
+function redrawTable(table, heads, rows) {
+  const active = document.activeElement?.dataset?.key;
+  table.replaceChildren(el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows));
+  if (active) [...table.querySelectorAll("[data-key]")].find((one) => one.dataset.key === active)?.focus();
+}
+/** A field that tells a page what to find in its table. */
+function finder(page, placeholder) {
+  page.wanted = "";
+  return el("input", { type: "search", id: "find", placeholder, "aria-label": "what to find", oninput: (event) => {
+    page.wanted = event.target.value.toLowerCase();
+    page.draw();
+  } });
+}
+
 /** The page of several runs: a list, which is asked for anew while it is open. */
 class RunsPage {
   constructor(blocks) {
     this.blocks = blocks;
     this.chosen = new Set();
     this.sorted = { title: "started", sign: 1 };
-    this.wanted = "";
   }
   async start() {
     const { data } = await this.blocks.get("runs");
@@ -110,10 +124,7 @@ class RunsPage {
       const words = new URLSearchParams([...this.chosen].map((name) => ["run", name]));
       location.assign(`side?${words}`);
     } }, "show side by side");
-    const field = el("input", { type: "search", id: "find", placeholder: "name, state, finding", "aria-label": "what to find", oninput: (event) => {
-      this.wanted = event.target.value.toLowerCase();
-      this.draw(this.runs);
-    } });
+    const field = finder(this, "name, state, finding");
     this.note = el("p", { class: "note", id: "list-note" });
     document.getElementById("page").append(el("header", {}, el("h1", {}, `Runs in ${data.folder}`)),
       el("main", {}, el("section", {}, this.note, el("div", { class: "bar" }, field, this.side), el("div", { class: "scroll" }, this.table))));
@@ -130,8 +141,7 @@ class RunsPage {
       this.note.textContent = "The server does not answer.";
     }
   }
-  draw(runs) {
-    const active = document.activeElement?.dataset?.key;
+  draw(runs = this.runs) {
     this.runs = runs;
     const names = runs.map((run) => run.name);
     for (const run of runs) run.isAlike = names.indexOf(run.name) !== names.lastIndexOf(run.name);
@@ -146,7 +156,7 @@ class RunsPage {
     const heads = RUN_COLUMNS.map(([name]) => el("th", { scope: "col", "aria-sort": name !== title ? null : sign > 0 ? "ascending" : "descending" },
       el("button", { type: "button", class: "sort", "data-key": `sort ${name}`, onclick: () => {
         this.sorted = { title: name, sign: name === title ? -sign : 1 };
-        this.draw(this.runs);
+        this.draw();
       } }, name + (name !== title ? "" : sign > 0 ? " ↓" : " ↑"))));
     const body = shown.map((run) => {
       const box = el("input", { type: "checkbox", "data-key": `box ${visible(run.directory)}`, "aria-label": `show ${visible(run.name)} beside others`, onchange: (event) => {
@@ -157,8 +167,7 @@ class RunsPage {
       box.checked = this.chosen.has(run.directory);
       return el("tr", {}, el("td", {}, box), RUN_COLUMNS.map(([name, , show]) => el("td", { class: NUMERIC.has(name) ? "number" : "", "data-name": name }, show(run))));
     });
-    this.table.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}), heads)), el("tbody", {}, body));
-    if (active) [...this.table.querySelectorAll("[data-key]")].find((one) => one.dataset.key === active)?.focus(); // it was drawn anew
+    redrawTable(this.table, [el("th", {}), ...heads], body);
   }
 }
 
@@ -206,16 +215,15 @@ class RanksTable {
   }
   draw(rows) {
     this.rows = rows;
-    const active = document.activeElement?.dataset?.key, columns = [[this.first, RANK_COLUMNS[0][1], RANK_COLUMNS[0][2]], ...RANK_COLUMNS.slice(1)];
+    const columns = [[this.first, RANK_COLUMNS[0][1], RANK_COLUMNS[0][2]], ...RANK_COLUMNS.slice(1)];
     const [, keyOf] = columns.find(([title]) => title === this.sorted);
     const shown = [...rows].sort((a, b) => { const [one, other] = [keyOf(a), keyOf(b)]; return one < other ? -1 : one > other ? 1 : a.rank - b.rank; });
     const heads = columns.map(([title]) => el("th", { scope: "col", "aria-sort": title === this.sorted ? "ascending" : null },
       el("button", { type: "button", class: "sort", "data-key": `sort ${this.first} ${title}`, onclick: () => { this.sorted = title; this.draw(this.rows); } }, title)));
     const body = shown.slice(0, MAX_SHOWN).map((row) => el("tr", {}, columns.map(([title, , show]) =>
       el("td", { class: title === this.first || RANKS_NUMERIC.has(title) ? "number" : "" }, show(row)))));
-    this.table.replaceChildren(el("thead", {}, el("tr", {}, heads)), el("tbody", {}, body));
+    redrawTable(this.table, heads, body);
     this.more.textContent = shown.length > MAX_SHOWN ? `The first ${MAX_SHOWN} of ${shown.length.toLocaleString("en")}; a title sorts all of them, the worst first.` : "";
-    if (active) [...this.table.querySelectorAll("[data-key]")].find((one) => one.dataset.key === active)?.focus();
   }
 }
 
@@ -223,14 +231,10 @@ class RanksTable {
 class RanksPage {
   start() {
     this.run = new URLSearchParams(location.search).get("run");
-    this.wanted = "";
     this.note = el("p", { class: "note", id: "ranks-note" });
     this.nodes = new RanksTable("ranks", "state");
     this.ranks = new RanksTable("rank", "state");
-    const field = el("input", { type: "search", id: "find", placeholder: "rank, node, state, finding", "aria-label": "what to find", oninput: (event) => {
-      this.wanted = event.target.value.toLowerCase();
-      this.draw();
-    } });
+    const field = finder(this, "rank, node, state, finding");
     const part = (title, { table, more }) => el("section", {}, el("h2", {}, title), el("div", { class: "scroll" }, table), more);
     document.getElementById("page").append(
       el("header", {}, this.title = el("h1", {}, `Ranks of ${this.run}`), el("a", { href: `run/${encodeURIComponent(this.run)}/` }, "values of the run"), " ", el("a", { href: "./" }, "all runs")),

@@ -123,7 +123,8 @@ class FoldedTree {
       const own = node.number === null || !isFound(node) ? [] : seriesOf(node.number), why = isFound(node) && !own.length ? modules.whyNone(node.number, site) : "";
       has.set(node, { own, why, count: (own.length || why ? 1 : 0) + node.children.reduce((sum, child) => sum + has.get(child).count, 0) });
     }
-    const isOpen = find || depth < Infinity ? new Set(all.filter((node) => find || node.depth < depth)) : this.defaultOpen(has);
+    const isOpen = find || depth < Infinity ? new Set(all.filter((node) => find || node.depth < depth)) :
+      openLevels(modules.root, (node) => node.children.filter((child) => has.get(child).count), FEW_ROWS, MANY_ROWS);
     const opened = new Set(state.get("open", [])), shut = new Set(state.get("shut", [])), chosen = state.get("module", "");
     for (let at = chosen.indexOf("."); at > 0; at = chosen.indexOf(".", at + 1)) opened.add(chosen.slice(0, at)); // what was chosen is in sight
     const rows = [];
@@ -148,20 +149,6 @@ class FoldedTree {
     visit(modules.root, 0);
     return rows;
   }
-  /** Containers that are open where nobody said anything: level by level, as long as the rows are few. */
-  defaultOpen(has) {
-    const { modules } = this.app;
-    const open = new Set();
-    let level = [modules.root], num = 1;
-    while (level.length) {
-      const next = level.flatMap((node) => node.children.filter((child) => has.get(child).count));
-      if (num + next.length > MANY_ROWS && num > FEW_ROWS) break;
-      num += next.length;
-      level.forEach((node) => open.add(node));
-      level = next;
-    }
-    return open;
-  }
   turn(row) {
     const { state } = this.app, path = row.node.path;
     const without = (name) => state.get(name, []).filter((one) => one !== path);
@@ -174,13 +161,9 @@ function keyOf(series) {
   return [series.path, series.site, series.name, series.mode, series.root];
 }
 
-class MapPanel {
+class MapPanel extends Panel {
   constructor(app) {
-    this.app = app;
-    this.id = "map";
-    this.title = "Map";
-    this.isShown = app.run.series.length > 0;
-    this.tree = new FoldedTree(app);
+    super(app, { id: "map", title: "Map", isShown: app.run.series.length > 0, tree: new FoldedTree(app) });
     this.listens = ["site", "root", "mode", "name", "stat", "lane", "axes", "from", "to", "open", "shut", "step", "module", "colors", "find", "depth"];
   }
   build(section) {

@@ -18,17 +18,11 @@ class PaneState {
   }
 }
 
-class PanesPanel {
+class PanesPanel extends Panel {
   constructor(app, block) {
-    this.app = app;
-    this.id = "panes";
-    this.title = "Panes";
-    this.canChange = app.source !== null;
-    this.panes = block?.data.panes ?? [];
+    super(app, { id: "panes", title: "Panes", canChange: app.source !== null, panes: block?.data.panes ?? [], drawn: [] });
     this.whyNotSaved = block?.data.why_not_saved ?? null;
     this.isShown = this.canChange || this.panes.length > 0;
-    this.listens = [];
-    this.drawn = [];
   }
   build(section) {
     this.about = el("p", { class: "note" });

@@ -18,13 +18,9 @@ function behind({ titles, rows, odd }) {
   return { odd, titles: titles.with(at, "steps behind"), rows: rows.map((row) => row[at] === null ? row : row.with(at, foremost - row[at])) };
 }
 
-class RanksPanel {
+class RanksPanel extends Panel {
   constructor(app, block) {
-    this.app = app;
-    this.id = "ranks";
-    this.title = "Ranks";
-    this.data = block.data;
-    this.isShown = block.data.rows.length > 0;
+    super(app, { id: "ranks", title: "Ranks", data: block.data, isShown: block.data.rows.length > 0 });
     this.listens = ["rank", "by", "site", "root", "mode", "name"];
     const { titles, rows, odd } = block.data, newest = new Map();
     for (const row of rows) if (row[0] !== null) newest.set(row[0], Object.fromEntries(titles.map((title, index) => [title, row[index]])));

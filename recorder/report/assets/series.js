@@ -1,9 +1,8 @@
 // What histograms and units share: a heat map over steps for each of the chosen values.
 
-class SeriesPanel {
+class SeriesPanel extends Panel {
   constructor(app, block, id, title) {
-    Object.assign(this, { app, block, id, title });
-    this.isShown = block !== null;
+    super(app, { block, id, title, isShown: block !== null });
     this.listens = ["pins", "module", "site", "root", "mode", "name", "from", "to"];
   }
   build(section) {

@@ -1,8 +1,8 @@
 // Trainer against engine: samples down, tokens across, coloured by log-probabilities; a click shows the modules of a token.
 
-class TokensPanel {
+class TokensPanel extends Panel {
   constructor(app, block) {
-    Object.assign(this, { app, block, id: "tokens", title: "Tokens", isShown: block !== null, listens: [] });
+    super(app, { block, id: "tokens", title: "Tokens", isShown: block !== null });
   }
   build(section) {
     const { verdict, is_fine: isFine, samples, num_samples: all } = this.block.data;

@@ -3,12 +3,9 @@
 const IN_SHORT = ["model", "ranks", "layout", "steps", "state"], COLUMNS = ["module", "value", "step", "rank", "size"];
 const MAX_FINDINGS = 8, NEAR_STEPS = 24, FEW_STEPS = 100;
 
-class TopPanel {
+class TopPanel extends Panel {
   constructor(app) {
-    this.app = app;
-    this.id = "top";
-    this.title = "Run";
-    this.isShown = true;
+    super(app, { id: "top", title: "Run" });
     this.numbers = new NumbersPanel(app, "head");
     this.listens = this.numbers.listens;
   }

@@ -23,6 +23,19 @@ function cssColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
+/** A part of the page. It has an id, a title, and the names in the address that it is drawn anew for. */
+class Panel {
+  constructor(app, about) {
+    Object.assign(this, { app, isShown: true, listens: [], ...about });
+  }
+}
+
+/** A path through points, to be stroked or filled. */
+function pathThrough(context, points) {
+  context.beginPath();
+  for (const [x, y] of points) context.lineTo(x, y);
+}
+
 /** A canvas of a size in CSS pixels, with its context scaled to the screen. */
 function sizedCanvas(canvas, width, height) {
   const ratio = Math.max(window.devicePixelRatio || 1, 1);
