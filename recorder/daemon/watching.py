@@ -10,14 +10,13 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
-from ..errors import CorruptError
 from ..format.rundir import (
     RUN_MANIFEST,
     STATUS,
@@ -28,6 +27,7 @@ from ..format.rundir import (
     parse_shard_name,
     shard_name,
 )
+from ..storage.untrusted_files import ByteSource, check_range
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
 """Matches names that every store keeps unchanged, and that are harmless in every shell, URL and terminal."""
@@ -59,8 +59,8 @@ class RefusedError(Exception):
     """A file is not what its name says: it is a link, a device or has other content. It is ignored and counted."""
 
 
-class LocalFile:
-    """An open regular file whose first bytes were checked. It has what `read.messages` needs of a `ByteSource`."""
+class LocalFile(ByteSource):
+    """An open regular file whose first bytes were checked."""
 
     def __init__(self, descriptor: int, where: str) -> None:
         self.where = where
@@ -81,16 +81,12 @@ class LocalFile:
             wanted -= len(part)
         return b"".join(parts)
 
-    def read(self, offset: int, num_bytes: int, wanted: Any = None) -> Any:
-        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.size_bytes:
-            raise CorruptError(f"{self.where}: ends at byte {self.size_bytes}")
+    def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
+        check_range(self, offset, num_bytes)
         return pa.py_buffer(self.bytes(offset, num_bytes))
 
     def data_ranges(self, start: int) -> Iterator[range]:
         yield range(start, self.size_bytes)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         os.close(self.descriptor)

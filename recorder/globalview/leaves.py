@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from enum import Enum
+from functools import cache, cached_property
 from itertools import accumulate, islice
 from typing import NamedTuple, Self
 
@@ -93,45 +94,33 @@ class Leaves:
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         self._make = sample
         self._loaded: tuple[Sample | None, Flags, Flags] | None = None
-        self._known: dict[tuple[Leaf, ChunkKeys | None], Replication] = {}
-        self._varying: dict[tuple[str, str, str], bool] = {}
-        self._dims: dict[Leaf, int | None] = {}
-        self._kin: dict[Leaf, list[Leaf]] | None = None
-        """Leaves (named tensors) that differ only in mode and call, listed by the leaf without mode and call."""
-        self._of_kin: dict[Leaf, list[BatchDims]] = {}
-        """For a leaf without mode and call: the batch dims at a few moments of all leaves that differ only in these."""
-        self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
+        # Each of these questions is answered once, as its answer holds for the complete run.
+        self.replication = cache(self._replication)
+        self.batch_dim = cache(self._batch_dim)
+        self.cut_dims = cache(self._cut_dims)
+        self.varies = cache(self._varies)
+        self._moments_of_kin = cache(self._find_moments_of_kin)
 
-    def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
-        """Return whether all chunks of a leaf, or only `chunks`, are copies of each other."""
-        key = leaf, chunks
-        if key not in self._known:
-            self._known[key] = self._judge(leaf, chunks)
-        return self._known[key]
-
-    def batch_dim(self, leaf: Leaf) -> int | None:
+    def _batch_dim(self, leaf: Leaf) -> int | None:
         """Return the first dim that may be the batch at every moment. Return None if there is no such dim.
 
         Moments without a known batch do not count. If none is left, the leaf's other modes and calls are used.
         """
-        if leaf not in self._dims:
-            moments = self._moments(leaf) or self._moments_of_kin(leaf)
-            common = frozenset.intersection(*(one.dims for one in moments)) if moments else frozenset()
-            self._dims[leaf] = min(common) if common else None
-        return self._dims[leaf]
+        moments = self._moments(leaf) or self._moments_of_kin(leaf._replace(mode="", call=0))
+        common = frozenset.intersection(*(one.dims for one in moments)) if moments else frozenset()
+        return min(common, default=None)
 
     def is_sequence_first(self, leaf: Leaf) -> bool:
         """Return True if dim 0 of the module's inputs is not the batch. If unknown, the module around it decides."""
-        path, (sample, _, _) = leaf.module_path, self._load()
-        while sample is not None:
+        path = leaf.module_path
+        while True:
             given = (leaf.root, leaf.stage, path, "input", leaf.mode)
-            leaves = [one for one in sample.leaves if (*one[:3], one.site, one.mode) == given]
+            leaves = [one for one in self._leaves if (*one[:3], one.site, one.mode) == given]
             leaves = [one for one in leaves if one.num_dims == leaf.num_dims] or leaves
             firsts = {moment.first for one in leaves for moment in self._moments(one)} - {None}
             if firsts or not path:
                 return bool(firsts) and 0 not in firsts
             path = path.rpartition(".")[0]
-        return False
 
     def works_apart(self, leaf: Leaf) -> bool:
         """Return True if a leaf's module, or a module that contains it, has different parameters on each rank."""
@@ -139,50 +128,40 @@ class Leaves:
         paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
         return sample is not None and any((leaf.root, leaf.stage, path) in sample.apart() for path in paths)
 
-    def _moments_of_kin(self, leaf: Leaf) -> list[BatchDims]:
-        if self._kin is None:
-            self._kin = {}
-            sample, _, _ = self._load()
-            for one in sample.leaves if sample is not None else ():
-                self._kin.setdefault(one._replace(mode="", call=0), []).append(one)
-        kin = leaf._replace(mode="", call=0)
-        if kin not in self._of_kin:
-            moments = (moment for one in self._kin.get(kin, ()) for moment in self._moments(one))
-            self._of_kin[kin] = list(islice(moments, _MAX_LOOKED_AT))
-        return self._of_kin[kin]
+    @cached_property
+    def _kin(self) -> dict[Leaf, list[Leaf]]:
+        """Leaves (named tensors) that differ only in mode and call, listed by the leaf without mode and call."""
+        kin: dict[Leaf, list[Leaf]] = {}
+        for one in self._leaves:
+            kin.setdefault(one._replace(mode="", call=0), []).append(one)
+        return kin
 
-    def cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
+    def _find_moments_of_kin(self, kin: Leaf) -> list[BatchDims]:
+        """Return the batch dims at a few moments of all leaves that differ only in mode and call from a leaf."""
+        moments = (moment for one in self._kin.get(kin, ()) for moment in self._moments(one))
+        return list(islice(moments, _MAX_LOOKED_AT))
+
+    def _cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
         """Return the dims along which ranks that share a batch were seen to cut the leaf."""
-        key = leaf, chunks
-        if key not in self._cuts:
-            sample, every = self._values_of(leaf)
-            _, is_void, _ = self._load()
-            numbers = _a_few([number for number in every if not is_void[number]])
-            dims = [sample.cut(number, chunks) for number in numbers] if sample is not None else []
-            self._cuts[key] = {dim for dim in dims if isinstance(dim, int)}
-        return self._cuts[key]
+        sample, every = self._values_of(leaf)
+        _, is_void, _ = self._load()
+        numbers = _a_few([number for number in every if not is_void[number]])
+        dims = [sample.cut(number, chunks) for number in numbers] if sample is not None else []
+        return {dim for dim in dims if isinstance(dim, int)}
 
-    def varies(self, root: str, mode: str, name: str) -> bool:
+    def _varies(self, root: str, mode: str, name: str) -> bool:
         """Return True if an argument of a root (a module under hooks) differed between ranks at any sampled step."""
-        key = root, mode, name
-        if key not in self._varying:
-            sample, _, _ = self._load()
-            leaves = {} if sample is None else sample.leaves
-            self._varying[key] = sample is not None and any(
-                bool((sample.grouped.equal[numbers] == 0).any())
-                for leaf, numbers in leaves.items()
-                if (leaf.module_path, leaf.site) == ("", "input") and (leaf.root, leaf.mode, leaf.name) == key
-            )
-        return self._varying[key]
+        sample, _, _ = self._load()
+        return sample is not None and any(
+            bool((sample.grouped.equal[numbers] == 0).any())
+            for leaf, numbers in sample.leaves.items()
+            if (leaf.module_path, leaf.site, leaf.root, leaf.mode, leaf.name) == ("", "input", root, mode, name)
+        )
 
     def inputs_vary(self, root: str, mode: str) -> bool:
         """Return True if any argument of a root (a module under hooks) differed between ranks at any sampled step."""
-        sample, _, _ = self._load()
-        names = {
-            leaf.name
-            for leaf in (sample.leaves if sample is not None else ())
-            if (leaf.root, leaf.mode, leaf.module_path, leaf.site) == (root, mode, "", "input")
-        }
+        wanted = (root, mode, "", "input")
+        names = {one.name for one in self._leaves if (one.root, one.mode, one.module_path, one.site) == wanted}
         return any(self.varies(root, mode, name) for name in names)
 
     def _load(self) -> tuple[Sample | None, Flags, Flags]:
@@ -193,17 +172,22 @@ class Leaves:
                 self._loaded = sample, *_find_void(sample)
         return self._loaded
 
-    def _values_of(self, leaf: Leaf) -> tuple[Sample | None, list[int]]:
+    @property
+    def _leaves(self) -> Mapping[Leaf, Integers]:
         sample, _, _ = self._load()
-        values = None if sample is None else sample.leaves.get(leaf)
-        return sample, [] if values is None else values.tolist()
+        return {} if sample is None else sample.leaves
+
+    def _values_of(self, leaf: Leaf) -> tuple[Sample | None, list[int]]:
+        values = self._leaves.get(leaf)
+        return self._load()[0], [] if values is None else values.tolist()
 
     def _moments(self, leaf: Leaf) -> list[BatchDims]:
         sample, numbers = self._values_of(leaf)
         moments = [sample.moment(number) for number in _a_few(numbers)] if sample is not None else []
         return [one for one in moments if one is not None]
 
-    def _judge(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
+    def _replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
+        """Return whether all chunks of a leaf, or only `chunks`, are copies of each other."""
         sample, every = self._values_of(leaf)
         _, is_void, is_doubtful = self._load()
         if sample is None:

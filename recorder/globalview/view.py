@@ -120,10 +120,11 @@ class GlobalView:
         only: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> GlobalRows:
         """Return the rows of the steps in [first, last). `only` restricts them to the listed steps."""
-        metadata = self._metadata(first, last)
+        low, high = NONE if first is None else first, 1 << 62 if last is None else last
+        metadata = MetadataRows(self._run.writers, None if first is last is None else (low, high))
         metadata.load((*METADATA_COLUMNS, *COLUMNS))
         steps = metadata.numbers("step")
-        is_wanted = (steps >= (NONE if first is None else first)) & (steps < (1 << 62 if last is None else last))
+        is_wanted = (steps >= low) & (steps < high)
         if only is not None:
             is_wanted &= np.isin(steps, only)
         positions = np.flatnonzero(is_wanted)
@@ -187,11 +188,6 @@ class GlobalView:
         metadata, steps = self.sample_batches()
         positions = load_sample(metadata, steps)
         return self.load(metadata).values.sample(positions)
-
-    def _metadata(self, first: int | None, last: int | None) -> MetadataRows:
-        if first is None and last is None:
-            return MetadataRows(self._run.writers)
-        return MetadataRows(self._run.writers, (NONE if first is None else first, 1 << 62 if last is None else last))
 
 
 class GlobalRows:

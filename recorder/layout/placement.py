@@ -57,7 +57,7 @@ def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan |
             return _inconsistent(f"rank {chunk.rank}: {region}")
         region_by_chunk.append(region)
         regions.setdefault((region.run, region.boxes), []).append(i)
-    kinds = [str(placement.get("kind")) for placement in _placements(chunks[0])]
+    kinds = [str(placement.get("kind")) for placement in parse_placements(chunks[0].placements)]
     if unknown := [kind for kind in kinds if kind not in _KINDS]:
         return NoPlan("per_rank", f"placement {unknown[0]} cannot be assembled")
     coordinates = [mesh_of(chunk).coordinate for chunk in chunks]
@@ -127,7 +127,7 @@ def _by_axis(
 def _region_of(chunk: RankChunk) -> Region | str:
     """Return the region of the global tensor that a chunk covers. Return a text if its row is wrong."""
     assert chunk.global_shape is not None
-    placements = _placements(chunk)
+    placements = parse_placements(chunk.placements)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
     if flat:
         is_cut = any(placement.get("kind") in ("Shard", "StridedShard") for placement in placements)
@@ -197,12 +197,12 @@ def _contradiction(chunks: Sequence[RankChunk]) -> NoPlan | None:
     if len(meshes) > 1:
         shown = values_of_ranks(chunks, lambda chunk: list(mesh_of(chunk).shape))
         return _inconsistent(f"ranks disagree on the mesh: {shown}")
-    kinds = {str([(p.get("kind"), p.get("dim")) for p in _placements(chunk)]) for chunk in chunks}
+    kinds = {str([(p.get("kind"), p.get("dim")) for p in parse_placements(chunk.placements)]) for chunk in chunks}
     if len(kinds) > 1:
         shown = values_of_ranks(chunks, lambda chunk: in_words(chunk.placements))
         return _inconsistent(f"ranks disagree on the placements: {shown}")
     mesh_shape, coordinate, _ = mesh_of(chunks[0])
-    if len(coordinate) != len(_placements(chunks[0])) or len(mesh_shape) != len(coordinate):
+    if len(coordinate) != len(parse_placements(chunks[0].placements)) or len(mesh_shape) != len(coordinate):
         return _inconsistent(f"rank {chunks[0].rank}: its mesh and its placements have different numbers of axes")
     taken: dict[Ints, int] = {}
     for chunk in chunks:
@@ -231,14 +231,10 @@ def _coordinate_problem(chunk: RankChunk) -> NoPlan | None:
 def _positions(chunks: Sequence[RankChunk]) -> str:
     shown = []
     for chunk in chunks[:MAX_NAMED]:
-        flat = [p.get("offset") for p in _placements(chunk) if p.get("kind") == "FlatShard"]
+        flat = [p.get("offset") for p in parse_placements(chunk.placements) if p.get("kind") == "FlatShard"]
         at = flat[0] if flat else chunk.offsets and list(chunk.offsets)
         shown.append(f"rank {chunk.rank} {list(chunk.shape)} at {at}")
     return ", ".join(shown)
-
-
-def _placements(chunk: RankChunk) -> tuple[dict[str, Any], ...]:
-    return parse_placements(chunk.placements)
 
 
 @lru_cache(maxsize=4096)

@@ -250,8 +250,5 @@ def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)
     items = source.fetch(first - source.region.skipped, last + 1 - source.region.skipped)
-    strides, step = [], items.itemsize
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return np.lib.stride_tricks.as_strided(items, sizes, strides[::-1], writeable=False)
+    strides = [items.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(items, sizes, strides, writeable=False)

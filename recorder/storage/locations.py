@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, local
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -317,7 +317,7 @@ class ObjectStore:
         return self._folder(folder.key)
 
 
-class RemoteFile:
+class RemoteFile(ByteSource):
     """An object that is read by ranges of bytes. The store keeps recent bytes, but no payloads."""
 
     def __init__(self, store: ObjectStore, path: ObjectPath, seen: FileFacts) -> None:
@@ -349,12 +349,6 @@ class RemoteFile:
     def data_ranges(self, start: int) -> Iterator[range]:
         """Yield the rest of the object as one range. Objects are not sparse."""
         yield range(start, self.size_bytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing: no connection is held open."""
 
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:

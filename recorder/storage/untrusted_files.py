@@ -98,9 +98,12 @@ class ByteSource(Protocol):
     def data_ranges(self, start: int) -> Iterator[range]:
         """Yield the ranges from `start` on that may have nonzero bytes. A sparse file can claim any length."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        """Close the file. A source that holds nothing open needs no more than this."""
+        return
 
 
 def open_regular(path: Path) -> int:
@@ -128,8 +131,8 @@ def _raise_if_gone(error: OSError, path: Path | str) -> None:
         raise FileNotFoundError(error.errno, error.strerror, str(path)) from error
 
 
-class MappedFile:
-    """A memory-mapped file that no longer changes: a sealed shard or an index."""
+class MappedFile(ByteSource):
+    """A memory-mapped file that no longer changes: a sealed shard or an index. Each buffer keeps the mapping alive."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -153,14 +156,8 @@ class MappedFile:
         finally:
             os.close(descriptor)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing: the mapping lives as long as one of its buffers."""
-
-
-class GrowingFile:
+class GrowingFile(ByteSource):
     """A shard that is still being written, read by copies. Its writer may cut it, and a mapping would then fault."""
 
     def __init__(self, path: Path) -> None:
@@ -189,9 +186,6 @@ class GrowingFile:
 
     def data_ranges(self, start: int) -> Iterator[range]:
         return _data_ranges(self._descriptor, start, self.size_bytes)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         os.close(self._descriptor)

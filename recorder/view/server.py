@@ -32,6 +32,7 @@ import pyarrow.compute as pc
 import uvicorn
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -164,8 +165,6 @@ class ViewServer:
 
     async def _ranks(self, request: Request) -> Response:
         run = await self._find(request)
-        if run is None:
-            return _missing()
         try:
             ranks = await run_sync(run.ranks)
         except RecorderError as error:
@@ -177,18 +176,17 @@ class ViewServer:
 
     async def _page(self, request: Request) -> Response:
         run = await self._find(request)
-        return _missing() if run is None else _html(live_page(f"{run.name} - recorder", [], kind="run"))
+        return _html(live_page(f"{run.name} - recorder", [], kind="run"))
 
-    async def _find(self, request: Request) -> WatchedRun | None:
-        try:
-            return await run_sync(self._watching.find, request.path_params["name"])
-        except (RecorderError, OSError):
-            return None
+    async def _find(self, request: Request) -> WatchedRun:
+        """Return the run that an address names. Raise an HTTPException, which is the answer, if there is none."""
+        with suppress(RecorderError, OSError):
+            if (run := await run_sync(self._watching.find, request.path_params["name"])) is not None:
+                return run
+        raise HTTPException(404, "There is no such run here.\n", headers=_HEADERS)
 
     async def _save(self, request: Request) -> Response:
         run = await self._find(request)
-        if run is None:
-            return _missing()
         body = b""
         async for piece in request.stream():
             body += piece
@@ -202,8 +200,6 @@ class ViewServer:
 
     async def _events(self, request: Request) -> Response:
         run = await self._find(request)
-        if run is None:
-            return _missing()
         known = request.headers.get("last-event-id") or request.query_params.get("known", "")
         return StreamingResponse(self._news(run, known), media_type="text/event-stream", headers=_HEADERS)
 
@@ -232,10 +228,6 @@ class ViewServer:
 def _html(text: bytes) -> Response:
     headers = {**_HEADERS, "Content-Security-Policy": live_policy()}
     return Response(text, media_type="text/html; charset=utf-8", headers=headers)
-
-
-def _missing() -> Response:
-    return PlainTextResponse("There is no such run here.\n", 404, headers=_HEADERS)
 
 
 _LOOK_S = 0.5
