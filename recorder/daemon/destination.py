@@ -15,14 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from crc32c import crc32c
 
 from ..errors import ConfigError, NotARunError, StoreError
 from ..run.finding import FLEET
 from ..storage.clients import KINDS, SCHEMES, Client, bare_e_tag
-from ..storage.locations import location_of, scheme_of
+from ..storage.locations import location_of, object_facts, scheme_of
+from ..storage.untrusted_files import FileFacts
 from ..system.processes import sync_directory
 from .telemetry import Requests
 from .watching import LocalFile
@@ -47,14 +48,6 @@ Answer = TypeVar("Answer")
 
 class TakenError(Exception):
     """The condition of an upload does not hold. The name is taken, or the object to replace has changed or is gone."""
-
-
-class StoredObject(NamedTuple):
-    """The size, the time and the ETag of an object at a destination."""
-
-    size_bytes: int
-    changed_s: float
-    e_tag: str
 
 
 class Throttle:
@@ -114,7 +107,7 @@ class Destination(Protocol):
     def get(self, key: str) -> tuple[bytes, str] | None:
         """Return a small document and its ETag, or None if there is none. A damaged document is returned empty."""
 
-    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]: ...
+    def listing(self, prefix: str) -> Iterator[tuple[str, FileFacts]]: ...
     def delete(self, keys: list[str]) -> None: ...  # an object that is already gone is no error
     def check(self) -> None: ...  # raises StoreError if the destination ignores the conditions of uploads
     def renew(self) -> None: ...  # reads the credentials again
@@ -225,14 +218,14 @@ class Bucket(Destination):
 
         return self._ask_if_there(key, ask)
 
-    def head(self, key: str) -> StoredObject | None:
-        return self._ask_if_there(key, lambda store: _held(store.head(self._prefix + key)))
+    def head(self, key: str) -> FileFacts | None:
+        return self._ask_if_there(key, lambda store: object_facts(store.head(self._prefix + key)))
 
-    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
+    def listing(self, prefix: str) -> Iterator[tuple[str, FileFacts]]:
         wanted = (self._prefix + prefix).strip("/")
         metas = self._ask(prefix, lambda store: store.list(wanted or None).collect())
         for meta in metas:
-            yield meta["path"].removeprefix(self._prefix), _held(meta)
+            yield meta["path"].removeprefix(self._prefix), object_facts(meta)
 
     def delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):
@@ -357,14 +350,14 @@ class FolderDestination(Destination):
             raise _refused(error, self.path / key) from error
         return content, _md5(content)
 
-    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
+    def listing(self, prefix: str) -> Iterator[tuple[str, FileFacts]]:
         for folder, _, names in os.walk(self.path / prefix):
             for name in names:
                 path = Path(folder) / name
                 with contextlib.suppress(FileNotFoundError):
                     status = path.lstat()
                     if stat.S_ISREG(status.st_mode) and not name.endswith(".tmp"):
-                        yield str(path.relative_to(self.path)), StoredObject(status.st_size, status.st_mtime, "")
+                        yield str(path.relative_to(self.path)), FileFacts.of(status)
 
     def delete(self, keys: list[str]) -> None:
         for key in keys:
@@ -425,10 +418,6 @@ def _digests(file: LocalFile) -> tuple[int, str]:
 
 def _md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
-
-
-def _held(meta: Any) -> StoredObject:
-    return StoredObject(meta["size"], meta["last_modified"].timestamp(), bare_e_tag(meta["e_tag"]))
 
 
 def _is_same_file(path: Path, file: LocalFile) -> bool:

@@ -327,11 +327,11 @@ def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
 def _told_rules(run: RunShipper) -> set[str]:
     """Return the rules that have a mark from today, or a mark newer than the writers' statuses, which list findings."""
     stamps = [status for writer in run.all_writers if (status := writer.files.status) is not None]
-    changed_s = max((stamp.changed_ns for stamp in stamps), default=0) / 1e9
+    changed_ns = max((stamp.changed_ns for stamp in stamps), default=0)
     told, today = set[str](), _today()
     for key, mark in run.shared.destination.listing(f"{run.key}/{_TOLD}/"):
         day, rule = (name := key.rpartition("/")[2])[:10], name[11:].removesuffix(".json")
-        if day == today or mark.changed_s >= changed_s:
+        if day == today or mark.changed_ns >= changed_ns:
             told.add(rule)
     return told
 

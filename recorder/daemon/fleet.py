@@ -27,8 +27,9 @@ from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest, pars
 from ..run.finding import FLEET, PRUNED, fleet_runs, runs_in
 from ..run.reply import Part, Reply, table_of
 from ..storage.locations import location_of, store_of
+from ..storage.untrusted_files import FileFacts
 from ..system.text import counted, listed, moment, size
-from .destination import Destination, StoredObject, TakenError, parse_destination
+from .destination import Destination, TakenError, parse_destination
 from .settings import duration_s
 from .watching import Folder, RefusedError
 
@@ -178,7 +179,7 @@ class PrunePlan(NamedTuple):
 
 def list_runs(destination: Destination) -> list[KeptRun]:
     """Return all runs at a destination, the oldest first, from one complete listing."""
-    folders: dict[str, list[tuple[str, StoredObject]]] = {}
+    folders: dict[str, list[tuple[str, FileFacts]]] = {}
     everything = list(destination.listing(""))
     for key, _ in everything:
         folder, _, name = key.rpartition("/")
@@ -196,7 +197,7 @@ def list_runs(destination: Destination) -> list[KeptRun]:
             folder,
             sum(held.size_bytes for _, held in objects),
             len(objects),
-            max(held.changed_s for key, held in objects if key != f"{folder}/{KEEP}"),
+            max(held.changed_ns for key, held in objects if key != f"{folder}/{KEEP}") / 1e9,
             any(key == f"{folder}/{KEEP}" for key, _ in objects),
         )
         for folder, objects in folders.items()
@@ -260,7 +261,8 @@ def _no_such_run(destination: Destination, key: str) -> LookupFailedError:
 def prune(destination: Destination, run: KeptRun) -> bool:
     """Remove a run at the destination. Return False, and keep it, if it was changed or marked after its listing."""
     before = dict(destination.listing(f"{run.key}/"))
-    if f"{run.key}/{KEEP}" in before or max((one.changed_s for one in before.values()), default=0) > run.changed_s:
+    changed_s = max((one.changed_ns for one in before.values()), default=0) / 1e9
+    if f"{run.key}/{KEEP}" in before or changed_s > run.changed_s:
         return False
     with contextlib.suppress(TakenError):  # an earlier prune of this run was killed
         destination.put_if(f"{PRUNED}/{run.key}.json", encode_manifest({"time_ns": time.time_ns()}), None)

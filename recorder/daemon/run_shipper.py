@@ -17,8 +17,9 @@ from typing import Any
 from ..checks.causes import order_of
 from ..errors import RunError
 from ..format.rundir import NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, Members, encode_manifest
+from ..storage.untrusted_files import FileFacts
 from .shipped import ShippedRun, Shipping
-from .watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run, list_writer
+from .watching import Entries, Folder, RefusedError, WriterFiles, list_run, list_writer
 from .writer_shipper import QUIET_LOOK_S, WriterShipper
 
 _SETTLED_LOOK_S = 5.0
@@ -158,12 +159,12 @@ class RunShipper:
         return list({writer.rank: writer for writer in in_order if writer.rank is not None}.values())
 
     @property
-    def backlog(self) -> dict[str, Stamp]:
+    def backlog(self) -> dict[str, FileFacts]:
         """The sealed files that the store has not confirmed, by path. The list comes from the disk, not the store."""
         is_out = self.there.conflict and not self.there.was_pruned
         if self.is_settled or is_out or self.unreadable:
             return {}
-        found: dict[str, Stamp] = {}
+        found: dict[str, FileFacts] = {}
         with contextlib.suppress(OSError), self.there.open() as folder:
             for names in list_run(folder)[0]:
                 with contextlib.suppress(OSError), folder.below(*names) as inner:
@@ -317,9 +318,7 @@ class RunShipper:
         """Return the entry for this node's part of the run in the fleet's index."""
         writers = [writer.summary() for writer in self.all_writers]
         states = {writer["state"] for writer in writers}
-        dropped: Counter[str] = Counter()
-        for writer in writers:
-            dropped.update(writer["dropped"])
+        dropped = sum((Counter(writer["dropped"]) for writer in writers), Counter[str]())
         steps = [writer["step"] for writer in writers if writer["step"] is not None]
         return {
             "run_id": self.there.run_id,

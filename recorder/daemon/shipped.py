@@ -21,10 +21,11 @@ from crc32c import crc32c
 from ..errors import RunError, StoreError
 from ..format.rundir import MAX_MANIFEST_BYTES, NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
 from ..run.finding import PRUNED
-from .destination import Destination, StoredObject, TakenError
+from ..storage.untrusted_files import FileFacts
+from .destination import Destination, TakenError
 from .settings import DaemonSettings
 from .telemetry import Counters, Health
-from .watching import Folder, LocalFile, RefusedError, Stamp
+from .watching import Folder, LocalFile, RefusedError
 
 logger = logging.getLogger("recorder.daemon")
 
@@ -85,7 +86,7 @@ class ShippedLedger:
     def get(self, name: str) -> Confirmed | None:
         return self._files.get(name)
 
-    def has(self, name: str, stamp: Stamp) -> bool:
+    def has(self, name: str, stamp: FileFacts) -> bool:
         """Return True if the store has confirmed a file of this size under this name."""
         confirmed = self.get(name)
         return confirmed is not None and confirmed.size_bytes == stamp.size_bytes
@@ -217,22 +218,22 @@ class ShippedRun:
         self.shared = shared
         self.run_id = ""
         self.facts: dict[str, Any] = {}
-        self.manifest: Stamp | None = None
+        self.manifest: FileFacts | None = None
         """The stamp (size, time, inode) of the local manifest when it was last compared with the destination's."""
         self.conflict = ""
         """Why nothing of the run is shipped. Empty if the run is shipped."""
         self.was_pruned = self.has_shipped = False
         """`was_pruned`: a prune removed the run there. `has_shipped`: this daemon has confirmed a file of the run."""
-        self.stamps: dict[str, Stamp] = {}
+        self.stamps: dict[str, FileFacts] = {}
         """The stamps of the run's own documents (not of its writers' files) on this disk at the last scan."""
-        self.held: dict[str, StoredObject] = {}
+        self.held: dict[str, FileFacts] = {}
         """The objects in the last listing of the destination, by their names below the run."""
         self.listed_s = 0.0
         """The monotonic time at which the last listing of the destination began."""
         self.list_at_s = 0.0
         """The monotonic time at which the destination will be listed again."""
         self._documents: dict[str, _Document] = {}
-        self._aside: dict[str, Stamp] = {}
+        self._aside: dict[str, FileFacts] = {}
         self._conflicting: set[str] = set()
         self._lock = threading.Lock()
         with self.open() as folder:
@@ -272,7 +273,7 @@ class ShippedRun:
     def is_listing_due(self, now_s: float) -> bool:
         return now_s >= self.list_at_s or self.listed_s < self.shared.health.recovered_s
 
-    def listed(self) -> dict[str, StoredObject]:
+    def listed(self) -> dict[str, FileFacts]:
         prefix = f"{self.key}/"
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 
@@ -316,7 +317,7 @@ class ShippedRun:
             self.is_aside_there(name, stamp) for name, stamp in self.stamps.items() if name != RUN_MANIFEST
         )
 
-    def is_aside_there(self, key: str, stamp: Stamp) -> bool:
+    def is_aside_there(self, key: str, stamp: FileFacts) -> bool:
         """Return True if this file was put as it is now, or if its put failed because of a conflict."""
         return self._aside.get(key) == stamp
 
@@ -348,7 +349,7 @@ class ShippedRun:
             return str(parse_json(there, self.key).get("run_id")) == self.run_id
         return False
 
-    def put_aside(self, folder: Folder, below: str, name: str, stamp: Stamp) -> bool:
+    def put_aside(self, folder: Folder, below: str, name: str, stamp: FileFacts) -> bool:
         """Put a file that is no shard, index or manifest: an informative document, or a shard set aside as damaged."""
         key, is_ours = f"{below}{name}", True
         with folder.open(name) as file:

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -27,7 +27,7 @@ from ..format.rundir import (
     parse_shard_name,
     shard_name,
 )
-from ..storage.untrusted_files import ByteSource, check_range
+from ..storage.untrusted_files import ByteSource, FileFacts, check_range
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
 """Matches names that every store keeps unchanged, and that are harmless in every shell, URL and terminal."""
@@ -43,18 +43,6 @@ _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\
 """The first bytes that a file must have, by its extension. Other files, such as hard links, are not shipped."""
 
 
-class Stamp(NamedTuple):
-    """The size, the time and the inode of a file. At least one differs if the file was changed or replaced."""
-
-    size_bytes: int
-    changed_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
-
-
 class RefusedError(Exception):
     """A file is not what its name says: it is a link, a device or has other content. It is ignored and counted."""
 
@@ -67,7 +55,7 @@ class LocalFile(ByteSource):
         self.descriptor = descriptor
         status = os.fstat(descriptor)
         self.size_bytes = status.st_size
-        self.stamp = Stamp.of(status)
+        self.stamp = FileFacts.of(status)
 
     def bytes(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` bytes of the file from `offset` on. Raise OSError if the file has become shorter."""
@@ -97,7 +85,7 @@ class Entries:
     """The entries of one directory. It also collects the entries of many directories that are to be counted."""
 
     directories: list[str] = field(default_factory=list)
-    files: dict[str, Stamp] = field(default_factory=dict)
+    files: dict[str, FileFacts] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     """Links, devices, and entries whose names may not become keys in a store."""
     foreign: list[str] = field(default_factory=list)
@@ -112,13 +100,13 @@ class Entries:
 class WriterFiles:
     """The files of one writer, by their kinds."""
 
-    sealed: dict[str, Stamp] = field(default_factory=dict)
-    indexes: dict[str, Stamp] = field(default_factory=dict)
+    sealed: dict[str, FileFacts] = field(default_factory=dict)
+    indexes: dict[str, FileFacts] = field(default_factory=dict)
     """The indexes of sealed shards, by their file names."""
-    opened: dict[str, Stamp] = field(default_factory=dict)
-    aside: dict[str, Stamp] = field(default_factory=dict)
-    manifest: Stamp | None = None
-    status: Stamp | None = None
+    opened: dict[str, FileFacts] = field(default_factory=dict)
+    aside: dict[str, FileFacts] = field(default_factory=dict)
+    manifest: FileFacts | None = None
+    status: FileFacts | None = None
     refused: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
 
@@ -195,7 +183,7 @@ class Folder:
                 else:
                     with contextlib.suppress(FileNotFoundError):
                         listed.files[entry.name] = (
-                            Stamp.of(entry.stat(follow_symlinks=False)) if with_stamps else Stamp(0, 0, 0)
+                            FileFacts.of(entry.stat(follow_symlinks=False)) if with_stamps else FileFacts(0, 0, 0)
                         )
         listed.directories.sort()
         return listed
@@ -241,7 +229,7 @@ def closed_to_us(error: PermissionError) -> str:
     return f"the daemon may not look into it ({error.strerror})"
 
 
-def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
+def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, FileFacts], Entries]:
     """Return a run's writers (pairs of directory names), the run's own documents, and the ignored entries."""
     entries = folder.entries()
     counts = Entries(refused=entries.refused)
@@ -280,7 +268,7 @@ def list_writer(folder: Folder) -> WriterFiles:
     entries = folder.entries()
     files = WriterFiles(refused=entries.refused)
     files.foreign = [name for name in entries.directories if not name.startswith("_")]
-    indexes: dict[str, Stamp] = {}
+    indexes: dict[str, FileFacts] = {}
     for name, stamp in entries.files.items():
         shard = parse_shard_name(name)
         if shard is not None:

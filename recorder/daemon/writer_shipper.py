@@ -31,9 +31,10 @@ from ..format.rundir import (
 )
 from ..read.messages import FIRST_MESSAGE, block_at
 from ..run.status import LiveFinding
+from ..storage.untrusted_files import FileFacts
 from .destination import TakenError
 from .shipped import LOOK_S, ShippedRun
-from .watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_writer, sealed_name
+from .watching import Folder, LocalFile, RefusedError, WriterFiles, list_writer, sealed_name
 
 logger = logging.getLogger("recorder.daemon")
 
@@ -79,7 +80,7 @@ class WriterShipper:
         self.small_since_s = time.time()
         """The wall-clock time of the last scan after which all small files were shipped, at first the creation time."""
         self._ledger: dict[str, Any] = {}
-        self._manifest: tuple[Stamp, bytes] | None = None
+        self._manifest: tuple[FileFacts, bytes] | None = None
         self._opened = OpenShards(there, self.below)
         self._is_busy: set[str] = set()
         self.changed_ns = 0
@@ -131,7 +132,7 @@ class WriterShipper:
         return self.has_ended and bool(self.files.opened) and not self.was_repaired
 
     @property
-    def backlog(self) -> dict[str, Stamp]:
+    def backlog(self) -> dict[str, FileFacts]:
         """The sealed files that the destination has not confirmed, by name."""
         files = self.files.sealed | self.files.indexes
         return {name: stamp for name, stamp in list(files.items()) if not self._is_there(name, stamp)}
@@ -189,7 +190,7 @@ class WriterShipper:
         """True if the writer is expected to seal its open shards. The daemon then waits for the sealed shards."""
         return self.state == "alive" and not self._goes_open
 
-    def _is_there(self, name: str, stamp: Stamp) -> bool:
+    def _is_there(self, name: str, stamp: FileFacts) -> bool:
         return self._run.ledger.has(self.below + name, stamp)
 
     def _waits_for_large(self) -> bool:
@@ -386,7 +387,7 @@ class _Snapshot:
     num_bytes: int
     crc: int
     e_tag: str
-    stamp: Stamp
+    stamp: FileFacts
     put_s: float = field(default_factory=time.monotonic)
 
 
@@ -411,12 +412,12 @@ class OpenShards:
     def __contains__(self, name: str) -> bool:
         return name in self._snapshots
 
-    def is_put(self, name: str, stamp: Stamp) -> bool:
+    def is_put(self, name: str, stamp: FileFacts) -> bool:
         """Return True if an open shard was put as it is now."""
         snapshot = self._snapshots.get(name)
         return snapshot is not None and snapshot.stamp == stamp
 
-    def put(self, folder: Folder, name: str, stamp: Stamp, *, is_growing: bool) -> None:
+    def put(self, folder: Folder, name: str, stamp: FileFacts, *, is_growing: bool) -> None:
         """Put the complete batches of an open shard, over an earlier put with fewer batches.
 
         `stamp` is the shard's stamp from the listing of the directory. If the shard `is_growing`, its writer will seal
@@ -435,7 +436,7 @@ class OpenShards:
             elif not is_growing:
                 self._put_large_prefix(name, file, end, stamp)
 
-    def _put_prefix(self, name: str, content: bytes, before: _Snapshot | None, stamp: Stamp) -> None:
+    def _put_prefix(self, name: str, content: bytes, before: _Snapshot | None, stamp: FileFacts) -> None:
         shared = self._run.shared
         if before is not None and crc32c(memoryview(content)[: before.num_bytes]) != before.crc:
             shared.counters.add("conflicts", "open")  # a failed write was cut back, so the sealed shard decides
@@ -453,7 +454,7 @@ class OpenShards:
         shared.uploaded("open", len(content))
         shared.health.succeeded()
 
-    def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
+    def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: FileFacts) -> None:
         """Put batches that are too large for one request. This happens about once: their writer is gone or quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end

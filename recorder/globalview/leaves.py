@@ -371,7 +371,8 @@ class Comparison(LeafAcrossSteps):
         """The evidence, besides the value's own rows, that was used: ``payloads``, ``statistics`` or ``other rows``."""
         self._grouped = grouped
         self._rows = rows
-        self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
+        are_equal = None if grouped.equal[number] == NONE else bool(grouped.equal[number])
+        self.known = are_equal, bool(grouped.has_same_statistics[number])
         """Two flags from the rows: are all chunks equal (None: unknown), and are all statistics equal?"""
         self._is_same = is_same
         self._equal: dict[tuple[int, ...], bool | None] = {}

@@ -446,10 +446,7 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 
     If two overrides with different layouts match one value, a warning is logged.
     """
-    try:
-        overrides = parse_overrides(layouts)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise LookupFailedError(str(error)) from error
+    overrides = parse_overrides(layouts)
     if not overrides:
         return
     leaves = [leaf for run in runs for leaf in run.table(_LEAF).group_by(_LEAF).aggregate([]).to_pylist()]
@@ -481,14 +478,20 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 
 
 def parse_overrides(layouts: Sequence[str]) -> Overrides:
-    """Parse ``PATTERN=LAYOUT`` texts. A pattern without a colon is for modules. Raise ValueError for a wrong text."""
+    """Parse ``PATTERN=LAYOUT`` texts. A pattern without a colon is for modules.
+
+    Raise LookupFailedError for a wrong text, and for what is no text.
+    """
     overrides = []
-    for layout in layouts:
-        pattern, equals, wanted = layout.rpartition("=")
-        if not equals or not pattern:
-            raise ValueError(f"layout {layout!r}: expected PATTERN=LAYOUT, such as 'layers.*:output:=shard(1)'")
-        parse_override(wanted)
-        overrides.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
+    try:
+        for layout in layouts:
+            pattern, equals, wanted = layout.rpartition("=")
+            if not equals or not pattern:
+                raise ValueError(f"layout {layout!r}: expected PATTERN=LAYOUT, such as 'layers.*:output:=shard(1)'")
+            parse_override(wanted)
+            overrides.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise LookupFailedError(str(error)) from error
     return overrides
 
 

@@ -62,9 +62,6 @@ class GroupedRows(NamedTuple):
     writers: Integers
     """For each value, the index of the writer of its first row."""
 
-    def equal_of(self, number: int) -> bool | None:
-        return None if self.equal[number] == NONE else bool(self.equal[number])
-
 
 class GroupedValues(NamedTuple):
     """Rows grouped by value. Values are indexed from 0 in the order of their keys."""

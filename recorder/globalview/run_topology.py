@@ -179,10 +179,10 @@ class Topology:
     @cached_property
     def _groups(self) -> dict[tuple[int | None, str, int | None], DataParallelGroup]:
         statements: dict[tuple[int | None, str, int | None], list[RankStatement]] = {}
-        for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
-            for root in writer.manifest.roots:
-                key = world_size, root.name, None if root.stage is None else root.stage.number
-                statements.setdefault(key, []).append(self._statement(writer, root, world_size))
+        for number, root in self._roots:
+            world_size = self._world_sizes[number]
+            key = world_size, root.name, None if root.stage is None else root.stage.number
+            statements.setdefault(key, []).append(self._statement(self._writers[number], root, world_size))
         groups = {key: find_group(some) for key, some in statements.items()}
         return {key: group for key, group in groups.items() if group is not None}
 
@@ -201,22 +201,20 @@ class Topology:
     @cached_property
     def _modules(self) -> dict[int, set[tuple[str, str]]]:
         modules: dict[int, set[tuple[str, str]]] = {}
-        for writer in self._writers:
-            if writer.rank is not None and writer.manifest.roots:
-                known = modules.setdefault(writer.rank, set())
-                for root in writer.manifest.roots:
-                    known.update((root.name, module.path) for module in root.modules)
+        for number, root in self._roots:
+            if (rank := self._writers[number].rank) is not None:
+                modules.setdefault(rank, set()).update((root.name, module.path) for module in root.modules)
         return modules
+
+    @cached_property
+    def _roots(self) -> list[tuple[int, RecordedRoot]]:
+        """The roots (modules under hooks) in all manifests, each with the number of its writer."""
+        return [(number, root) for number, writer in enumerate(self._writers) for root in writer.manifest.roots]
 
     @cached_property
     def stages(self) -> dict[tuple[int, str], Stage]:
         """Pipeline stages by writer number and root."""
-        return {
-            (number, root.name): root.stage
-            for number, writer in enumerate(self._writers)
-            for root in writer.manifest.roots
-            if root.stage is not None
-        }
+        return {(number, root.name): root.stage for number, root in self._roots if root.stage is not None}
 
     def _why_apart(self, root: str, number: int) -> str:
         """Return why the ranks seem to be the stages of a hand-made pipeline. Empty if they do not."""
@@ -236,13 +234,12 @@ class Topology:
     def _stages_spanned(self) -> dict[str, set[int]]:
         """For each path, the stages that the module spans. A module with equal children on all stages spans none."""
         children: dict[str, dict[int, set[str]]] = {}
-        for number, writer in enumerate(self._writers):
-            for root in writer.manifest.roots:
-                for module in root.modules if (number, root.name) in self.stages else ():
-                    stage = self.stages[number, root.name].number
-                    parent, _, name = module.path.rpartition(".")
-                    children.setdefault(module.path, {}).setdefault(stage, set())
-                    children.setdefault(parent, {}).setdefault(stage, set()).add(name)
+        for number, root in self._roots:
+            for module in root.modules if (number, root.name) in self.stages else ():
+                stage = self.stages[number, root.name].number
+                parent, _, name = module.path.rpartition(".")
+                children.setdefault(module.path, {}).setdefault(stage, set())
+                children.setdefault(parent, {}).setdefault(stage, set()).add(name)
         return {path: set(of) for path, of in children.items() if len(set(map(frozenset, of.values()))) > 1}
 
     def is_linear(self, root: str, module_path: str) -> bool:
@@ -251,13 +248,8 @@ class Topology:
 
     @cached_property
     def _linear(self) -> set[tuple[str, str]]:
-        return {
-            (root.name, module.path)
-            for writer in self._writers
-            for root in writer.manifest.roots
-            for module in root.modules
-            if module.class_name.endswith("Linear")
-        }
+        of_roots = ((root.name, module) for _, root in self._roots for module in root.modules)
+        return {(root, module.path) for root, module in of_roots if module.class_name.endswith("Linear")}
 
     def _find_launches(self) -> list[Launch]:
         """Return each writer's launch. A launch has the n-th writer of each rank, of one attempt and world size."""

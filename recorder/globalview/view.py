@@ -66,10 +66,7 @@ class GlobalView:
         """
         if loss not in LOSSES:
             raise LookupFailedError(f"loss {loss!r}: expected one of {', '.join(LOSSES)}")
-        try:
-            self._overrides = parse_overrides(layouts)
-        except (ValueError, AttributeError, TypeError) as error:
-            raise LookupFailedError(str(error)) from error
+        self._overrides = parse_overrides(layouts)
         self._run = run
         self._loss = loss
         self._topology = Topology(run.writers, run.run_id, run.world_size)

@@ -153,7 +153,9 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
         shares = np.zeros((len(numbers), len(self.steps), _NUM_LINE), np.float32)
         for (number, step), line in self._collected.items():
             shares[row_of[number], column_of[step]] = line / max(line.sum(), 1.0)
-        codes = _share_codes(shares)
+        with np.errstate(divide="ignore"):
+            level = 1 + np.rint((1 - np.log(shares) / np.log(_LEAST_SHARE)) * (_SHARE_LEVELS - 1))
+        codes = np.where(shares > 0, np.clip(level, 1, _SHARE_LEVELS), 0).astype(np.uint8)
         nonfinite, codes = np.ascontiguousarray(codes[:, :, -1]), codes[:, :, :-1]
         used = np.flatnonzero(codes.any(axis=(0, 1)))
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (_NUM_BINS, _NUM_BINS + 1)
@@ -163,12 +165,6 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             "shape": list(codes.shape), "first": first, "zero": _NUM_BINS, "lowest": _LOWEST,
         }  # fmt: skip
         return PageBlock(name=name, data=data, arrays={"codes": codes, "nonfinite": nonfinite})
-
-
-def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    with np.errstate(divide="ignore"):
-        level = 1 + np.rint((1 - np.log(shares) / np.log(_LEAST_SHARE)) * (_SHARE_LEVELS - 1))
-    return np.where(shares > 0, np.clip(level, 1, _SHARE_LEVELS), 0).astype(np.uint8)
 
 
 _NUM_QUANTILES = 33

@@ -438,10 +438,9 @@ class StatisticsBlocks:
 
     def further_blocks(self) -> Iterator[PageBlock]:
         """Yield blocks of histograms and of units (channels). With many ranks, yield each rank's deviations, too."""
-        if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
-            yield histograms
-        if (units := self.units.block(f"{self._prefix}units")) is not None:
-            yield units
+        for name, collector in (("histograms", self.histograms), ("units", self.units)):
+            if (block := collector.block(f"{self._prefix}{name}")) is not None:
+                yield block
         if self.by_rank is not None and self.rank_steps is not None:
             yield from self.by_rank.blocks(f"{self._prefix}by-rank", 0)
             yield from self.rank_steps.blocks(f"{self._prefix}rank-steps", 0)

@@ -80,9 +80,7 @@ def _row(summary: dict[str, Any], steps: str, state: str, directory: str) -> lis
 
 def _summary(run: Run) -> dict[str, Any]:
     run.load_balances()
-    dropped: Counter[str] = Counter()
-    for writer in run.writers:
-        dropped.update(writer.balance.dropped)
+    dropped = sum((Counter(writer.balance.dropped) for writer in run.writers), Counter[str]())
     num_open_rows, num_open_files = notes.unsealed(run)
     return {
         "run": run.path.name, "name": run.name, "run_id": run.run_id, "path": str(run.path),
@@ -289,9 +287,7 @@ def _line_of(ranks: Sequence[RankNow]) -> list[str]:
     steps = [status.step for status in known]
     alive = [rank.status for rank in ranks if rank.state == "recording" and rank.status.has_step]
     left = [status.free_bytes for status in known if status.free_bytes is not None]
-    dropped: Counter[str] = Counter()
-    for rank in ranks:
-        dropped.update(rank.status.dropped)
+    dropped = sum((Counter(rank.status.dropped) for rank in ranks), Counter[str]())
     return [
         span(range(min(steps), max(steps) + 1)) if known else "",
         f"{min(status.steps_per_s for status in alive):.2f}" if alive else "",

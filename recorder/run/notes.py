@@ -350,18 +350,14 @@ def _unknown(*_: object) -> None:
     """Replaces a function that reads payloads, so that none is read. It returns None, which means unknown."""
 
 
-class Unsealed(NamedTuple):
-    """Counts of the rows in open shards of writers that have stopped, and of the shards that have such rows."""
+def unsealed(run: RecordedRun) -> tuple[int, int]:
+    """Count the rows in open shards of writers that have stopped, and the shards that have such rows.
 
-    num_rows: int
-    num_files: int
-
-
-def unsealed(run: RecordedRun) -> Unsealed:
-    """Count the rows in open shards of writers that have stopped. A merged run has 0, as nothing can be repaired."""
+    A merged run has none, as nothing can be repaired.
+    """
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.all_shards if not shard.is_sealed]
-    return Unsealed(sum(rows), sum(number > 0 for number in rows))
+    return sum(rows), sum(number > 0 for number in rows)
 
 
 def unsealed_note(run: RecordedRun) -> str:

@@ -59,18 +59,10 @@ def table_of(
     title: str = "",
     subtitle: str = "",
 ) -> Table:
-    """Return a table whose columns are described by their titles.
+    """Return a table whose columns are named by their titles. `title` stands above the table, `subtitle` below that.
 
-    Args:
-        titles: the titles of all columns.
-        rows: the cells of each row.
-        numbers: the columns of numbers.
-        whole: the columns that are never folded.
-        prose: the columns that are folded between words.
-        drops: the columns that a narrow terminal leaves out, the first one first.
-        dull: by column, a text. A terminal leaves out the column if every cell is this text.
-        title: the line above the table.
-        subtitle: the line below the title.
+    `numbers`, `whole`, `prose` and `dull` name columns of which `TableColumn` says this. A narrow terminal leaves out
+    the columns in `drops`, the first one first.
     """
     columns = [
         TableColumn(

@@ -289,12 +289,12 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
     members, identity = Members(raw), _identity(writer, raw)
     others = ("has_step", "recent_s", "recent_steps", "recent_bytes", "num_commands_refused")
     read = members.plain(Status, *identity, *others)
-    recent = members.inner("recent") or Members({})
+    recent, dropped = members.inner("recent") or Members({}), RowCounts.read(members).dropped
     return Status(
         **identity,
         **read,
         has_step="step" in raw and (bool(read["interval_s"]) or identity["state"] in ENDED),
-        dropped=_drops(RowCounts.read(members)),
+        dropped={reason[:_MAX_TEXT]: count for reason, count in list(dropped.items())[:_MAX_REASONS]},
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
@@ -310,10 +310,6 @@ def _identity(writer: str, raw: dict[str, Any]) -> dict[str, Any]:
         identity[name] = identity[name] and identity[name][:_MAX_TEXT]
     state = identity["state"] if identity["state"] in ENDED else "recording"
     return identity | {"writer": writer, "state": state}
-
-
-def _drops(balance: RowCounts) -> dict[str, int]:
-    return {reason[:_MAX_TEXT]: count for reason, count in list(balance.dropped.items())[:_MAX_REASONS]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

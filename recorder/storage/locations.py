@@ -190,7 +190,7 @@ class ObjectStore:
     def _get_manifest(self, path: ObjectPath, max_bytes: int) -> tuple[FileFacts, Any]:
         def ask(client: Any) -> tuple[FileFacts, Any]:
             answer = client.get(path.key)
-            seen = _seen(answer.meta)
+            seen = object_facts(answer.meta)
             return seen, pa.py_buffer(bytes(answer.bytes())) if seen.size_bytes <= max_bytes else None
 
         seen, content = self._client.ask(path, ask)
@@ -308,7 +308,7 @@ class ObjectStore:
                 for stop in range(len(folder.parts), len(parts) - 1):
                     self._folder("/".join(parts[:stop])).folders.add(parts[stop])
                 if len(parts) > len(folder.parts):  # else it is the empty object that web consoles create for a folder
-                    self._folder("/".join(parts[:-1])).files[parts[-1]] = _seen(meta)
+                    self._folder("/".join(parts[:-1])).files[parts[-1]] = object_facts(meta)
             for entries in self._folders.values():
                 for name in entries.folders & entries.files.keys():
                     del entries.files[name]
@@ -369,14 +369,15 @@ def _joined(byte_ranges: Iterable[range]) -> list[range]:
     return joined
 
 
-def _seen(meta: Any) -> FileFacts:
+def object_facts(meta: Any) -> FileFacts:
+    """Return the facts about an object from its metadata in an answer or a listing of a store."""
     changed_ns = int(meta["last_modified"].timestamp() * 1e9)
     return FileFacts(meta["size"], changed_ns, e_tag=bare_e_tag(meta["e_tag"]))
 
 
 def _is_seen(meta: Any, seen: FileFacts) -> bool:
     """Return True if an answer is from the listed object. Some stores omit the ETag in answers or in listings."""
-    answered = _seen(meta)
+    answered = object_facts(meta)
     is_same = answered.e_tag == seen.e_tag or not (answered.e_tag and seen.e_tag)
     return is_same and answered.size_bytes == seen.size_bytes
 
@@ -414,8 +415,7 @@ class LocalStore:
         raise AssertionError("the last try returns or raises")
 
     def look_at(self, path: Path) -> FileFacts:
-        status = os.stat(path, follow_symlinks=False)
-        return FileFacts(status.st_size, status.st_mtime_ns, status.st_ino)
+        return FileFacts.of(os.stat(path, follow_symlinks=False))
 
     def read_json(self, path: Path, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
         return read_json(path, max_bytes)

@@ -25,13 +25,17 @@ Found = TypeVar("Found")
 
 
 class FileFacts(NamedTuple):
-    """The facts about a file in a listing."""
+    """The facts about a file in a listing. At least one differs if the file was changed or replaced."""
 
     size_bytes: int
     changed_ns: int
     inode: int = 0
     e_tag: str = ""
     """The object store's ETag. It changes when a new object replaces the old one."""
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileFacts:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 class Store(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,8 @@ class Drawing:
         if not has_more:
             self._look_at_s = 0.0
         goes_on = self.state == "over" and not self.growing.is_over
-        if self.growing.has_again or goes_on or self._has_other_ranks():
+        has_other_ranks = self.collected is not None and self._run((0, 0)).ranks != self.collected.lanes.ranks
+        if self.growing.has_again or goes_on or has_other_ranks:
             self._begin(self.manifest)
             return True
         yield from self._draw_new(is_new, has_more)
@@ -169,9 +170,6 @@ class Drawing:
             self.state = "gone"
             self._keep_top()
         return False
-
-    def _has_other_ranks(self) -> bool:
-        return self.collected is not None and self._run((0, 0)).ranks != self.collected.lanes.ranks
 
     def _draw_new(self, is_new: bool, has_more: bool) -> Iterator[None]:
         growing = self.growing
@@ -384,10 +382,9 @@ class Drawing:
     def _keep_top(self) -> None:
         ranks = self.growing.ranks
         run = self._run((0, 0))
-        known = self._known_steps()
-        steps = ""
-        if known:
-            steps = str(known[0]) if known[0] == known[1] else f"{known[0]} to {known[1]} ({known[2]})"
+        first, last, steps = self.axes.first_step, self.axes.last_step, ""
+        if first is not None:
+            steps = str(first) if first == last else f"{first} to {last} ({self.axes.num_steps})"
         used = run.size_bytes if self.state == "over" else sum(rank.status.used_bytes for rank in ranks)
         states = [rank.state for rank in ranks] or [writer.state for writer in run.writers]
         rows = f"{self.growing.num_rows:,}" + (f", {size(used)}" if used else "")
@@ -397,7 +394,7 @@ class Drawing:
         numbers = {
             "version": __version__,
             "against": None,
-            "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
+            "live": {"state": self.state, "step": last, "found": self._found_text()},
             "verdict": None if self._checked is not None else self._verdict(bad),
         }
         judged_values = {one[:1] + one[3:8] for one in self._judged}  # the rule, the value and the ranks
@@ -432,10 +429,6 @@ class Drawing:
         num_drawn = self.axes.num_rows if self.growing.num_pending else num_rows  # some rows do not count
         return f"{num_drawn:,} of {num_rows:,} rows are drawn"
 
-    def _known_steps(self) -> tuple[int, int, int] | None:
-        first, last = self.axes.first_step, self.axes.last_step
-        return None if first is None or last is None else (first, last, self.axes.num_steps)
-
     def _keep_slow_if_due(self) -> None:
         is_due = self.state == "over" or time.monotonic() - self._slow_at_s >= _SLOW_S
         if not is_due or self.collected is None or self.version == self._slow_version:
@@ -453,7 +446,7 @@ class Drawing:
         """Return all blocks of the page by name, as base64."""
         packed = {name: _packed(data) for name, (_, data) in self._kept.items()}
         if self.collected is not None:
-            packed |= {block.name: _packed(block.encoded()) for block in self.collected.step_blocks(self._modules)}
+            packed |= packed_blocks(self.collected.step_blocks(self._modules))
         return packed
 
     def blocks_since(self, version: int) -> dict[str, str]:
@@ -465,13 +458,13 @@ class Drawing:
             if grown:
                 known = {**self.collected.steps_known(), "global_steps": self.collected.global_steps}
                 grown.append(PageBlock(name="steps", data=known))
-            packed |= {block.name: _packed(block.encoded()) for block in grown}
+            packed |= packed_blocks(grown)
         return packed
 
-    @staticmethod
-    def packed(block: PageBlock) -> dict[str, str]:
-        """Return a block in the form that `blocks` returns."""
-        return {block.name: _packed(block.encoded())}
+
+def packed_blocks(blocks: Iterable[PageBlock]) -> dict[str, str]:
+    """Return blocks by name, as base64, as `Drawing.blocks` does."""
+    return {block.name: _packed(block.encoded()) for block in blocks}
 
 
 def _packed(data: bytes) -> str:
@@ -490,10 +483,10 @@ def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:
 def _images(first: PageBlock | None, last: PageBlock | None) -> PageBlock:
     images: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
-    for block in (first, last):
-        for one in () if block is None else block.data["images"]:
+    for block in filter(None, (first, last)):
+        for one in block.data["images"]:
             name = f"tiles{len(images)}"
-            arrays[name] = block.arrays[one["array"]] if block is not None else None
+            arrays[name] = block.arrays[one["array"]]
             images.append({**one, "array": name})
     images.sort(key=lambda one: (one["kind"], one["module"], one["step"]))
     return PageBlock(name="images", data={"images": images}, arrays=arrays)

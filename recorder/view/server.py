@@ -49,7 +49,7 @@ from ..run.finding import FLEET, ListedRun, find_run, fleet_runs, runs_in
 from ..run.run import Run
 from ..run.status import ENDED, RunWatch
 from ..storage.locations import Location, ObjectPath, location_of, store_of
-from .drawing import Drawing
+from .drawing import Drawing, packed_blocks
 
 _ASK_S = 0.1
 """The seconds between checks whether a run has news. A check compares two texts."""
@@ -300,7 +300,7 @@ class WatchedRun:
             is_all = parts[:2] != of_now[:2] or len(parts) != len(of_now) or not all(map(str.isdigit, parts[1:]))
             blocks = drawing.blocks() if is_all else drawing.blocks_since(int(parts[2]))
             if is_all or parts[3] != of_now[3]:
-                blocks |= drawing.packed(panes_block(self._panes, self._why_not_saved))
+                blocks |= packed_blocks([panes_block(self._panes, self._why_not_saved)])
         return now, is_all, blocks
 
     def save(self, panes: Any) -> str | None:

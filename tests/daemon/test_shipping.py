@@ -15,7 +15,7 @@ import pytest
 
 import recorder
 from recorder.daemon.daemon import Daemon
-from recorder.daemon.destination import StoredObject, Throttle, parse_destination
+from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
 from recorder.daemon.shipped import ShippedRun, Shipping
@@ -24,6 +24,7 @@ from recorder.daemon.writer_shipper import OpenShards
 from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest, encode_status
 from recorder.storage.locations import location_of, store_of
+from recorder.storage.untrusted_files import FileFacts
 from tests.daemon.support import at_work, faults, files, objects, ship
 from tests.rigs.command_line import Cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -427,7 +428,7 @@ def test_what_is_put_while_the_store_lists_what_it_has_is_not_taken_for_lost(
     assert there.identify() and there.reconcile() == [], "a run that is new to its daemon is not listed"
     listing = shared.destination.listing
 
-    def put_meanwhile(prefix: str) -> Iterator[tuple[str, StoredObject]]:
+    def put_meanwhile(prefix: str) -> Iterator[tuple[str, FileFacts]]:
         before = list(listing(prefix))
         with there.open() as folder, folder.below(*below.split("/")[:-1]) as inner, inner.open(sealed.name) as file:
             assert there.put_new(below + sealed.name, file)

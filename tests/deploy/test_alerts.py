@@ -25,8 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from recorder.daemon.metrics import DaemonCollector
 from recorder.daemon.telemetry import Counters, Health, Requests
-from recorder.daemon.watching import Stamp
 from recorder.run.status import LiveFinding
+from recorder.storage.untrusted_files import FileFacts
 from tests.rigs.clusters import wait_for
 from tests.rigs.programs import needs
 from tests.rigs.prometheus import Prometheus
@@ -101,7 +101,7 @@ class Node:
 
 def grow_backlog(node: Node) -> None:
     begun_ns = int((time.time() - 60 * (node.minute - BEGINS)) * 1e9)
-    node.run.backlog = {str(n): Stamp(1 << 20, begun_ns, 1) for n in range(node.minute - BEGINS + 1)}
+    node.run.backlog = {str(n): FileFacts(1 << 20, begun_ns, 1) for n in range(node.minute - BEGINS + 1)}
 
 
 def hang(node: Node) -> None:
