@@ -409,7 +409,11 @@ class ShippedRun:
             return self._conflicts(name)
         if put.is_new:
             shared.uploaded(_kind(name), len(content))
-        self._note_document(name, crc, put.e_tag, len(content) if is_noted else None)
+        shared.health.succeeded()
+        with self._lock:
+            self._documents[name] = _Document(crc, put.e_tag)
+        if is_noted:
+            self.note(name, len(content), f"crc:{crc:08x}")
         return True
 
     def put_over(
@@ -431,13 +435,6 @@ class ShippedRun:
                 return PutOver(*there, False)
             e_tag = None if there is None else there[1]
         return None
-
-    def _note_document(self, name: str, crc: int, e_tag: str, noted_bytes: int | None) -> None:
-        self.shared.health.succeeded()
-        with self._lock:
-            self._documents[name] = _Document(crc, e_tag)
-        if noted_bytes is not None:
-            self.note(name, noted_bytes, f"crc:{crc:08x}")
 
     def note(self, name: str, size_bytes: int, how: str) -> None:
         """Record in the ledger that the destination has a file. A problem of the ledger is logged once."""

@@ -126,7 +126,7 @@ class Assembler:
         if in_order is None:
             self._payloads.prepare(self._sources(plan, positions))
             try:
-                yield from self._computed(plan, positions, 0, math.prod(plan.global_shape))
+                yield from self._computed(plan, positions)
             finally:
                 self._decoded.clear()
             return
@@ -153,12 +153,12 @@ class Assembler:
         else:
             yield PayloadPart(joined[0], joined[1], num_bytes, start)
 
-    def _computed(self, plan: Plan, positions: Sequence[int], start: int, stop: int) -> Iterator[PayloadPart]:
-        dtype = self.dtype(plan, positions)
+    def _computed(self, plan: Plan, positions: Sequence[int]) -> Iterator[PayloadPart]:
+        dtype, num_items = self.dtype(plan, positions), math.prod(plan.global_shape)
         width = item_bytes(dtype)
         step = PART_BYTES // width
-        for low in range(start, max(stop, start + 1), step):
-            out = np.empty((min(stop, low + step) - low) * width, np.uint8)
+        for low in range(0, max(num_items, 1), step):
+            out = np.empty((min(num_items, low + step) - low) * width, np.uint8)
             self._fill(out.view(_items(dtype)), low, plan, positions, dtype)
             yield self._encoded(out, width, low)
 

@@ -160,9 +160,8 @@ class Leaves:
 
     def inputs_vary(self, root: str, mode: str) -> bool:
         """Return True if any argument of a root (a module under hooks) differed between ranks at any sampled step."""
-        wanted = (root, mode, "", "input")
-        names = {one.name for one in self._leaves if (one.root, one.mode, one.module_path, one.site) == wanted}
-        return any(self.varies(root, mode, name) for name in names)
+        inputs = (one for one in self._leaves if (one.module_path, one.site) == ("", "input"))
+        return any(self.varies(root, mode, one.name) for one in inputs if (one.root, one.mode) == (root, mode))
 
     def _load(self) -> tuple[Sample | None, Flags, Flags]:
         if self._loaded is None:

@@ -115,16 +115,9 @@ def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], le
     rows = has_row.reshape(by_series)
     codes = np.where(is_number, FIRST + np.clip(steps, 0, levels - 1), np.where(rows, NO_NUMBER, NO_ROW))
     kind = np.uint8 if levels <= COARSE else np.uint16
-    differences = _differences(codes.astype(kind).reshape(values.shape))
+    by_lane = np.diff(codes.astype(kind).reshape(values.shape), axis=1, prepend=kind(0))
+    differences = np.diff(by_lane, axis=2, prepend=kind(0))
     return Quantised(differences, low.astype(np.float32), high.astype(np.float32), unit)
-
-
-def _differences(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    differences = codes.copy()
-    differences[:, 1:] -= codes[:, :-1]
-    along = differences.copy()
-    along[:, :, 1:] -= differences[:, :, :-1]
-    return along
 
 
 def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

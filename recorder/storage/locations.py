@@ -91,8 +91,7 @@ class ObjectPath:
     def absolute(self) -> ObjectPath:
         return self
 
-    def resolve(self) -> ObjectPath:
-        return self
+    resolve = absolute
 
     def _at(self, parts: tuple[str, ...]) -> ObjectPath:
         return ObjectPath(self.scheme, self.bucket, parts, self.store)
@@ -391,18 +390,13 @@ _NUM_TRIES = 3
 class LocalStore:
     """Reads directories of this machine: only regular files, never through a symbolic link."""
 
-    @property
-    def filesystem(self) -> Any:
-        return None
-
-    def is_directory(self, path: Path) -> bool:
-        return path.is_dir()
-
-    def is_file(self, path: Path) -> bool:
-        return path.is_file()
-
-    def exists(self, path: Path) -> bool:
-        return path.exists()
+    filesystem = None
+    is_directory = staticmethod(Path.is_dir)
+    is_file = staticmethod(Path.is_file)
+    exists = staticmethod(Path.exists)
+    open_sealed = staticmethod(MappedFile)
+    open_growing = staticmethod(GrowingFile)
+    arrow_path = staticmethod(str)
 
     def list_directory(self, path: Path, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
         for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
@@ -423,20 +417,11 @@ class LocalStore:
     def shown_statuses(self, run: Path) -> dict[str, tuple[int, dict[str, Any]]]:
         return {}
 
-    def open_sealed(self, path: Path) -> ByteSource:
-        return MappedFile(path)
-
-    def open_growing(self, path: Path) -> ByteSource:
-        return GrowingFile(path)
-
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
         return map(function, items)
 
     def refresh(self) -> None:
         """Do nothing, because the disk answers every request."""
-
-    def arrow_path(self, path: Path) -> str:
-        return str(path)
 
 
 def _is_wanted(entry: os.DirEntry[str], directories: bool, is_part: IsPart) -> bool:

@@ -45,11 +45,11 @@ class Store(Protocol):
     def filesystem(self) -> Any:
         """The file system for `pyarrow.dataset`; None for the local file system."""
 
-    def is_directory(self, path: Any) -> bool: ...
+    def is_directory(self, path: Any, /) -> bool: ...
 
-    def is_file(self, path: Any) -> bool: ...
+    def is_file(self, path: Any, /) -> bool: ...
 
-    def exists(self, path: Any) -> bool: ...
+    def exists(self, path: Any, /) -> bool: ...
 
     def list_directory(self, path: Any, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
         """Return the sorted names of a directory's subdirectories (`directories`) or regular files, without links.
@@ -70,10 +70,10 @@ class Store(Protocol):
         The result is empty if each status has a file of its own.
         """
 
-    def open_sealed(self, path: Any) -> ByteSource:
+    def open_sealed(self, path: Any, /) -> ByteSource:
         """Open a file that no longer changes. Raises FileNotFoundError if it is gone."""
 
-    def open_growing(self, path: Any) -> ByteSource:
+    def open_growing(self, path: Any, /) -> ByteSource:
         """Open a file that may still grow. Raises FileNotFoundError if it is gone."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
@@ -82,7 +82,7 @@ class Store(Protocol):
     def refresh(self) -> None:
         """Forget the listing. The next request lists again."""
 
-    def arrow_path(self, path: Any) -> str:
+    def arrow_path(self, path: Any, /) -> str:
         """Return a path in the form that `filesystem` takes."""
 
 
