@@ -86,10 +86,6 @@ def layouts(run: Run) -> Layouts:
 def reply_of(run: Run, answer: Layouts) -> Reply:
     """Return the reply that prints the layouts as JSON or as a table."""
 
-    def members() -> dict[str, Any]:
-        shown: dict[str, Any] = plain(answer)
-        return {"run": run.run_id, **shown}
-
     def parts() -> Iterator[str | Table]:
         if run.problems:
             yield f"note: the run is damaged, and what cannot be read was left out: {damage(run)}"
@@ -117,7 +113,11 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
         if answer.num_contradictions > 1:
             yield f"{answer.num_contradictions - 1} more contradict theirs; recorder first names replicas that differ"
 
-    return Reply(members=members, parts=parts, exit_code=int(bool(run.problems) or answer.contradiction is not None))
+    return Reply(
+        members=lambda: {"run": run.run_id, **plain(answer)},
+        parts=parts,
+        exit_code=int(bool(run.problems) or answer.contradiction is not None),
+    )
 
 
 def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None) -> Reply:
@@ -145,9 +145,7 @@ def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: i
     ]
     return Reply(
         members=lambda: {"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]},
-        parts=lambda: [
-            line for number, layout in enumerate(drawn) for line in [""] * (number > 0) + str(layout).splitlines()
-        ],
+        parts=lambda: "\n\n".join(map(str, drawn)).splitlines(),
         exit_code=int(bool(run.problems) or any(one.missing or (one.kind and is_problem(one.kind)) for one in drawn)),
     )
 

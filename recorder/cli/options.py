@@ -93,6 +93,11 @@ def out_option(metavar: str, help: str) -> Any:
     return typer.Option("-o", "--out", metavar=metavar, help=help, parser=local_path)
 
 
+def path_option(metavar: str, help: str) -> Any:
+    """Return an option that names a file or a folder on a disk."""
+    return typer.Option(metavar=metavar, help=help, parser=local_path)
+
+
 def local_path(text: str) -> Path:
     """Return the path of a file or directory on a disk. Raise LookupFailedError for a path in an object store."""
     from ..run.finding import scheme_of

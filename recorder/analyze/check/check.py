@@ -295,8 +295,8 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems))
 
-    def members() -> dict[str, object]:
-        return {
+    return Reply(
+        members=lambda: {
             "run": str(run.path),
             "rules": checked.num_rules,
             "judged": checked.num_judged,
@@ -310,10 +310,10 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
             "not_judged": [one._asdict() for one in checked.unjudged],
             "problems": run.problems,
             "notes": checked.notes,
-        }
-
-    parts = partial(_parts, run, checked, typed, is_verbose=is_verbose)
-    return Reply(members=members, parts=parts, exit_code=int(is_failure))
+        },
+        parts=partial(_parts, run, checked, typed, is_verbose=is_verbose),
+        exit_code=int(is_failure),
+    )
 
 
 def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Reply:

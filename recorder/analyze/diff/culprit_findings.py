@@ -160,10 +160,10 @@ class CulpritFinder:
             if (row["root"], row["site"], row["phase"]) == (told.root, "grad", "optimizer")
             and row["rank_b"] in (None, told.rank if told.rank is not None else row["rank_b"])
         ]  # fmt: skip
-        if told.module_path is None and all(row["l2_a"] is not None and row["l2_b"] is not None for row in rows):
-            pairs = [_ScaledPair(row["l2_a"], row["l2_b"], _factor_of_norms(row)) for row in rows]
-            if guess := _guess_clipping(_norm_of_gradients(a, event.step, told.root), pairs):
-                return guess
+        has_norms = all(row["l2_a"] is not None and row["l2_b"] is not None for row in rows)
+        is_common = told.module_path is None and has_norms
+        if is_common and (guess := _guess_clipping(_norm_of_gradients(a, event.step, told.root), rows)):
+            return guess
         names = {(row["root"], row["module_path"], row["name"]) for row in rows}
         if told.module_path is not None:
             names = {(event.root, event.path, event.name)}
@@ -436,13 +436,6 @@ Read = Callable[[int, int], PairedSteps]
 """A function of (first, last) that returns both runs' rows of the steps from `first` up to `last`, without `last`."""
 
 
-class _ScaledPair(NamedTuple):
-    l2_a: float
-    l2_b: float
-    factor: float | None
-    """The factor between the two gradients; None if neither is a multiple of the other."""
-
-
 def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
     """Return a guess if `factor` or 1 / `factor` is the number of ranks or of micro-steps; else an empty text."""
     table = side.rows.table
@@ -462,18 +455,18 @@ def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
     return ""
 
 
-def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
+def _guess_clipping(norm_a: float, rows: Sequence[dict[str, Any]]) -> str:
     """Return a guess if clipping explains why all gradients differ by one factor; else an empty text.
 
-    `norm_a` is the norm of all gradients of the first run together. `pairs` are the pairs of gradients that differ. The
+    `norm_a` is the norm of all gradients of the first run together. `rows` are the pairs of gradients that differ. The
     text is empty if some gradient does not differ.
     """
-    factors = [pair.factor for pair in pairs]
+    factors = list(map(_factor_of_norms, rows))
     factor = factors[0] if factors else None
     if factor is None or factor <= 0 or not norm_a > 0:
         return ""
-    norm_b = math.sqrt(math.fsum(pair.l2_b**2 for pair in pairs))
-    is_complete = math.isclose(math.sqrt(math.fsum(pair.l2_a**2 for pair in pairs)), norm_a, rel_tol=_SAME)
+    differing_a, norm_b = (math.sqrt(math.fsum(row[name] ** 2 for row in rows)) for name in ("l2_a", "l2_b"))
+    is_complete = math.isclose(differing_a, norm_a, rel_tol=_SAME)
     is_alike = all(one is not None and math.isclose(one, factor, rel_tol=_SAME) for one in factors)
     if not is_complete or not is_alike:
         return ""

@@ -195,7 +195,7 @@ class BeyondNoise:
         Clipping scales all gradients by their common norm. Each layout adds up the squares for this norm in its own
         order, and so rounds the norm differently. Twin runs do not show this, because they have one layout.
         """
-        gradients = rows[measured.are_final_gradients(rows)]
+        gradients = rows[(measured.sites[rows] == "grad") & (measured.phases[rows] == "optimizer")]
         wrong = gradients[pairs.differs[indices[gradients]]]
         if len(wrong):
             factor = measured.typical_factor(gradients)
@@ -231,7 +231,7 @@ class NoiseMeasure:
     def __init__(self, table: Any, noise: Mapping[str, Floats], has_other_print: Flags) -> None:
         self._table, self._has_other_print = table, has_other_print
         self.steps = integers(table.column("step"))
-        self.roots, self.sites, self.kinds, self._phases = (
+        self.roots, self.sites, self.kinds, self.phases = (
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
         self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
@@ -286,10 +286,6 @@ class NoiseMeasure:
         factors = multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows])
         return np.asarray(is_large & ~np.isnan(factors))
 
-    def are_final_gradients(self, rows: Integers) -> Flags:
-        """Return which rows are gradients that an update used."""
-        return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
-
     def typical_factor(self, rows: Integers) -> float:
         """Return the median over pairs of the factor that brings the first tensor closest to the second, or NaN."""
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -325,7 +321,7 @@ class NoiseMeasure:
 
     def typical_times(self, rows: Integers) -> float:
         """Return the difference between the runs divided by the noise: the median over the forward's values."""
-        forward = rows[self._phases[rows] == "forward"]
+        forward = rows[self.phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]
         known = times[np.isfinite(times)]
@@ -333,7 +329,7 @@ class NoiseMeasure:
 
     def typical_share(self, rows: Integers) -> float:
         """Return the median noise of the forward's values, as a share of their norm. It is at least one rounding."""
-        forward = rows[self._phases[rows] == "forward"]
+        forward = rows[self.phases[rows] == "forward"]
         chosen = forward if len(forward) else rows
         with np.errstate(invalid="ignore", divide="ignore"):
             norms = self._norms[chosen]

@@ -18,17 +18,8 @@ from typing import Any, NamedTuple
 
 from ...config import FLAG, is_enabled, load_settings
 from ...errors import ConfigError, install_line
+from ...run import notes
 from ...run.finding import shortest_text_of
-from ...run.notes import (
-    describe,
-    dump_members,
-    dump_note,
-    layout_problems,
-    proof_state,
-    sent_commands,
-    strays,
-    unsealed_note,
-)
 from ...run.reply import Reply, StateLine
 from ...run.run import RecordedModule, RowCounts, Run
 from ...system.text import counted, grouped, listed, printable, shortened, size, span
@@ -78,6 +69,7 @@ class Check(NamedTuple):
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
     """Return the output of `recorder doctor`. Missing values, or a line that ``--strict`` counts, give exit code 1."""
     known = list(checks)
+    in_order = sorted(known, key=lambda check: _STATES.index(check.state))
     has_missing = any(check.state == "missing" for check in known)
     strict = [] if has_missing or not is_strict else [check.text for check in known if check.is_strict]
     because = f"exit code 1, because --strict counts: {'; '.join(shortened(text, _MAX_TEXT) for text in strict[:_FEW])}"
@@ -87,15 +79,10 @@ def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Re
             "run": None if run is None else str(run.path),
             "checks": [{"state": check.state, "text": check.text, **check.members} for check in known],
         },
-        parts=lambda: (
-            [
-                StateLine(state, check.text)
-                for state in _STATES
-                for check in known
-                if check.state == state and check.is_listed
-            ]
-            + [StateLine("note", because)] * bool(strict)
-        ),
+        parts=lambda: [
+            *(StateLine(check.state, check.text) for check in in_order if check.is_listed),
+            *([StateLine("note", because)] if strict else []),
+        ],
         exit_code=int(has_missing or bool(strict)),
     )
 
@@ -111,7 +98,8 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _proof(run)
     yield from _told(run)
-    yield from (Check("note", text, is_strict=True) for text in strays(run))  # other readers take such files for shards
+    for text in notes.strays(run):  # other readers take such files for shards
+        yield Check("note", text, is_strict=True)
     yield from _dumps(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
@@ -124,13 +112,13 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _merged(run, expected)
     yield from _events(run)
     yield from _accounts(run)
-    layout_faults = layout_problems(run)  # reading the layouts may reveal further damage
+    layout_faults = notes.layout_problems(run)  # reading the layouts may reveal further damage
     for problem in run.problems:
         yield Check("missing", problem)
     for problem in layout_faults or ():
         yield Check("missing", f"contradiction: {problem}")
     yield from _absent_ranks(run, expected.absent)
-    if note := unsealed_note(run):
+    if note := notes.unsealed_note(run):
         yield Check("note", note)
     yield from _endings(run, expected)
     if layout_faults is None:
@@ -174,13 +162,13 @@ def _proof(run: Run) -> Iterator[Check]:
     if (proof := run.proof) is not None:
         for note in (*proof.notes, *filter(None, [proof.circumstances])):
             yield Check("ok", f"recorder prove: {note}")
-        yield Check(proof_state(proof), f"recorder prove: {proof.text}", members={"proof": proof.verdict})
+        yield Check(notes.proof_state(proof), f"recorder prove: {proof.text}", members={"proof": proof.verdict})
 
 
 def _told(run: Run) -> Iterator[Check]:
-    for one in sent_commands(run):
+    for one in notes.sent_commands(run):
         who, number = one.command.by or "somebody", one.command.number
-        text = f"told by {who}: command {number}, {describe(one.command)}: {'; '.join(one.lines)}"
+        text = f"told by {who}: command {number}, {notes.describe(one.command)}: {'; '.join(one.lines)}"
         yield Check("ok" if one.is_done else "note", text, is_strict=not one.is_done, members={"command": number})
     for problem in run.commands.problems:
         yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
@@ -200,7 +188,8 @@ def _dumps(run: Run) -> Iterator[Check]:
         unheard = sorted({*run.ranks} - wrote[dump.attempt, dump.first_step, dump.last_step]) if dump.ranks else []
         state = "note" if dump.missed or unheard else "ok"
         never = f"; {_many('rank', unheard)} never heard of it" if unheard else ""
-        yield Check(state, f"{dump_note(dump)}{never}", is_strict=state == "note", members={"dump": dump_members(dump)})
+        text, members = f"{notes.dump_note(dump)}{never}", {"dump": notes.dump_members(dump)}
+        yield Check(state, text, is_strict=state == "note", members=members)
 
 
 def _filters(expected: Expectation) -> Iterator[Check]:

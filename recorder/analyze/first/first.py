@@ -167,12 +167,9 @@ def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
         hooks = f"hooks of the program on {module.path!r} ({', '.join(module.foreign_hooks)})"
         what = "what they make of a value is not recorded there, and first seen here"
         return [f"between the last healthy value and this one ran {hooks}: {what}"]
-    listed = run.foreign_hooks
-    return (
-        [f"the program's own hooks may change these modules' values after they were recorded: {listed}"]
-        if listed
-        else []
-    )
+    if listed := run.foreign_hooks:
+        return [f"the program's own hooks may change these modules' values after they were recorded: {listed}"]
+    return []
 
 
 _LIBRARY = "site-packages/torch/"

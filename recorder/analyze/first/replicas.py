@@ -25,16 +25,7 @@ from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import RecordedWriter, Run
 from ...run.step_ranges import Attempts, Mapper, map_serially, read_ranges
 from ...sites import STATES
-from .replica_groups import (
-    BROADCAST,
-    NEVER,
-    OWN,
-    SAME,
-    Differing,
-    ReplicaGroups,
-    factor_in_words,
-    is_replicated,
-)
+from .replica_groups import BROADCAST, NEVER, OWN, SAME, Differing, ReplicaGroups, factor_in_words, is_replicated
 from .timeline import NAME, RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000

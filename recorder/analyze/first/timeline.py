@@ -13,19 +13,7 @@ import pyarrow.compute as pc
 
 from ...columns import COUNTS, SCHEMA, STATISTICS, TIME_ORDER, note_members, stage_of
 from ...errors import RunError
-from ...numerics.keys import (
-    SERIES_KEY,
-    VALUE_KEY,
-    Groups,
-    Integers,
-    Times,
-    codes,
-    common_ids,
-    encode,
-    group,
-    holds,
-    join,
-)
+from ...numerics.keys import SERIES_KEY, VALUE_KEY, Groups, Integers, Times, codes, common_ids, encode, group, holds
 from ...numerics.moments import integers
 from ...run.run import RecordedWriter, Run
 from ...run.selection import PER_RANK
@@ -202,8 +190,8 @@ class Timeline:
                 continue
             there = view.rows(first, last)
             wanted, present = common_ids(table.take(pa.array(inside)), there.table, ("step", "rank", "attempt", "seq"))
-            row_of = dict(zip(*(side.tolist() for side in join(wanted, present)), strict=True))
-            for number, row in enumerate(rows[inside].tolist()):
+            row_of = dict(zip(present.tolist(), range(len(present)), strict=True))
+            for number, row in zip(wanted.tolist(), rows[inside].tolist(), strict=True):
                 try:
                     yield row, there.array(row_of[number]) if number in row_of else self.array(row)
                 except RunError as error:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...config import load_settings
 from ...errors import LookupFailedError, RecorderError
@@ -168,9 +168,6 @@ def reply_of(proved: Proven) -> Reply:
     """Return the reply of `recorder prove`. The exit code is 0 for unchanged, 1 for changed, 2 for anything else."""
     proof = proved.proof
 
-    def members() -> dict[str, Any]:
-        return {**asdict(proof), "runs": [str(run.path) for run in proved.runs], "said": proved.said}
-
     def parts() -> Iterator[str | StateLine]:
         yield from (f"  | {printable(line)}" for line in proved.said.splitlines())
         yield from (StateLine("note", note) for note in proof.notes)
@@ -179,7 +176,11 @@ def reply_of(proved: Proven) -> Reply:
             command = f"recorder doctor {shlex.quote(shortest_text_of(run.path, run.name))}"
             yield f"kept with {printable(run.name)}; {command} shows it"
 
-    return Reply(members=members, parts=parts, exit_code={UNCHANGED: 0, CHANGED: 1}.get(proof.verdict, 2))
+    return Reply(
+        members=lambda: {**asdict(proof), "runs": [str(run.path) for run in proved.runs], "said": proved.said},
+        parts=parts,
+        exit_code={UNCHANGED: 0, CHANGED: 1}.get(proof.verdict, 2),
+    )
 
 
 class Launches:

@@ -94,9 +94,7 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
     local = [row for row in local if not row["repeat"] and full_name(row["module_path"], row["name"]) not in tied]
     newest = max((row["attempt"] for row in heads), default=0)
     calls = []
-    for head in heads:
-        if head["attempt"] != newest:
-            continue
+    for head in (row for row in heads if row["attempt"] == newest):
         key = {column: head[column] for column in _KEY}
         of_call = [row for row in rows if all(row[column] == value for column, value in key.items())]
         slice_ = {column: head[column] for column in _KEY if column != "call"}

@@ -54,11 +54,7 @@ def diff_command(
     ] = None,
     rename: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=options.local_path,
-            help="Modules that have other names in B: lines such as encoder.layers = blocks.",
-        ),
+        options.path_option("FILE", "Modules that have other names in B: lines such as encoder.layers = blocks."),
     ] = None,
     module: options.ModuleOption = None,
     site: options.SiteOption = None,
@@ -126,10 +122,7 @@ def align_command(
         ),
     ] = None,
     rename: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", parser=options.local_path, help="Modules that have other names in ENGINE, as for diff."
-        ),
+        Path | None, options.path_option("FILE", "Modules that have other names in ENGINE, as for diff.")
     ] = None,
     step: Annotated[str | None, typer.Option(help="Steps of the trainer: 7, 0:100, ::10, 0,5,7 or pow2.")] = None,
     limit: Annotated[int | None, typer.Option(min=0, help="Lines of each table; 0: all.")] = None,

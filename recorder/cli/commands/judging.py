@@ -56,10 +56,7 @@ def check_command(
         typer.Option("--set", metavar="RULE.SETTING=NUMBER", help="A threshold, such as spike.sigmas=8. Repeatable."),
     ] = None,
     settings: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A TOML file of thresholds and of rules of your own.", parser=options.local_path
-        ),
+        Path | None, options.path_option("FILE", "A TOML file of thresholds and of rules of your own.")
     ] = None,
     baselines: Annotated[
         list[str] | None,

@@ -48,10 +48,7 @@ def prove_command(
         bool, typer.Option("--resume", help="Kill the program, resume it, and show whether it goes on as it did.")
     ] = False,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", parser=options.local_path, help="Where the program saves: show what its last one holds."
-        ),
+        Path | None, options.path_option("FOLDER", "Where the program saves: show what its last one holds.")
     ] = None,
     world: Annotated[
         int | None,
