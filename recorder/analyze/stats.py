@@ -271,10 +271,8 @@ def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
 def _without_rank_rows(table: Any) -> tuple[Any, Any]:
     """Return the rows of global tensors, and the values that only have rows of single ranks."""
     is_rank = table.column("rank").is_valid().to_numpy()
-    groups = group_rows(table, VALUE_KEY)
-    has_global = np.zeros(groups.num_groups, np.bool_)
-    has_global[groups.ids[~is_rank]] = True
-    stays = table.filter(pa.array(is_rank & ~has_global[groups.ids])).select([*_LEAF, WHY])
+    ids = group_rows(table, VALUE_KEY).ids
+    stays = table.filter(pa.array(is_rank & ~np.isin(ids, ids[~is_rank]))).select([*_LEAF, WHY])
     return table.filter(pa.array(~is_rank)), stays.group_by([*_LEAF, WHY], use_threads=False).aggregate([])
 
 

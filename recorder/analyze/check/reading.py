@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...checks.rows import IS_PROBE, About, Catalog, Flags, ModuleFacts, Rows, SeriesKey, grouped
+from ...checks.rows import IS_PROBE, About, Catalog, ModuleFacts, Rows, SeriesKey, grouped
 from ...columns import COUNTS, SCHEMA, parse_shape
 from ...errors import CorruptError, RunError
 from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
@@ -162,7 +162,8 @@ class RunRows:
         steps, ranks, seqs, is_probe = (integers(table.column(name)) for name in ("step", "rank", "seq", IS_PROBE))
         series, parts, peers = self._described(table)
         if is_probe.any():
-            is_new = _is_only_one((series, ranks, steps), is_probe == 1)
+            ids, is_row = grouped(series, ranks, steps)[0], is_probe == 0
+            is_new = is_row | ~np.isin(ids, ids[is_row])  # of two rows of one value, that of the probe is dropped
             table = table.filter(pa.array(is_new))
             steps, ranks, seqs, series, parts, peers = (a[is_new] for a in (steps, ranks, seqs, series, parts, peers))
         order = np.lexsort((seqs, ranks, steps))
@@ -239,11 +240,6 @@ def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | 
     whole, own = (shape_or_none(text or "") or () for text in (global_shape, shape))
     is_chunk = site in OF_MODULES and global_shape is not None and whole != own
     return About(dtype, own, min(max(math.prod(whole), 0), MAX_COUNT) if is_chunk else 0)
-
-
-def _is_only_one(keys: Sequence[Integers], flags: Flags) -> Flags:
-    ids, _ = grouped(*keys)
-    return ~flags | ~np.isin(ids, ids[~flags])
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:

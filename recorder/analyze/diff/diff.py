@@ -26,22 +26,9 @@ from ..first.first import first_nonfinite, sentence
 from .compare import Tolerance
 from .culprit_findings import Culprit, CulpritFinder
 from .noise import BeyondNoise
-from .pairs import PairedSteps
+from .pairs import PairedSteps, Verdicts
 from .renames import NO_RENAMES, RenameHint, Renames, rename_hints
-from .step_range import (
-    VALUE,
-    Diff,
-    DiffOptions,
-    LackingRanks,
-    LeftOut,
-    PayloadReport,
-    RangeComparer,
-    RangeResult,
-    SideTotals,
-    by_module,
-    first_difference,
-    join_ranges,
-)
+from .step_range import Diff, DiffOptions, LackingRanks, LeftOut, PayloadReport, RangeComparer, RangeResult, SideTotals
 
 _SUMMANDS = (
     "the values are sums over ranks, whose values were not kept; the ranks that add to them are not the same in both "
@@ -257,12 +244,9 @@ class _Comparison:
         self, comparer: RangeComparer, report: Callable[[int], None], sides: tuple[SideTotals, SideTotals]
     ) -> None:
         self._comparer, self._report, self._sides = comparer, report, sides
-        self._differing: list[Any] = []
+        self._judged: list[Verdicts] = []
         self._compared: list[Any] = []
         self._counts: Counter[str] = Counter()
-        self._partial: Counter[tuple[str, str]] = Counter()
-        self._unread: Counter[str] = Counter()
-        self._bare_modules: dict[str, None] = {}
         self._finder = CulpritFinder(comparer.rows)
         self._beyond_noise = BeyondNoise(comparer.jitter_eps)
         self._moved: list[set[str]] = []
@@ -285,20 +269,16 @@ class _Comparison:
         self._moved = [
             one | two for one, two in zip(self._moved or [set[str]() for _ in result.moved], result.moved, strict=True)
         ]
-        self._bare_modules |= result.judged.bare_modules
         beyond = self._beyond_noise.of(result.judged, result.measured, rows)
         self._finder.add(result.steps, beyond, rows)
-        self._differing.append(beyond.differing)
-        self._counts += beyond.counts
-        self._partial += beyond.partial
-        self._unread += beyond.unread
+        self._judged.append(beyond._replace(kinds=beyond.kinds[:0].copy()))  # which would be an object for each pair
         self._compared.append(result.compared)
 
     def refuse_nothing(self, a: Run, b: Run, options: DiffOptions, hints: Sequence[RenameHint]) -> None:
         if self._compared:
             return
         selection = options.selection
-        tables = [run.table(["step", *VALUE]) for run in (a, b)]
+        tables = [run.table(["step", "root", "module_path", "site", "name"]) for run in (a, b)]
         tables[1] = options.renames.apply(tables[1])
         for run, table in zip((a, b), tables, strict=True):
             if not table.num_rows:
@@ -336,29 +316,31 @@ class _Comparison:
         return "no step has the same module, site, name, phase and mode in both"
 
     def result(self, *, common: bool, damage: list[str]) -> Diff:
-        table = pa.concat_tables(self._differing)
+        table = pa.concat_tables([one.differing for one in self._judged])
+        counts = sum((one.counts for one in self._judged), self._counts)
+        unread = sum((one.unread for one in self._judged), Counter[str]())
+        partial = sum((one.partial for one in self._judged), Counter[tuple[str, str]]())
+        bare_modules = list(dict.fromkeys(path for one in self._judged for path in one.bare_modules))
         a, b = self._sides
-        only = [join_ranges(side.only) for side in (a, b)]
+        only = [side.only_here() for side in (a, b)]
         lacks = sum(tables.num_rows for tables in only)
-        counts = self._counts
         why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"]}
         not_paired = {text: counts[text] for text in (_ON_OTHER_PARTS, _IN_OTHER_MICRO_STEPS)}
-        modules = {_SUMMANDS: [*self._bare_modules]}
+        modules = {_SUMMANDS: bare_modules}
         left_out = [LeftOut(num, text, modules.get(text, ())) for text, num in (why | not_paired).items() if num]
         compared = pa.concat_tables(self._compared)
         paths = [set(one.column("module_path").to_pylist()) - {""} for one in (compared, *only)]
         has_common_modules = bool(paths[0]) or not (paths[1] and paths[2])
         by_nothing, still = counts["by_nothing"], set(table.column("root").to_pylist()).difference(*self._moved)
         differs = bool(table.num_rows or (lacks and not common))
-        is_open = bool(self._unread or damage or (by_nothing and not common) or not has_common_modules)
+        is_open = bool(unread or damage or (by_nothing and not common) or not has_common_modules)
         so_far = "equal as far as compared" if is_open or left_out else "equal"
-        return Diff(
+        return Diff.of(
+            table,
+            compared,
             is_equal=not differs and not is_open,
             verdict="different" if differs else so_far,
-            first=first_difference(table),
             culprits=self._finder.in_order() if differs else [],
-            table=table,
-            modules=by_module(table, compared),
             only_a=only[0],
             only_b=only[1],
             num_compared=counts["num_pairs"] + sum(not_paired.values()),
@@ -368,9 +350,9 @@ class _Comparison:
             num_incomparable=by_nothing,
             num_bare=counts["bare"] - counts["summands"],
             left_out=left_out,
-            unread=dict(self._unread),
+            unread=dict(unread),
             damage=damage,
-            partial=[LackingRanks(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
+            partial=[LackingRanks(run, json.loads(ranks), num) for (run, ranks), num in sorted(partial.items())],
             steps_only_a=sorted(a.steps - b.steps),
             steps_only_b=sorted(b.steps - a.steps),
             has_common_modules=has_common_modules,

@@ -241,7 +241,9 @@ class NoiseMeasure:
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
         self._cosine, self._l2_a, self._l2_b = (numbers(table.column(name)) for name in ("cosine", "l2_a", "l2_b"))
-        self._eps, numel = _roundings(table), numbers(table.column("numel"))
+        dtypes = (table.column(f"dtype_{side}").to_pylist() for side in "ab")
+        self._eps = np.maximum(*(np.array([ROUNDING_OF.get(dtype, 0.0) for dtype in side]) for side in dtypes))
+        numel = numbers(table.column("numel"))
         of_max = numbers(table.column("of_max"))
         self._scales = np.divide(self._max_abs, of_max, out=np.zeros_like(of_max), where=of_max > 0)
         # The norm of the first tensor of each pair. Without statistics it is the largest possible norm.
@@ -362,11 +364,6 @@ def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
         off, rest = np.abs(factors - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
         is_one = (two > 0) & np.isfinite(factors) & (off > _MIN_FACTOR) & (rest <= _MAX_REST * off)
     return np.where(is_one, factors, np.nan)
-
-
-def _roundings(table: Any) -> Floats:
-    of_sides = ([ROUNDING_OF.get(dtype, 0.0) for dtype in table.column(f"dtype_{side}").to_pylist()] for side in "ab")
-    return np.maximum(*(np.array(values, np.float64) for values in of_sides))
 
 
 def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:

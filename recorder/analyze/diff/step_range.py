@@ -63,6 +63,12 @@ class SideTotals:
         self.num_handed_on += later.num_handed_on
         self.num_recomputed += later.num_recomputed
 
+    def only_here(self) -> Any:
+        """Return the tables of `only` as one table, with one row for each value."""
+        aggregates = [("rows", "sum"), ("first_step", "min"), ("last_step", "max")]
+        groups = pa.concat_tables(self.only).group_by(VALUE, use_threads=False)
+        return groups.aggregate(aggregates).rename_columns(_ONLY)
+
 
 class PayloadReport:
     """Counts the payload bytes that have been compared, and reports them. A copy in another process only counts."""
@@ -83,12 +89,6 @@ def by_value(rows: Any) -> Any:
     """Return a table with a row for each value, in order: the number of its rows, its first step and its last step."""
     aggregates = [([], "count_all"), ("step", "min"), ("step", "max")]
     return rows.group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
-
-
-def join_ranges(tables: Sequence[Any]) -> Any:
-    """Join the tables that `by_value` made for several ranges of steps."""
-    aggregates = [("rows", "sum"), ("first_step", "min"), ("last_step", "max")]
-    return pa.concat_tables(tables).group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
 
 
 @dataclass
@@ -303,13 +303,20 @@ class Diff(NamedTuple):
     still_roots: Sequence[str] = ()
     """The roots (models) in which no noise run differs from the first run. Every difference in them counts."""
 
+    @classmethod
+    def of(cls, table: Any, compared: Any, **facts: Any) -> Diff:
+        """Return the result with the rows that differ, of which `compared` has all rows' modules, and further facts."""
+        first = table.select(Difference._fields).slice(0, 1).to_pylist()
+        one = Difference(**first[0]) if first else None
+        return cls(first=one, table=table, modules=_by_module(table, compared), **facts)
+
     @property
     def num_left_out(self) -> int:
         """The number of values that both runs have but that could not be compared."""
         return sum(one.num_values for one in self.left_out) + self.num_incomparable + self.num_bare
 
 
-def by_module(table: Any, compared: Any) -> Any:
+def _by_module(table: Any, compared: Any) -> Any:
     """Return a table of the modules that differ, in the order in which they first differ."""
     firsts, largest = ("step", "site", "name", "kind"), ("max_abs", "of_max", "max_rel", "max_ulp", "statistic_rel")
     sums = ("nonfinite_a", "nonfinite_b")
@@ -326,11 +333,3 @@ def by_module(table: Any, compared: Any) -> Any:
     names = [*MODULE, *(f"first_{name}" for name in firsts), "differing"]
     named = of_modules.rename_columns([*names, *largest, "by_statistics", "min_cosine", *sums])
     return named.add_column(len(names), "compared", pa.array([total_of[module] for module in modules], pa.int64()))
-
-
-def first_difference(table: Any) -> Difference | None:
-    """Return the first value that differs; None if no value differs."""
-    if not table.num_rows:
-        return None
-    row = table.slice(0, 1).to_pylist()[0]
-    return Difference(**{name: row[name] for name in Difference._fields})

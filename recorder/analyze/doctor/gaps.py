@@ -458,8 +458,7 @@ def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.ND
     """Return a mask of the slots (sites of modules) without any value, if dropped rows explain only some of them."""
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
-    was_seen = np.zeros(len(usual), bool)
-    was_seen[view.recorded // view.when.shape[1]] = True
+    was_seen = np.isin(np.arange(len(usual)), view.recorded // view.when.shape[1])
     rest = sum(writer.balance.num_dropped for writer in view.writers) - int(view.room_taken[TOTAL].sum())
     rest -= int(per_slot[was_seen].sum())
     is_too_little = 0 < rest < int(per_slot[~was_seen].sum())

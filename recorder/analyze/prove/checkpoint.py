@@ -23,18 +23,7 @@ import numpy as np
 from ...errors import LookupFailedError
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed
-from .launches import (
-    GENERATORS,
-    MAX_LISTED,
-    RESUMED,
-    Launches,
-    Look,
-    Observed,
-    Proven,
-    RankSeen,
-    count_kinds,
-    values_named,
-)
+from .launches import GENERATORS, MAX_LISTED, RESUMED, Launches, Observed, Proven, RankSeen, count_kinds, values_named
 from .resume import LEFTOVER, OLD, BothLaunches, Pair, is_leftover, votes_of
 
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(_reconstruct|scalar)|numpy\.(ndarray|dtype)")
@@ -315,7 +304,8 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     findings = comparison.state_findings(0)
     notes += comparison.suspects
     notes += [f"{values_named(keys)} {why}" for why, keys in aside.items()]
-    if extra := _extra(contents, matches, [seen.looks[start] for seen in run.ranks.values()]):
+    held = {digest for seen in run.ranks.values() for digest in seen.looks[start].digests.values()}
+    if extra := _extra(contents, matches, held):
         notes.append(f"the checkpoint also holds what the run did not hold: {listed(extra, MAX_LISTED)}")
     after = f"after {counted(step, 'step')}"
     if findings:
@@ -327,8 +317,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
 
 def _start_of(run: Observed, matches: Mapping[int, _Match]) -> int | None:
     """Return the index of the update before which the run held what the checkpoint holds. Return None without one."""
-    held = {rank: RankSeen(pid=0, looks=(Look(0, match.now),), printed=()) for rank, match in matches.items()}
-    votes = votes_of(run, Observed(exit_code=0, ranks=held))
+    votes = votes_of(run, {rank: match.now for rank, match in matches.items()})
     firsts = {kind: update for update in sorted(votes, reverse=True) for kind in votes[update]}
     return max(firsts.values(), default=None)  # no value is from the future
 
@@ -356,13 +345,12 @@ def _pair(
     return Pair(step, rank, then, {key: now[key] for key in then if key in now})
 
 
-def _extra(contents: Contents, matches: Mapping[int, _Match], looks: Sequence[Look]) -> list[str]:
+def _extra(contents: Contents, matches: Mapping[int, _Match], held: set[str]) -> list[str]:
     used = {path for match in matches.values() for path in match.used}
-    known = {digest for look in looks for digest in look.digests.values()}
     return [
         path
         for path, leaves in contents.leaves.items()
-        if path not in used and hasattr(leaves[0].value, "shape") and leaves[0].described("") not in known
+        if path not in used and hasattr(leaves[0].value, "shape") and leaves[0].described("") not in held
     ]
 
 

@@ -130,22 +130,23 @@ def is_leftover(launch: Observed) -> bool:
 
 def start_of(killed: Observed, resumed: Observed) -> int | None:
     """Return the index of the killed launch's update that the resumed one makes first; None if it starts anew."""
-    votes = votes_of(killed, resumed)
+    votes = votes_of(killed, {rank: seen.looks[0].digests for rank, seen in resumed.ranks.items()})
     if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
         return None
     return max(votes, key=lambda update: (len(votes[update]), "param" in votes[update], update))
 
 
-def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
-    """Return, by update of the killed launch, the kinds whose values agree best there with the resumed launch's start.
+def votes_of(killed: Observed, starts: Mapping[int, _Digests]) -> dict[int, list[str]]:
+    """Return, by update of the killed launch, the kinds whose values agree best there with a resumed launch's start.
 
-    A kind whose values agree most at update 0 is left out: it was not restored, or it never changes.
+    `starts` has the digests of the start by rank. A kind whose values agree most at update 0 is left out: it was not
+    restored, or it never changes.
     """
     votes: dict[int, list[str]] = {}
     for kind in _ALIGNING:
         num_equal = [0] * len(killed.steps)
-        for rank, seen in resumed.ranks.items():
-            first = of_kind(seen.looks[0].digests, kind)
+        for rank, digests in starts.items():
+            first = of_kind(digests, kind)
             for update, look in enumerate(killed.ranks[rank].looks[: len(killed.steps)]):
                 num_equal[update] += sum(look.digests.get(key) == digest for key, digest in first.items())
         most = max(num_equal)
