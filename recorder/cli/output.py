@@ -65,11 +65,7 @@ def fitted(table: Table, width: int) -> list[Any]:
 
     rows = _printable_cells(table)
     cells_of = list(zip(*rows, strict=True)) or [()] * len(table.columns)
-    dull = [
-        number
-        for number, column in enumerate(table.columns)
-        if cells_of[number] and column.dull is not None and set(cells_of[number]) == {column.dull}
-    ]
+    dull = [number for number, column in enumerate(table.columns) if set(cells_of[number]) == {column.dull}]
     measured = {
         number: _ColumnWidths.of(column, cells_of[number])
         for number, column in enumerate(table.columns)

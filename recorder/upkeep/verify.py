@@ -265,24 +265,17 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
 def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Location) -> Iterator[VerifyResult]:
     """Compare a shard's index with the metadata columns of its batches, up to the first unreadable batch."""
     start = 0
-    positions: list[tuple[int, int]] = []
     for number in numbers:
         if number not in metadata:
-            break  # the damage was reported already
-        positions.append((number, start))
-        start += metadata[number].num_rows
-    expected = _listed([(number, metadata[number]) for number, _ in positions])
-    if expected is not None and not _is_same(index.slice(0, start), expected):
-        wrong = next(
-            number
-            for number, first in positions
-            if not _is_same(*(table.slice(first, metadata[number].num_rows) for table in (index, expected)))
-        )
-        yield VerifyResult(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
-    elif start != index.num_rows and len(positions) == len(numbers):
-        yield VerifyResult(
-            True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived"
-        )
+            return  # the damage was reported already
+        batch = metadata[number]
+        if not _is_same(index.slice(start, batch.num_rows), _as_listed(number, batch)):
+            yield VerifyResult(True, f"{path}: differs from batch {number} of the shard; delete it, it is derived")
+            return
+        start += batch.num_rows
+    if start != index.num_rows:
+        text = f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived"
+        yield VerifyResult(True, text)
 
 
 def _apart(batch: Any, path: Location) -> Any:
@@ -292,19 +285,11 @@ def _apart(batch: Any, path: Location) -> Any:
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
 
 
-def _listed(batches: list[tuple[int, Any]]) -> Any:
-    if not batches:
-        return None
-    positions = {
-        "batch": np.concatenate([np.full(batch.num_rows, number, np.int32) for number, batch in batches]),
-        "row": np.concatenate([np.arange(batch.num_rows, dtype=np.int32) for _, batch in batches]),
-    }
-    table = pa.Table.from_batches([batch for _, batch in batches])
-    for name, values in positions.items():
-        # This does without `pa.array`, which would import pandas.
-        column = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
-        table = table.append_column(name, column)
-    return table
+def _as_listed(number: int, batch: Any) -> Any:
+    """Return the rows of a batch as the index of its shard lists them, with the places of the rows."""
+    rows = np.arange(batch.num_rows, dtype=np.int32)
+    listed = pa.Table.from_batches([batch]).append_column("batch", pa.array(np.full_like(rows, number)))
+    return listed.append_column("row", pa.array(rows))
 
 
 def _is_same(table: Any, other: Any) -> bool:

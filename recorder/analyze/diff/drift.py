@@ -35,20 +35,16 @@ Parameter = tuple[str, str, str, int | None]
 class Pairs:
     """The pairs of rows of two runs in a range of steps. `differs` flags the pairs that differ by more than noise."""
 
-    def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
-        self._compared = compared
-        self.differs = differs
-
-    @property
-    def rows(self) -> PairedSteps:
-        return self._compared()
+    def __init__(self, rows: Callable[[], PairedSteps], differs: Flags) -> None:
+        self.rows, self.differs = rows, differs
 
     def of_step(self, step: int) -> Integers:
-        return np.flatnonzero(integers(self.rows.a.table.column("step"))[self.rows.pairs.a] == step)
+        a, _, pairs = self.rows()
+        return np.flatnonzero(integers(a.table.column("step"))[pairs.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
         """Return the two tensors of a pair as vectors. Return None if a tensor cannot be read, or is complex32."""
-        a, b, pairs = self.rows
+        a, b, pairs = self.rows()
         both = [(a, int(pairs.a[number])), (b, int(pairs.b[number]))]
         if any(side.table.column("encoding")[row].as_py() is None for side, row in both):
             return None
@@ -167,7 +163,7 @@ def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, 
 
 def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[tuple[str, str], int]:
     root, path, name, rank = parameter
-    a, b, aligned = pairs.rows
+    a, b, aligned = pairs.rows()
     rows = a.table.select(list(_COLUMNS)).take(pa.array(aligned.a[numbers_of]))
     ranks = b.table.column("rank").take(pa.array(aligned.b[numbers_of]))
     wanted = pc.and_(pc.equal(rows.column("root"), root), pc.equal(rows.column("module_path"), path))
@@ -183,7 +179,7 @@ def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[t
 
 def _typical_size(step: int, root: str, pairs: Pairs) -> float:
     wanted = (pc.field("step") == step) & (pc.field("root") == root) & (pc.field("site") == "param")
-    rows = pairs.rows.a.table.select(["step", "root", "site", "l2", "numel"])
+    rows = pairs.rows().a.table.select(["step", "root", "site", "l2", "numel"])
     rows = rows.filter(wanted & pc.field("l2").is_valid())
     num = numbers(rows.column("numel")).sum()
     return float(np.sqrt(np.square(numbers(rows.column("l2"))).sum() / num)) if num else 0.0

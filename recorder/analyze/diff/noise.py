@@ -218,7 +218,8 @@ class BeyondNoise:
 def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
     """Return the number of nonzero gradients that the update of a step used, and the elements of all its gradients."""
     columns = ["root", "site", "phase", "l2", "numel"]
-    table = pairs.rows.a.table.select(columns).take(pa.array(pairs.rows.pairs.a[pairs.of_step(step)]))
+    a, _, aligned = pairs.rows()
+    table = a.table.select(columns).take(pa.array(aligned.a[pairs.of_step(step)]))
     is_final = (pc.field("site") == "grad") & (pc.field("phase") == "optimizer")
     table = table.filter(is_final & (pc.field("root") == root))
     is_any = pc.fill_null(pc.not_equal(table.column("l2"), 0.0), True)

@@ -357,14 +357,10 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
         except Exception:  # the element type is of a later version
             sizes.append(-1)
     item = np.array([*sizes, -1], np.int64)[dtypes[0]]
-    with_payload = payload.is_valid().to_numpy() & (item > 0)
-    first = numbers["seq"] - numbers["part"]
-    tensors, index = np.unique(first[with_payload], return_inverse=True)
-    there = np.zeros(len(tensors), np.int64)
-    np.add.at(there, index, numbers["payload_bytes"][with_payload])
-    whole = np.zeros(len(tensors), np.int64)
-    np.maximum.at(whole, index, (numbers["numel"] * item)[with_payload])
-    return int((there < whole).sum())
+    columns = {"first": numbers["seq"] - numbers["part"], "bytes": payload, "whole": numbers["numel"] * item}
+    parts = pa.table(columns).filter(pa.array(payload.is_valid().to_numpy() & (item > 0)))
+    tensors = parts.group_by("first").aggregate([("bytes", "sum"), ("whole", "max")])
+    return int(pc.sum(pc.less(tensors["bytes_sum"], tensors["whole_max"])).as_py() or 0)
 
 
 def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, str, Integers]]:

@@ -181,9 +181,7 @@ class Slots:
         disarmed = np.full((len(self.modules), len(SLOT_SITES)), NEVER, np.int64)
         for root, module in modules:
             number = self.number_of[root.name, module.path]
-            for site, step in module.disarmed.items():
-                if site in SLOT_SITES:
-                    disarmed[number, SLOT_SITES.index(site)] = step
+            disarmed[number] = [module.disarmed.get(site, NEVER) for site in SLOT_SITES]
             selected[number] = [site in module.sites for site in SLOT_SITES]
             why = module.hidden if module.hidden in HIDDEN else "compiled" if module.is_compiled else None
             hidden[number] = 0 if why is None else HIDDEN.index(why) + 1
@@ -200,8 +198,6 @@ class Slots:
             hidden[is_inside] = hidden[above[is_inside]]
         hidden[tapped] = HIDDEN.index("tapped") + 1
         hidden[of_dtensors] = HIDDEN.index("dtensor") + 1
-        if not self.modules:
-            return WriterSlots(np.zeros(0, bool), hidden, np.zeros(0, np.int64), np.zeros(0, bool), {}, frozenset())
         of_slots = self.module, self.site
         tied, untrained = dict[int, str](), set[int]()
         for root, module in modules:

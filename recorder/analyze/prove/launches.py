@@ -291,17 +291,14 @@ class Launches:
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
     patience_s = _END_S
     try:
-        while True:
-            try:
+        while patience_s > 0:
+            with suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                patience_s -= _POLL_S if _is_done(folder) else 0
-                if patience_s <= 0:
-                    _end(process)
-                    return 0
-    except BaseException:
-        _end(process)
-        raise
+            patience_s -= _POLL_S if _is_done(folder) else 0
+        return 0
+    finally:
+        if process.poll() is None:
+            _end(process)
 
 
 def _is_done(folder: Path) -> bool:
