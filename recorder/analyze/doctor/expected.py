@@ -153,7 +153,7 @@ class _AskedSlots:
         view = RankView(self.slots, self.axis, one.promised, *when, one.rank, one.writers, self.is_merged, is_lossy)
         for rows in one.rows:
             view.add(rows)
-        view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], self.axis)
+        view.bits[:], view.room[:] = lost_steps(one.writers, one.rows, self.axis)
         if self.windows and not self.is_merged:
             view.bits[_missed(one, self.axis, self.windows)] |= Cause.TRIGGER_MISSED.value
         return view
@@ -382,7 +382,7 @@ def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTai
     end = max((view.last_step for view in views if view.last_step is not None), default=None)
     tails = []
     for one, view in zip(ranks, views, strict=True):
-        newest, last_seq = one.writers[-1], int(one.rows[-1].numbered.seq.max(initial=-1))
+        newest, last_seq = one.writers[-1], int(one.rows[-1].seq.max(initial=-1))
         rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
         # After rows that were kept in memory alone, numbers without a row belong mostly to such rows.
         is_told = newest.state == "closed" and not newest.balance.passed

@@ -91,18 +91,6 @@ def retention(writers: Sequence[RecordedWriter]) -> str:
     return " or ".join(dict.fromkeys("keep_newest" if number > 0 else "max_bytes" for number in kept))
 
 
-class NumberedRows(NamedTuple):
-    """The rows of one writer, sorted by their sequence numbers."""
-
-    seq: Integers
-    step: Integers
-    shard: npt.NDArray[np.int32]
-    """For each row, the index of the row's shard among the writer's shards."""
-    micro_step: npt.NDArray[np.int32]
-    when: npt.NDArray[np.int8]
-    """For each row, the phase in which the row was made: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
-
-
 class _Gaps(NamedTuple):
     """Ranges of consecutive missing sequence numbers that have one cause."""
 
@@ -121,7 +109,7 @@ class _Gaps(NamedTuple):
 
 
 def lost_steps(
-    writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers
+    writers: Sequence[RecordedWriter], rows: Sequence[SlotRows], steps: Integers
 ) -> tuple[npt.NDArray[np.uint8], Integers]:
     """Return `RankView.bits` and `RankView.room` of one rank, for `steps`, which are ascending.
 
@@ -147,7 +135,7 @@ def lost_steps(
     return causes, np.cumsum(rooms, axis=1)[:, :-1]
 
 
-def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
+def _gaps_of(writer: RecordedWriter, rows: SlotRows, following: int | None) -> Iterator[_Gaps]:
     """Yield ranges of a writer's missing sequence numbers. `following` is the first step of the rank's next writer."""
     balance = writer.balance
     is_open = {"recording": Cause.LIVE, "unclosed": Cause.DIED}.get(writer.state)
@@ -171,7 +159,7 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
 
 
 def _gaps_between(
-    writer: RecordedWriter, rows: NumberedRows, spans: Sequence[tuple[int, int, int]], usual: int
+    writer: RecordedWriter, rows: SlotRows, spans: Sequence[tuple[int, int, int]], usual: int
 ) -> Iterator[_Gaps]:
     balance = writer.balance
     indices = np.flatnonzero(np.diff(rows.seq) > 1)
@@ -200,7 +188,7 @@ def _gaps_between(
             yield _Gaps(cause, first[of], last[of], size, earliest[of], latest[of])
 
 
-def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
+def _when(rows: SlotRows, indices: Integers) -> tuple[Integers, Integers]:
     """Return the earliest and the latest phase in which the rows missing after each row in `indices` were numbered."""
     before, after = rows.when[indices], rows.when[indices + 1]
     is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
@@ -211,7 +199,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
     return earliest, latest
 
 
-def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
+def _removed(writer: RecordedWriter, rows: SlotRows) -> list[tuple[int, int, int]]:
     """Return ranges (low, high, cause) of sequence numbers in damaged or removed shards. Both ends are excluded."""
     removed = []
     limits = _limits(rows, len(writer.all_shards))
@@ -233,7 +221,7 @@ def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int,
     return removed
 
 
-def _limits(rows: NumberedRows, num_shards: int) -> list[tuple[int, int]]:
+def _limits(rows: SlotRows, num_shards: int) -> list[tuple[int, int]]:
     low, high = np.full(num_shards, _END), np.full(num_shards, -1, np.int64)
     np.minimum.at(low, rows.shard, rows.seq)
     np.maximum.at(high, rows.shard, rows.seq)
@@ -245,12 +233,17 @@ _COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path",
 
 
 class SlotRows(NamedTuple):
-    """The rows of one writer as small integers. They save memory, as the rows of all ranks are in memory together."""
+    """The rows of one writer, sorted by sequence number, as small integers, since all ranks' rows are in memory."""
 
-    numbered: NumberedRows
+    seq: Integers
+    step: Integers
+    shard: npt.NDArray[np.int32]
+    """For each row, the index of the row's shard among the writer's shards."""
+    micro_step: npt.NDArray[np.int32]
+    when: npt.NDArray[np.int8]
+    """For each row, the phase in which the row was made: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
     slot: npt.NDArray[np.int32]
     """For each row, the index of the slot (site of a module). -1 for rows of taps, scalars or unknown modules."""
-    step: Integers
     root: npt.NDArray[np.int32]
     module: npt.NDArray[np.int32]
     site: npt.NDArray[Any]
@@ -266,7 +259,7 @@ class SlotRows(NamedTuple):
 
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
-    """Return all rows of a writer as integers, in the order of the file."""
+    """Return all rows of a writer as integers."""
     batches = [(number, batch) for number, shard in enumerate(writer.all_shards) for batch in shard.columns(_COLUMNS)]
     shard_of = np.concatenate([np.zeros(0), *(np.full(batch.num_rows, number) for number, batch in batches)])
     columns = {
@@ -274,8 +267,6 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
         for name in _COLUMNS
     }
     numbers = {name: columns[name].fill_null(0).to_numpy().astype(np.int64, copy=False) for name in _TYPES}
-    is_in_order = bool((np.diff(numbers["seq"]) >= 0).all())
-    order = slice(None) if is_in_order else np.argsort(numbers["seq"], kind="stable")
     coded = ("root", "module_path", "site", "name", "mode", "phase", "dtype", "encoding")
     codes = {name: encode(columns[name]) for name in coded}
     module = _modules(slots, codes["root"], codes["module_path"])
@@ -285,27 +276,25 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     is_scalar = _is(codes["site"], "scalar")
     rate = np.array([*(text.startswith("lr.") for text in names), False], bool)[name_codes]
     is_state = site_code >= len(OF_CALLS)
-    when = _WHEN[site_code]
-    micro_step = numbers["micro_step"].astype(np.int32)
-    with_grad = ~_is(codes["mode"], "no_grad")
     phase = codes["phase"]
+    of_rows: dict[str, npt.NDArray[Any]] = {
+        "seq": numbers["seq"],
+        "step": numbers["step"],
+        "shard": shard_of.astype(np.int32),
+        "micro_step": numbers["micro_step"].astype(np.int32),
+        "when": _WHEN[site_code].astype(np.int8),
+        "slot": slots.of_rows(module, site_code, name).astype(np.int32),
+        "root": _translate(codes["root"], {root: number for number, root in enumerate(slots.roots)}).astype(np.int32),
+        "module": module.astype(np.int32),
+        "site": site_code.astype(np.int8),
+        "with_grad": ~_is(codes["mode"], "no_grad"),
+        "is_update": is_state | _is(phase, "optimizer") | (is_scalar & rate),
+        "mode": _translate(codes["mode"], MODES).astype(np.int8),
+        "is_forward": _is(phase, "forward") & (numbers["part"] == 0) & (site_code >= 0) & ~is_state,
+    }
+    order = np.argsort(numbers["seq"], kind="stable")
     return SlotRows(
-        numbered=NumberedRows(
-            seq=numbers["seq"][order],
-            step=numbers["step"][order],
-            shard=shard_of.astype(np.int32)[order],
-            micro_step=micro_step[order],
-            when=when.astype(np.int8)[order],
-        ),
-        slot=slots.of_rows(module, site_code, name).astype(np.int32),
-        step=numbers["step"],
-        root=_translate(codes["root"], {root: number for number, root in enumerate(slots.roots)}).astype(np.int32),
-        module=module.astype(np.int32),
-        site=site_code.astype(np.int8),
-        with_grad=with_grad,
-        is_update=is_state | _is(phase, "optimizer") | (is_scalar & rate),
-        mode=_translate(codes["mode"], MODES).astype(np.int8),
-        is_forward=_is(phase, "forward") & (numbers["part"] == 0) & (site_code >= 0) & ~is_state,
+        **{name: values[order] for name, values in of_rows.items()},
         unknown=_unknown(writer, codes),
         num_incomplete=_incomplete(numbers, codes["dtype"], columns["payload_bytes"]),
         partial=_lacking(columns, numbers["step"]),

@@ -177,22 +177,22 @@ class ReplicaGroups:
     def describe(self, number: int) -> Differing:
         members = np.flatnonzero(self._groups.ids == number)
         columns = ("rank", "fingerprint", "mean", "l2", "absmax", "shape", "dtype")
-        values = sorted(RankValue(**row) for row in self._table.select(columns).take(pa.array(members)).to_pylist())
+        members = members[np.argsort(integers(self._table.column("rank"))[members])]
+        values = [RankValue(**row) for row in self._table.select(columns).take(pa.array(members)).to_pylist()]
         signatures: dict[Any, list[int]] = {}
-        order = members[np.argsort(integers(self._table.column("rank"))[members])]
-        for rank, member in zip((value.rank for value in values), order.tolist(), strict=True):
-            signatures.setdefault(self._signature(number, member), []).append(rank)
+        for value, member in zip(values, members.tolist(), strict=True):
+            signatures.setdefault(self._signature(number, member), []).append(value.rank)
         groups = sorted(signatures.values(), key=lambda ranks: (-len(ranks), ranks[0]))
         odd = min(rank for ranks in groups[1:] for rank in ranks)
-        member = next(m for value, m in zip(values, order.tolist(), strict=True) if value.rank == odd)
+        member = int(members[[value.rank for value in values].index(odd)])
         row = int(self._rows[member])
-        value = self._timeline.value(row)
+        record = self._timeline.value(row)
         return Differing(
-            value=value,
+            value=record,
             groups=groups,
             by=str(self._by[number]),
             ranks=values,
-            is_assumed=value.root in self._assumed and self._table.column("placements")[member].as_py() is None,
+            is_assumed=record.root in self._assumed and self._table.column("placements")[member].as_py() is None,
             last_equal=self._last_equal(row),
         )
 

@@ -151,12 +151,9 @@ def listen(host: str, port: int | None) -> socket.socket:
             family = socket.getaddrinfo(host, one, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((host, one), family=family)
         except OSError as error:
-            if port is None and error.errno == errno.EADDRINUSE:
+            is_in_use = error.errno == errno.EADDRINUSE
+            if port is None and is_in_use:
                 continue
-            why = (
-                "is in use; leave --port out to take another"
-                if error.errno == errno.EADDRINUSE
-                else str(error.strerror or error)
-            )
+            why = "is in use; leave --port out to take another" if is_in_use else str(error.strerror or error)
             raise LookupFailedError(f"--host {host}, port {one}: {why}") from None
     raise LookupFailedError(f"ports {_PORT} to {_PORT + _NUM_PORTS - 1} are all in use; name another with --port")
