@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, STATISTICS, parse_shape
 from ..errors import LookupFailedError, RunError
 from ..numerics.distributions import HISTOGRAM_LEGEND, NOT_FINITE, histogram_lines, histogram_of_row, spark_line
+from ..numerics.keys import by_key
 from ..numerics.units import Units
 from ..rules import hint
 from ..run.finding import shortest_text_of
@@ -362,9 +363,7 @@ def _of_values_alone(table: Any, statistic: str) -> Any:
 
 
 def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in table.to_pylist():
-        groups.setdefault(tuple(row.pop(name) for name in names), []).append(row)
+    groups = by_key((tuple(row.pop(name) for name in names), row) for row in table.to_pylist())
     return [(dict(zip(names, key, strict=True)), rows) for key, rows in groups.items()]
 
 

@@ -1,9 +1,12 @@
-"""Turns columns into integers, to find rows that are equal in some columns and to match rows of two tables."""
+"""Turns columns into integers, to find rows that are equal in some columns and to match rows of two tables.
+
+`by_key` does the first for a few Python objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +14,7 @@ import pyarrow as pa
 
 from ..columns import KEY
 
+K, V = TypeVar("K"), TypeVar("V")
 Integers = npt.NDArray[np.int64]
 
 VALUE_KEY = KEY
@@ -24,6 +28,14 @@ _NONE = -1
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
 """The integer for null in `bits_of`. As float64 these bits are subnormal, and no statistic is subnormal."""
+
+
+def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of (key, value) pairs in a list for each key. Keys and values keep their order."""
+    values: dict[K, list[V]] = {}
+    for key, value in pairs:
+        values.setdefault(key, []).append(value)
+    return values
 
 
 class Groups(NamedTuple):

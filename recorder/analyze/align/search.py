@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...numerics.keys import by_key
 from ...system.text import counted, listed
 from .sequences import JoinedTokens, TokenAt, ValuePair, wide
 from .tokens import AlignedRun, Array, Floats, Integers, ValueName
@@ -460,10 +461,7 @@ class Search:
 
     def _scales_below(self, parent: str) -> str:
         """Say by which factors adapters of the modules below `parent` are merged. Return "" if no adapter is merged."""
-        scales: dict[str, list[str]] = {}
-        for of, times in self._merged.items():
-            if of.startswith(parent):
-                scales.setdefault(f"{times:.2g}", []).append(of)
+        scales = by_key((f"{times:.2g}", of) for of, times in self._merged.items() if of.startswith(parent))
         if not scales:
             return ""
         odd, *others = sorted(scales, key=lambda times: len(scales[times]))

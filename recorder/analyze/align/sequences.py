@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import LookupFailedError
+from ...numerics.keys import by_key
 from ...system.text import counted
 from .tokens import AlignedRun, Array, Floats, Integers, ValueName
 
@@ -48,10 +49,8 @@ def match_samples(trainer: AlignedRun, other: AlignedRun, *, by_name: bool) -> l
     if by_name:
         numbers = {sample.name: number for number, sample in enumerate(trainer.samples)}
         return [_match(trainer, numbers.get(sample.name), sample.tokens) for sample in other.samples]
-    ends: dict[int, list[int]] = {}
-    for number, sample in reversed(list(enumerate(trainer.samples))):
-        for one in dict.fromkeys(sample.hashes):
-            ends.setdefault(one, []).append(number)
+    backwards = reversed(list(enumerate(trainer.samples)))
+    ends = by_key((one, number) for number, sample in backwards for one in dict.fromkeys(sample.hashes))
     found: list[Match | None] = []
     taken: set[int] = set()
     for sample in other.samples:

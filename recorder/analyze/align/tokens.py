@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import LookupFailedError
+from ...numerics.keys import by_key
 from ...numerics.units import token_rows
 from ...rules import Schedule
 from ...run.probe import TokenBlock, token_blocks
@@ -348,9 +349,7 @@ class AlignedRun:
 
     def _copies(self) -> set[tuple[int, int]]:
         """Return each (attempt, rank) whose tokens equal those of an earlier rank, as in tensor parallelism."""
-        tokens: dict[tuple[int, int], list[bytes]] = {}
-        for key, piece in sorted(self._given.items()):
-            tokens.setdefault(key[:2], []).append(piece.numbers.tobytes())
+        tokens = by_key((key[:2], piece.numbers.tobytes()) for key, piece in sorted(self._given.items()))
         return {one for one, own in tokens.items() if any(other < one and tokens[other] == own for other in tokens)}
 
     def _join(self, keys: Sequence[CallKey]) -> None:

@@ -24,6 +24,7 @@ from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Wi
 from ...checks.rules.programs import NotCleared, NotOptimized
 from ...checks.rules.values import ONE_BATCH, Data
 from ...errors import ConfigError
+from ...numerics.keys import by_key
 from ...records import KEEP_STATS
 from ...rules import Rule, parse_rules
 from ...run.notes import damage, left_out
@@ -398,16 +399,10 @@ def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[
 
 def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
     """Join findings of one kind at one site. Findings of two modules are joined if their values have equal names."""
-    groups: dict[tuple[object, ...], list[Finding]] = {}
-    for one in findings:
-        groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
+    groups = by_key(((one.rule, one.severity, one.what, one.site, one.measure), one) for one in findings)
     for group in groups.values():
-        names: dict[str, set[str]] = {}
-        for one in group:
-            names.setdefault(one.module_path, set()).add(one.name)
-        by_names: dict[frozenset[str], list[Finding]] = {}
-        for one in group:
-            by_names.setdefault(frozenset(names[one.module_path]), []).append(one)
+        names = by_key((one.module_path, one.name) for one in group)
+        by_names = by_key((frozenset(names[one.module_path]), one) for one in group)
         yield from map(JoinedFindings.of, by_names.values())
 
 
@@ -478,8 +473,5 @@ def _wants(checked: Checked) -> str:
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:
-    rules_of: dict[str, list[str]] = {}
-    for one in unjudged:
-        setting = f"; the next time add the rule '{one.setting}'" if one.setting else ""
-        rules_of.setdefault(one.why + setting, []).append(one.rule)
-    return rules_of
+    settings = (f"; the next time add the rule '{one.setting}'" if one.setting else "" for one in unjudged)
+    return by_key((one.why + setting, one.rule) for one, setting in zip(unjudged, settings, strict=True))

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...columns import note_members, stage_of
-from ...numerics.keys import VALUE_KEY, Integers, holds
+from ...numerics.keys import VALUE_KEY, Integers, by_key, holds
 from ...numerics.moments import integers
 from ...run.notes import differing_ranks
 from ...sites import GRADIENTS
@@ -82,9 +82,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
         _join(events_by_key, row, event)
     for event, row in _alone(a, b, pairs):
         _join(events_by_key, row, event)
-    steps: dict[int, list[StepEvent]] = {}
-    for key, event in events_by_key.items():
-        steps.setdefault(key[VALUE_KEY.index("step")], []).append(event)
+    steps = by_key((event.step, event) for event in events_by_key.values())
     return {step: sorted(steps[step], key=lambda event: event.order) for step in sorted(steps)}
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ...numerics.keys import by_key
 from ...sites import LASTING_SITES, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
 from ...system.text import listed
 from .culprit_events import StepEvent
@@ -101,12 +102,9 @@ class _Step:
         return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
 
     def slices(self, phase: str) -> Iterator[list[StepEvent]]:
-        slices: dict[Any, list[StepEvent]] = {}
-        for event in self.events:
-            if event.phase == phase and event.site != "scalar":
-                # In a pipeline, micro-step 0 is the whole batch. Only values passed between stages have micro-steps.
-                slices.setdefault((event.mode, 0 if event.is_handed_on else event.micro_step), []).append(event)
-        yield from slices.values()
+        # In a pipeline, micro-step 0 is the whole batch. Only values passed between stages have micro-steps.
+        some = (event for event in self.events if event.phase == phase and event.site != "scalar")
+        yield from by_key(((one.mode, 0 if one.is_handed_on else one.micro_step), one) for one in some).values()
 
 
 class _Forward:
@@ -120,10 +118,8 @@ class _Forward:
         self._outputs = [event for event in events if event.site == "output"]
         self.open_outputs = {event.path: event for event in self._outputs if event.is_open}
         self._output_at = {(event.path, event.name, event.call): n for n, event in enumerate(self._outputs)}
-        self._takers: dict[Any, list[StepEvent]] = {}
-        for event in events:
-            if event.site == "input" and event.signature is not None:
-                self._takers.setdefault(event.signature, []).append(event)
+        given = (event for event in events if event.site == "input" and event.signature is not None)
+        self._takers = by_key((event.signature, event) for event in given)
 
     def caller(self, path: str) -> str | None:
         """Return the path of the nearest called parent, whose code calls the module. Return None for the root."""

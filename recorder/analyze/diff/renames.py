@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
-from ...numerics.keys import encode
+from ...numerics.keys import by_key, encode
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import listed
 
@@ -166,11 +166,8 @@ class UnpairedModules:
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
         """Return the modules, in the order of execution, grouped by the tensors that they have at `sites`."""
-        paths_of_look: dict[frozenset[Any], list[str]] = {}
-        for path, tensors in self._tensors.items():
-            if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
-                paths_of_look.setdefault(look, []).append(path)
-        return paths_of_look
+        looks = ((frozenset(one for one in some if one[0] in sites), path) for path, some in self._tensors.items())
+        return by_key((look, path) for look, path in looks if look)
 
     def state(self, path: str) -> frozenset[Any]:
         """Return the fingerprints of the module's own parameters and buffers in their first record."""

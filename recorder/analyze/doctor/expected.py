@@ -6,13 +6,13 @@ This module reads only manifests (module tree, rules, row counts) and metadata r
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...numerics.keys import Integers
+from ...numerics.keys import Integers, by_key, pack
 from ...records import KEEP_RING
 from ...rules import EVERY, Rule
 from ...run.notes import absent_ranks
@@ -160,9 +160,7 @@ class _AskedSlots:
 
     def absent_views(self, missing: Sequence[int], selected: Flags) -> Iterator[tuple[list[int], RankView]]:
         """Yield groups of the ranks `missing` that have the same rules, each with its expected values."""
-        groups: dict[tuple[bool, ...], list[int]] = {}
-        for rank in missing:
-            groups.setdefault(tuple(rank in match.rule.rank for match in self.matches), []).append(rank)
+        groups = by_key((tuple(rank in match.rule.rank for match in self.matches), rank) for rank in missing)
         promised = WriterSlots.joined(self.slots, ())._replace(selected=selected)
         for is_on, group in groups.items():
             yield group, RankView(self.slots, self.axis, promised, *self._when(selected, is_on), rank=group[0])
@@ -172,18 +170,13 @@ class _AskedSlots:
         key = selected.tobytes(), tuple(is_on)
         if key in self._known:
             return self._known[key]
-        code = np.zeros(self.slots.num_slots, np.int64)
-        chosen = []
+        chosen = [np.zeros(self.slots.num_slots, bool)]
         for match, is_on_rank in zip(self.matches, is_on, strict=True):
             chosen.append(match.slots & (~match.is_limited | self._seen) & selected & is_on_rank)
-            code = code * 2 + chosen[-1]
-            if len(chosen) % 40 == 0:
-                code = np.unique(code, return_inverse=True)[1].reshape(-1)
-        code = np.unique(code, return_inverse=True)[1].reshape(-1) + 1
-        code[~np.any(chosen, axis=0) if chosen else slice(None)] = 0
+        code = np.where(np.any(chosen, axis=0), pack(chosen) + 1, 0)
         when = np.zeros((int(code.max(initial=0)) + 1, len(self.axis)), bool)
         for kind, slot in zip(*np.unique(code, return_index=True), strict=True):
-            for flags, mask in zip(chosen, self.masks, strict=True):
+            for flags, mask in zip(chosen[1:], self.masks, strict=True):
                 if kind and flags[slot]:
                     when[kind] |= mask
         self._known[key] = code, when
@@ -248,11 +241,9 @@ def compare(run: Run) -> Expectation:
 
 def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
     """Group the writers by rank. If a rank counts steps from 0 in each attempt, keep only its newest writer."""
-    groups: defaultdict[int | None, list[int]] = defaultdict(list)
-    for number, writer in enumerate(run.writers):
-        groups[None if run.is_merged else writer.rank].append(number)
+    numbered = ((None if run.is_merged else writer.rank, number) for number, writer in enumerate(run.writers))
     ranks = []
-    for rank, numbers in groups.items():
+    for rank, numbers in by_key(numbered).items():
         if not run.is_merged and any(run.writers[number].is_counted for number in numbers):
             numbers = numbers[-1:]
         writers = [run.writers[number] for number in numbers]
@@ -392,12 +383,11 @@ def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTai
 
 
 def _partial(ranks: Sequence[_Rank]) -> list[LackingRows]:
-    steps_of: dict[tuple[tuple[int, ...], str], list[Integers]] = {}
-    for one in ranks:
-        for rows in one.rows:
-            for present, expected, mode, steps in rows.partial:
-                missing = sorted(_rank_list(expected) - _rank_list(present))
-                steps_of.setdefault((tuple(missing), mode), []).append(steps)
+    partial = (partial for one in ranks for rows in one.rows for partial in rows.partial)
+    steps_of = by_key(
+        ((tuple(sorted(_rank_list(expected) - _rank_list(present))), mode), steps)
+        for present, expected, mode, steps in partial
+    )
     return [
         LackingRows(list(missing), sum(map(len, steps)), distinct(np.concatenate(steps)).tolist(), mode)
         for (missing, mode), steps in steps_of.items()

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from ...config import FLAG, is_enabled, load_settings
 from ...errors import ConfigError, install_line
+from ...numerics.keys import by_key
 from ...run import notes
 from ...run.finding import shortest_text_of
 from ...run.reply import Reply, StateLine
-from ...run.run import RecordedModule, RowCounts, Run
+from ...run.run import RowCounts, Run
 from ...system.text import counted, grouped, listed, printable, shortened, size, span
 from .expected import Expectation, compare
 from .gaps import REASONS, Gap
@@ -220,10 +221,7 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
     if not run.modules:
         yield Check("missing", "roots: none, so no module was watched; no module that an optimizer trains was called")
         return
-    roots: dict[str, list[RecordedModule]] = {}
-    for (root, _), info in run.modules.items():
-        roots.setdefault(root, []).append(info)
-    for root, infos in roots.items():
+    for root, infos in by_key((root, info) for (root, _), info in run.modules.items()).items():
         num_selected, modules = sum(info.has_values for info in infos), counted(len(infos), "module")
         yield Check("ok", f"root {root}: {infos[0].class_name}, {modules}, {num_selected} selected")
         paths = [path for its_root, path in expected.silent.get("never_called", ()) if its_root == root]
@@ -370,10 +368,8 @@ def _balance(where: str, balance: RowCounts) -> Iterator[Check]:
 
 
 def _endings(run: Run, expected: Expectation) -> Iterator[Check]:
-    ends: dict[int, list[int]] = {}
-    for rank, last in expected.last_steps.items():
-        if rank is not None and last is not None:
-            ends.setdefault(last, []).append(rank)
+    lasts = expected.last_steps.items()
+    ends = by_key((last, rank) for rank, last in lasts if rank is not None and last is not None)
     if len(ends) > 1:
         shown = [f"{_many('rank', ranks)} in step {last}" for last, ranks in sorted(ends.items())]
         yield Check("note", f"unequal steps: the record ends on {_listed(shown)}", is_strict=True)

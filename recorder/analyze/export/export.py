@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA
 from ...errors import LookupFailedError, RunError
+from ...numerics.keys import by_key
 from ...run.notes import MissingRanks, missing_ranks, without_numbers
 from ...run.reply import Aside, Part, Progress, Reply
 from ...run.run import Run
@@ -169,11 +170,8 @@ class Export:
         self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
 
     def _left_out(self) -> list[str]:
-        row_ids: dict[str, list[RowId]] = {}
-        for row_id, why in self._unreadable.items():
-            row_ids.setdefault(why, []).append(row_id)
         lines = []
-        for why, unreadable in row_ids.items():
+        for why, unreadable in by_key((why, row_id) for row_id, why in self._unreadable.items()).items():
             more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
             lines.append(f"left out: {self._names[unreadable[0]]}{more}, which cannot be read: {why}")
         more = f"left out: and more for {len(lines) - _MAX_NAMED} further reasons"

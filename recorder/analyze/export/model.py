@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from ...columns import note_members, parse_shape
 from ...errors import LookupFailedError, UnsupportedError
 from ...numerics.dtypes import item_bytes
+from ...numerics.keys import by_key
 from ...run.run import GlobalRows, RecordedRoot, Run
 from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
 from ...system.text import counted, listed
@@ -209,9 +210,8 @@ class Model:
     def _judge(self) -> None:
         table = self._rows.table
         table = table.append_column("at", pa.array(np.arange(table.num_rows)))
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for row in self._mine(table).select([*_COLUMNS, "at"]).to_pylist():
-            rows.setdefault(full_name(row["module_path"], row["name"]), []).append(row)
+        mine = self._mine(table).select([*_COLUMNS, "at"]).to_pylist()
+        rows = by_key((full_name(row["module_path"], row["name"]), row) for row in mine)
         known = state_dict_of(self._run, self.root)
         reasons = {
             full_name(one.module_path, one.name): one.text

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ...numerics.keys import by_key
 from ...run.notes import damage, layout_problems, left_out
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
@@ -274,14 +275,11 @@ def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
 
 
 def _buffer_lines(run: Run, buffers: Sequence[Differing]) -> Iterator[str]:
-    by_meaning: dict[str, list[Differing]] = {_STALE: []}
-    for buffer in buffers:
-        meaning = _STALE if buffer.is_stale else _HEALED if buffer.sync == NEVER else _BUFFERS[buffer.sync]
-        by_meaning.setdefault(meaning, []).append(buffer)
-    for meaning, some in by_meaning.items():
-        if some:
-            yield f"{run.name}: {counted(len(some), 'buffer')} of which ranks hold different values"
-            yield f"  {meaning}"
+    in_order = sorted(buffers, key=lambda buffer: not buffer.is_stale)
+    meanings = (_STALE if one.is_stale else _HEALED if one.sync == NEVER else _BUFFERS[one.sync] for one in in_order)
+    for meaning, some in by_key(zip(meanings, in_order, strict=True)).items():
+        yield f"{run.name}: {counted(len(some), 'buffer')} of which ranks hold different values"
+        yield f"  {meaning}"
         for buffer in some[:_MAX_LISTED]:
             ranks = f"ranks {_groups(buffer)} (by {buffer.by})"
             yield f"  {_value(buffer.value)}: first at step {buffer.value.step}, {ranks}"

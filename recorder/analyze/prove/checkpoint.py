@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import LookupFailedError
+from ...numerics.keys import by_key
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed
 from .launches import GENERATORS, MAX_LISTED, RESUMED, Launches, Observed, Proven, RankSeen, count_kinds, values_named
@@ -199,10 +200,8 @@ class _Match:
             for key, digest in look.digests.items():
                 if key.partition(" ")[0] in _HELD:
                     self._looked.setdefault(key, []).append(digest)
-        self._paths: dict[str, list[tuple[str, str]]] = {}
+        self._paths = by_key((name.rpartition(".")[2], (path, name)) for path, name in self._with_names().items())
         """By the last part of a path: the path, and the path with parameters' names in place of parameters' numbers."""
-        for path, name in self._with_names().items():
-            self._paths.setdefault(name.rpartition(".")[2], []).append((path, name))
         self._match(
             sorted((key for key in self._looked if not key.startswith("rng ")), key=lambda key: -key.count("."))
         )
