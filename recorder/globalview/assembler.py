@@ -22,6 +22,7 @@ from ..format.codec import EncodedPayload, Encoder, check_size, concatenate, dec
 from ..layout.placement import Fill, Plan
 from ..layout.regions import Ints, Items, Source, assemble
 from ..numerics.dtypes import item_bytes, numpy_dtype
+from ..numerics.keys import by_key
 from ..read.metadata import NONE, MetadataRows, Positions
 from ..read.payload import Payloads, decode_payload
 from ..records import PART_BYTES
@@ -263,10 +264,7 @@ class Assembler:
         at: Positions = np.flatnonzero(parts > 0)
         writers = rows.writer_numbers(at).tolist()
         bases = (rows.numbers("seq")[at] - parts[at]).tolist()
-        further_parts: dict[tuple[int, int], list[int]] = {}
-        for position, writer, base in zip(at.tolist(), writers, bases, strict=True):
-            further_parts.setdefault((writer, base), []).append(position)
-        return further_parts
+        return by_key(zip(zip(writers, bases, strict=True), at.tolist(), strict=True))
 
     def _find_tensor(self, position: int) -> Tensor | None:
         rows = self._rows

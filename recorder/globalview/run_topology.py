@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ..format.manifest import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
-from ..numerics.keys import Integers
+from ..numerics.keys import Integers, by_key
 from ..read.writers import RecordedWriter
 from ..sites import full_name, values_of
 from ..system.text import listed
@@ -266,9 +266,7 @@ class Topology:
             key = writer.attempt, world_size, number
             starts[key] = min(filter(None, (starts.get(key), writer.started_ns)), default=0)
             keys.append(key)
-        in_order: dict[int, list[tuple[int, int, int]]] = {}
-        for key in sorted(starts, key=lambda key: (starts[key], key)):
-            in_order.setdefault(key[0], []).append(key)
+        in_order = by_key((key[0], key) for key in sorted(starts, key=lambda key: (starts[key], key)))
         return [Launch(key[0], in_order[key[0]].index(key)) for key in keys]
 
 

@@ -16,7 +16,7 @@ from ..format.manifest import Stage
 from ..layout.levels import BatchGroup, split
 from ..layout.placement import OF_ONE_RANK, NoPlan, RankChunk
 from ..layout.rules import Batch
-from ..numerics.keys import NULL, bits_of, digest
+from ..numerics.keys import NULL, bits_of, by_key, digest
 from ..read.metadata import NONE, MetadataRows
 from ..sites import NUMBERS
 from .leaves import Comparison, Leaf, Leaves
@@ -158,9 +158,7 @@ def _of_call(
     is_shared = {name: len(ranks) > 1 and len(some) == 1 and "" not in some for name, some in contents.items()}
     differing = {name: some for name, some in leaves.items() if not is_shared[name]}
     own = differing or {name: some for name, some in leaves.items() if len(some) > 1 and varies(name)}
-    names_of: dict[tuple[int, ...], list[str]] = {}
-    for name, some in (own or leaves).items():
-        names_of.setdefault(tuple(leaf.shape[0] for leaf in some), []).append(name)
+    names_of = by_key((tuple(leaf.shape[0] for leaf in some), name) for name, some in (own or leaves).items())
     by_votes = sorted(
         names_of.items(), key=lambda item: (-len(item[1]), -max(len(leaves[n][0].shape) for n in item[1]))
     )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..errors import LookupFailedError
 from ..format.manifest import Stage
+from ..numerics.keys import by_key
 from ..rules import hint
 from ..system.text import listed
 from .metadata import NONE, POSITION_COLUMNS, TEXT_COLUMNS, Keys, MetadataRows, Positions, stages_of_rows
@@ -202,12 +203,10 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
     """Return a text that lists the ranks killed before `step`, each with its last step. Empty if there are none."""
-    of_rank: dict[int, list[RecordedWriter]] = {}
-    for writer in writers:
-        if writer.rank is not None and rank in (None, writer.rank):
-            of_rank.setdefault(writer.rank, []).append(writer)
     ends = []
-    for number, lives in of_rank.items():
+    for number, lives in by_key((writer.rank, writer) for writer in writers).items():
+        if number is None or rank not in (None, number):
+            continue
         last_step = max((life.last_step for life in lives if life.last_step is not None), default=None)
         if lives[-1].state == "unclosed" and last_step is not None and step > last_step:
             ends.append(f"rank {number}'s record ends in step {last_step}")

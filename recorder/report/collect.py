@@ -25,6 +25,7 @@ from ..analyze.diff.reply import accusation, culprit_notes, unlike_models
 from ..analyze.diff.step_range import Diff
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
+from ..numerics.keys import by_key
 from ..run.finding import shortest_text_of
 from ..run.notes import damage
 from ..run.probe import probe_size
@@ -191,9 +192,7 @@ def _states(run: Run) -> list[str]:
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
     """Return the index in `b` of each series of `a`, -1 if `b` lacks the series. The root (model) may differ."""
     numbers = {key: number for number, key in enumerate(b.series)}
-    of_any_root: dict[tuple[str, ...], list[int]] = {}
-    for number, key in enumerate(b.series):
-        of_any_root.setdefault(key[1:], []).append(number)
+    of_any_root = by_key((key[1:], number) for number, key in enumerate(b.series))
     pairs = []
     for key in a.series:
         others = of_any_root.get(key[1:], [])

@@ -21,7 +21,7 @@ from ..format.encodings import ENCODING_OF
 from ..format.rundir import parse_shard_name
 from ..globalview.row_groups import RowFinding as RowFinding
 from ..globalview.values import GlobalValues, load_sample
-from ..numerics.keys import encode
+from ..numerics.keys import by_key, encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun
 from ..run.finding import shortest_text_of
@@ -157,11 +157,9 @@ def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) ->
 
 
 def _outcomes(command: Command, answers: dict[int, Answer], *, is_over: bool) -> list[str]:
-    groups: dict[tuple[str, int | None, int | None, str], list[int]] = {}
-    for rank, answer in sorted(answers.items()):
-        groups.setdefault((answer.state, answer.since, answer.until, answer.why), []).append(rank)
+    said = (((one.state, one.since, one.until, one.why), rank) for rank, one in sorted(answers.items()))
     outcomes = []
-    for (state, since, until, why), ranks in groups.items():
+    for (state, since, until, why), ranks in by_key(said).items():
         steps = "" if since is None else f", {steps_phrase(since, until)}"
         because = f" ({why})" if why else ""
         word = state_word(command.kind, state)
