@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from ..columns import KEY
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 Integers = npt.NDArray[np.int64]
 
 VALUE_KEY = KEY

@@ -203,7 +203,7 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
     """Return a text that lists the ranks killed before `step`, each with its last step. Empty if there are none."""
-    ends = []
+    ends: list[str] = []
     for number, lives in by_key((writer.rank, writer) for writer in writers).items():
         if number is None or rank not in (None, number):
             continue

@@ -176,7 +176,7 @@ def _with_nonfinite(
         if bad is None or bad.value.step < min(candidates):
             continue
         value, path = bad.value, bad.value.module_path if name == "a" else options.renames.old(bad.value.module_path)
-        names = {"step": value.step, "module_path": path, "site": value.site, "name": value.name}
+        names: dict[str, Any] = {"step": value.step, "module_path": path, "site": value.site, "name": value.name}
         is_open = later is None or value.step < later.step or later.site == "scalar" or later.alone_in == name
         next_step = min((step for step in steps[other] if step >= value.step), default=None)
         if not is_open or next_step is None or first_nonfinite(runs[other], next_step) is not None:
@@ -186,12 +186,12 @@ def _with_nonfinite(
         ranks = [] if value.rank is None else [value.rank]
         phase = "update" if value.site in ("param", "optim") else value.phase.replace("optimizer", "reduction")
         command = shlex.join(["recorder", "first", shortest_text_of(runs[name].path, runs[name].name)])
+        figures: dict[str, Any] = {f"nonfinite_{name}": bad.nan_count + bad.inf_count}
         told = Culprit(
             **names, phase=phase, root=value.root, seen_at=path, micro_step=value.micro_step, call=value.call,
-            rank=value.rank, ranks=ranks, why="", alone_in=name,
+            rank=value.rank, ranks=ranks, why="", alone_in=name, **figures,
             hint=f"{name.upper()} has its {sentence(bad)}; what was healthy before it: {command}",
         )  # fmt: skip
-        told = told._replace(**{f"nonfinite_{name}": bad.nan_count + bad.inf_count})
         same = [one for one in culprits if (one.step, one.seen_at, one.alone_in) == (value.step, path, name)]
         return [told, *(one for one in culprits if one not in same)]
     return culprits

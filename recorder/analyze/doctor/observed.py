@@ -94,7 +94,7 @@ def retention(writers: Sequence[RecordedWriter]) -> str:
 class _Gaps(NamedTuple):
     """Ranges of consecutive missing sequence numbers that have one cause."""
 
-    cause: int
+    cause: Cause
     first: Integers
     """For each range, the step of the row before the range. `last` has the step of the row after the range."""
     last: Integers
@@ -104,7 +104,7 @@ class _Gaps(NamedTuple):
     latest: Integers
 
     @classmethod
-    def anytime(cls, cause: int, first: Integers, last: Integers, size: int) -> _Gaps:
+    def anytime(cls, cause: Cause, first: Integers, last: Integers, size: int) -> _Gaps:
         return cls(cause, first, last, np.array([size]), np.array([FORWARD]), np.array([UPDATE]))
 
 
@@ -159,7 +159,7 @@ def _gaps_of(writer: RecordedWriter, rows: SlotRows, following: int | None) -> I
 
 
 def _gaps_between(
-    writer: RecordedWriter, rows: SlotRows, spans: Sequence[tuple[int, int, int]], usual: int
+    writer: RecordedWriter, rows: SlotRows, spans: Sequence[tuple[int, int, Cause]], usual: Cause
 ) -> Iterator[_Gaps]:
     balance = writer.balance
     indices = np.flatnonzero(np.diff(rows.seq) > 1)
@@ -199,7 +199,7 @@ def _when(rows: SlotRows, indices: Integers) -> tuple[Integers, Integers]:
     return earliest, latest
 
 
-def _removed(writer: RecordedWriter, rows: SlotRows) -> list[tuple[int, int, int]]:
+def _removed(writer: RecordedWriter, rows: SlotRows) -> list[tuple[int, int, Cause]]:
     """Return ranges (low, high, cause) of sequence numbers in damaged or removed shards. Both ends are excluded."""
     removed = []
     limits = _limits(rows, len(writer.all_shards))
