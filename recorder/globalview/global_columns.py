@@ -255,11 +255,9 @@ def with_member(note: str | None, name: str, value: object) -> str:
     return as_json(note_members(note) | {name: value})
 
 
-@lru_cache(maxsize=4096)
-def _sizes_text(numbers: tuple[int, ...]) -> str:
-    return as_json(numbers)
-
-
 def as_json(value: object) -> str:
     """Return a value as compact JSON, the form in which rows hold JSON."""
     return json.dumps(value, separators=(",", ":"))
+
+
+_sizes_text = lru_cache(maxsize=4096)(as_json)

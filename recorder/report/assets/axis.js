@@ -94,8 +94,7 @@ class StepAxis {
       [from, to] = ends;
       const left = Math.max(this.pixelOf(from - 0.5, width), 0), right = Math.min(this.pixelOf(to + 0.5, width), width);
       band.hidden = false;
-      band.style.setProperty("left", `${left}px`);
-      band.style.setProperty("width", `${right - left}px`);
+      Object.assign(band.style, { left: `${left}px`, width: `${right - left}px` });
     });
     for (const name of ["pointerup", "pointercancel"]) {
       plot.addEventListener(name, () => {

@@ -79,8 +79,7 @@ class GraphPanel extends Panel {
       el("span", { class: "box-value" }, this.text(cell)));
     if (cell?.kind === NUMBER) {
       const color = this.colors.of(cell.value);
-      head.style.setProperty("background", color);
-      head.style.setProperty("color", this.colors.inkOn(color));
+      Object.assign(head.style, { background: color, color: this.colors.inkOn(color) });
     } else if (cell?.kind === NONFINITE) {
       head.classList.add(this.isLater(node, isContainer && !isOpen) ? "later" : "bad");
     } else {

@@ -276,9 +276,7 @@ class HeatMap {
     this.cursor = { row, column, step: this.columns[column].first };
     const [left, right] = this.edges[column], box = this.cells.getBoundingClientRect();
     this.mark.hidden = false;
-    for (const [name, value] of Object.entries({
-      left, top: row * ROW_PIXELS, width: Math.max(right - left, 2), height: ROW_PIXELS - 1,
-    })) this.mark.style.setProperty(name, `${value}px`);
+    Object.assign(this.mark.style, { left: `${left}px`, top: `${row * ROW_PIXELS}px`, width: `${Math.max(right - left, 2)}px`, height: `${ROW_PIXELS - 1}px` });
     const { first, last } = this.columns[column];
     if (this.isOfSteps) this.axis.point(first, this);
     this.tooltip.show(x ?? box.left + left, y ?? box.top + (row + 1) * ROW_PIXELS,

@@ -32,8 +32,7 @@ class ImagesPanel extends Panel {
     const scale = Math.max(Math.floor(96 / Math.max(height, width)), 1);
     const canvases = Array.from({ length: count }, (_, number) => {
       const canvas = el("canvas", { class: "tile", width, height, role: "img", "aria-label": `${one.kind} ${number}` });
-      canvas.style.setProperty("width", `${width * scale}px`);
-      canvas.style.setProperty("height", `${height * scale}px`);
+      Object.assign(canvas.style, { width: `${width * scale}px`, height: `${height * scale}px` });
       const context = canvas.getContext("2d"), image = context.createImageData(width, height);
       for (let at = 0; at < width * height; at++) {
         const first = (number * width * height + at) * colors;

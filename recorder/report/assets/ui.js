@@ -41,8 +41,7 @@ function sizedCanvas(canvas, width, height) {
   const ratio = Math.max(window.devicePixelRatio || 1, 1);
   canvas.width = Math.max(Math.round(width * ratio), 1);
   canvas.height = Math.max(Math.round(height * ratio), 1);
-  canvas.style.setProperty("width", `${width}px`);
-  canvas.style.setProperty("height", `${height}px`);
+  Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   return context;
@@ -61,8 +60,7 @@ class Tooltip {
     const { width, height } = this.element.getBoundingClientRect();
     const left = x + 14 + width > window.innerWidth ? Math.max(x - width - 10, 4) : x + 14;
     const top = y + 14 + height > window.innerHeight ? Math.max(y - height - 10, 4) : y + 14;
-    this.element.style.setProperty("left", `${left}px`);
-    this.element.style.setProperty("top", `${top}px`);
+    Object.assign(this.element.style, { left: `${left}px`, top: `${top}px` });
   }
   hide() {
     this.element.hidden = true;
