@@ -348,11 +348,8 @@ def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Ro
 
 
 def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
-    reasons: dict[tuple[Any, ...], str] = {}
-    distinct = table.filter(pc.field(WHY).is_valid()).group_by([*keys, WHY], use_threads=False).aggregate([])
-    for row in distinct.to_pylist():
-        reasons.setdefault(tuple(row[name] for name in keys), row[WHY])
-    return reasons
+    known = table.filter(pc.field(WHY).is_valid()).group_by(keys, use_threads=False).aggregate([(WHY, "first")])
+    return {tuple(row[name] for name in keys): row[f"{WHY}_first"] for row in known.to_pylist()}
 
 
 def _of_values_alone(table: Any, statistic: str) -> Any:

@@ -122,11 +122,10 @@ def _event(order: float, row: dict[str, Any]) -> StepEvent:
 
 
 def _constant_buffers(table: Any) -> set[tuple[str, str, str]]:
-    known: dict[tuple[str, str, str], set[Any]] = {}
-    for row in _rows(table.filter(pc.equal(table.column("site"), "buffer"))):
-        event = _event(0.0, row)
-        known.setdefault((event.root, event.path, event.name), set()).add((event.signature, row["rank"]))
-    return {name for name, values in known.items() if len(values) == len({rank for _, rank in values})}
+    rows = _rows(table.filter(pc.equal(table.column("site"), "buffer")))
+    pairs = ((_event(0.0, row), row["rank"]) for row in rows)
+    known = by_key(((event.root, event.path, event.name), (event.signature, rank)) for event, rank in pairs)
+    return {name for name, values in known.items() if len({*values}) == len({rank for _, rank in values})}
 
 
 def _join(events_by_key: dict[tuple[Any, ...], StepEvent], row: dict[str, Any], event: StepEvent) -> None:

@@ -428,11 +428,7 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
                 is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
                 shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
                 result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))
-    seen: set[tuple[str | None, str]] = set()
-    for one in suspects:
-        if (one.path, one.phase) not in seen:
-            seen.add((one.path, one.phase))
-            result.append(one)
+    result += [some[0] for some in by_key(((one.path, one.phase), one) for one in suspects).values()]
     phases = (START, *PHASES)  # state that differs in its first record comes before all phases
     return sorted(result, key=lambda one: (one.step, phases.index(one.phase), one.event.order))
 

@@ -233,8 +233,7 @@ def _unpaired_names(paths: Sequence[str], names: Mapping[str, str]) -> tuple[dic
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
     """Yield ranges of steps that cover all runs, cut wherever a range in the `windows` of some run begins."""
     starts = sorted({first for some in windows for first, _ in some})
-    bounds = [None, *starts[1:], None]
-    yield from pairwise(bounds)
+    yield from pairwise([None, *starts[1:], None])
 
 
 class _Comparison:

@@ -196,8 +196,7 @@ class BeyondNoise:
         order, and so rounds the norm differently. Twin runs do not show this, because they have one layout.
         """
         gradients = rows[(measured.sites[rows] == "grad") & (measured.phases[rows] == "optimizer")]
-        wrong = gradients[pairs.differs[indices[gradients]]]
-        if len(wrong):
+        if pairs.differs[indices[gradients]].any():
             factor = measured.typical_factor(gradients)
             is_scaled = measured.are_scaled(gradients, factor)
             num_pairs, numel = _final_gradients(pairs, step, root)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from ...numerics import distributions
+from ...numerics.keys import by_key
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
@@ -196,11 +197,8 @@ _MOST_NAMED = 2
 
 def _by_reason(problems: Sequence[str]) -> Iterator[str]:
     """Yield a line for each reason why rows contradict each other. A line names at most two values."""
-    values: dict[str, list[str]] = {}
-    for problem in problems:
-        value, _, reason = problem.partition(": ") if problem.startswith("'") else ("", "", problem)
-        values.setdefault(reason, []).append(value)
-    for reason, some in values.items():
+    parts = (problem.partition(": ") if problem.startswith("'") else ("", "", problem) for problem in problems)
+    for reason, some in by_key((reason, value) for value, _, reason in parts).items():
         shown = (
             ", ".join(some)
             if len(some) <= _MOST_NAMED

@@ -48,33 +48,9 @@ class SiteTotal(NamedTuple):
     is not known which values were dropped."""
 
 
-class Uneven(NamedTuple):
-    """Ranks that, at some steps, ran more or fewer forwards of one mode than the first rank."""
-
-    mode: str
-    ranks: list[int | None]
-    """The ranks whose number of forwards differs from the first rank's. If `is_alone`, the only rank with forwards."""
-    steps: list[int]
-    is_alone: bool
-    """True if only one rank ran forwards of this mode."""
-
-
-class LackingRows(NamedTuple):
-    """The rows of a merged run that stand for all ranks, but lack the ranks `missing`: how many, and at which steps."""
-
-    missing: list[int]
-    num_rows: int
-    steps: list[int]
-    mode: str
-    """The mode of the rows: ``train``, or the mode in which only the present ranks evaluated."""
-
-
-class RuleReach(NamedTuple):
-    """A recording rule that is limited to some ranks, with the lists of these ranks and of the other ranks."""
-
-    rule: str
-    ranks: list[int]
-    others: list[int]
+Uneven = tuple[str, list[int | None], list[int], bool]
+LackingRows = tuple[list[int], int, list[int], str]
+RuleReach = tuple[str, list[int], list[int]]
 
 
 class Expectation(NamedTuple):
@@ -83,8 +59,13 @@ class Expectation(NamedTuple):
     totals: list[SiteTotal]
     gaps: list[Gap]
     uneven: list[Uneven]
+    """Forwards of a mode that ranks ran unevenly: the mode; the ranks whose number of such forwards differs from the
+    first rank's at some steps; these steps; and whether the ranks are instead one rank that alone ran any."""
     partial: list[LackingRows]
+    """Rows of a merged run that stand for all ranks, but lack some: the missing ranks, the number of rows, their steps,
+    and their mode: ``train``, or the mode in which only the present ranks evaluated."""
     reaches: list[RuleReach]
+    """The recording rules that are limited to some ranks, each with lists of these ranks and of the other ranks."""
     tails: list[DroppedTail]
     """How many rows each rank dropped after its last recorded row. `totals` does not count these rows."""
     problems: list[str]
@@ -359,7 +340,7 @@ def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -
         if differing:
             able = [one.rank for one, own in zip(ranks, counts, strict=True) if own.any()]
             alone = len(able) == 1
-            uneven.append(Uneven(mode, able if alone else differing, axis[steps].tolist(), alone))
+            uneven.append((mode, able if alone else differing, axis[steps].tolist(), alone))
     return uneven
 
 
@@ -389,7 +370,7 @@ def _partial(ranks: Sequence[_Rank]) -> list[LackingRows]:
         for present, expected, mode, steps in partial
     )
     return [
-        LackingRows(list(missing), sum(map(len, steps)), distinct(np.concatenate(steps)).tolist(), mode)
+        (list(missing), sum(map(len, steps)), distinct(np.concatenate(steps)).tolist(), mode)
         for (missing, mode), steps in steps_of.items()
     ]
 
@@ -407,5 +388,5 @@ def _reaches(rules: Sequence[Rule], ranks: Sequence[int], is_merged: bool) -> li
     for rule in rules:
         if rule.rank != EVERY and not is_merged:
             inside = sorted(rank for rank in ranks if rank in rule.rank)
-            reaches.append(RuleReach(rule.text, inside, sorted(set(ranks) - set(inside))))
+            reaches.append((rule.text, inside, sorted(set(ranks) - set(inside))))
     return reaches

@@ -196,10 +196,10 @@ def _dumps(run: Run) -> Iterator[Check]:
 def _filters(expected: Expectation) -> Iterator[Check]:
     for problem in expected.problems:
         yield Check("note", problem, is_strict=True)
-    for reach in expected.reaches:
-        if reach.others:
-            where = f"on ranks {span(reach.ranks)}" if reach.ranks else "on no rank"
-            yield Check("ok", f"filtered by rank=: recorded {where}, not on {span(reach.others)}: {reach.rule}")
+    for rule, ranks, others in expected.reaches:
+        if others:
+            where = f"on ranks {span(ranks)}" if ranks else "on no rank"
+            yield Check("ok", f"filtered by rank=: recorded {where}, not on {span(others)}: {rule}")
     num_chosen = expected.num_steps_expected + expected.num_steps_passed
     if num_chosen < expected.num_steps_lived:
         yield Check("ok", f"filtered by steps=: {num_chosen} of {expected.num_steps_lived} steps are wanted")
@@ -295,22 +295,22 @@ def _gap(gap: Gap) -> Check:
 
 
 def _merged(run: Run, expected: Expectation) -> Iterator[Check]:
-    for uneven in expected.uneven:
-        ranks = _many("rank", [rank for rank in uneven.ranks if rank is not None])
-        forwards = "evaluation" if uneven.mode in ("eval", "no_grad") else "training"
-        ran = f"{ranks} alone ran" if uneven.is_alone else f"{ranks} ran another number of"
-        steps = _many("step", uneven.steps)
-        yield Check("note", f"{ran} {forwards} forwards (mode {uneven.mode}) in {steps}; no row is lost by it")
+    for mode, those, steps, is_alone in expected.uneven:
+        ranks = _many("rank", [rank for rank in those if rank is not None])
+        forwards = "evaluation" if mode in ("eval", "no_grad") else "training"
+        ran = f"{ranks} alone ran" if is_alone else f"{ranks} ran another number of"
+        text = f"{ran} {forwards} forwards (mode {mode}) in {_many('step', steps)}; no row is lost by it"
+        yield Check("note", text)
     if expected.num_incomplete:
         yield Check("missing", f"{counted(expected.num_incomplete, 'tensor')} in several parts of which some are lost")
-    for partial in expected.partial:
-        members = {"reason": "partial", "ranks": partial.missing, "steps": partial.steps, "rows": partial.num_rows}
-        rows, steps = counted(partial.num_rows, "global row"), _many("step", partial.steps)
-        text = f"merged run partial: {rows} in {steps} without {_many('rank', partial.missing)}"
-        if partial.mode == "train":
+    for missing, num_rows, steps, mode in expected.partial:
+        members = {"reason": "partial", "ranks": missing, "steps": steps, "rows": num_rows}
+        rows = f"{counted(num_rows, 'global row')} in {_many('step', steps)}"
+        text = f"merged run partial: {rows} without {_many('rank', missing)}"
+        if mode == "train":
             yield Check("missing", text, members=members)
         else:
-            yield Check("note", f"{text}, in an evaluation (mode {partial.mode})", members=members)
+            yield Check("note", f"{text}, in an evaluation (mode {mode})", members=members)
     if (source := run.manifest.merged_from) is not None:
         yield Check("ok", f"merged from {source.path}")
     for one in (one for writer in run.writers for one in writer.manifest.merged_writers):

@@ -212,17 +212,17 @@ class Model:
         table = table.append_column("at", pa.array(np.arange(table.num_rows)))
         mine = self._mine(table).select([*_COLUMNS, "at"]).to_pylist()
         rows = by_key((full_name(row["module_path"], row["name"]), row) for row in mine)
-        known = state_dict_of(self._run, self.root)
+        known, left_out = _state_dict_of(self._run, self.root)
         reasons = {
             full_name(one.module_path, one.name): one.text
             for one in self._rows.findings
             if one.site in SITES[self.what] and one.kind != "partial"
         }
         given: list[dict[str, Any]] = []
-        stages = stages_of(self._run)
-        for stage in stages.missing:
+        stages_of, missing_stages = _stages_of(self._run)
+        for stage in missing_stages:
             self.refused.append(Refused(f"stage {stage}", "no rank that has this stage of the pipeline left anything"))
-        for name, recorded in _names(known, rows, with_ties=self.what == "param").items():
+        for name, recorded in _names(known, left_out, rows, with_ties=self.what == "param").items():
             row = _last_of(rows.get(recorded, []))
             if row is None:
                 parts = sorted(name for name in rows if name.startswith(f"{recorded}."))
@@ -230,7 +230,7 @@ class Model:
                     self.refused.append(Refused(name, f"recorded as its parts {listed(parts)}"))
                 elif self.what == "param":  # not every parameter has a gradient
                     self.refused.append(Refused(name, _NO_ROW))
-            elif len(owners := stages.owners.get(recorded, set())) > 1:
+            elif len(owners := stages_of.get(recorded, set())) > 1:
                 self.refused.append(Refused(name, f"stages {listed(sorted(owners))} of the pipeline each have one"))
             elif (why := _why_not(row, reasons.get(recorded))) is not None:
                 self.refused.append(Refused(name, why))
@@ -278,12 +278,12 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
     return there[0] if root is None else root
 
 
-def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
+def _names(known: dict[str, str], left_out: set[str], rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
     # If a tie was broken later, the tied name has rows of its own.
-    names = {name: name if name in rows else tied for name, tied in known.names.items()}
+    names = {name: name if name in rows else tied for name, tied in known.items()}
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
-    more = (name for name in rows if name not in taken and name not in known.left_out)
+    more = (name for name in rows if name not in taken and name not in left_out)
     return {**names, **{name: name for name in more if not _is_part(name, taken)}}
 
 
@@ -313,35 +313,27 @@ def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
     return None
 
 
-class StateDict(NamedTuple):
-    """The names in a model's state dict."""
+def _state_dict_of(run: Run, root: str) -> tuple[dict[str, str], set[str]]:
+    """Return the names in a model's state dict, in order, and the names of buffers that are not persistent.
 
-    names: dict[str, str]
-    """Maps each name in the state dict to the recorded name, in order. The two differ for tied or shared parameters."""
-    left_out: set[str]
-    """The names of buffers that are not persistent, and so not in the state dict."""
-
-
-def state_dict_of(run: Run, root: str) -> StateDict:
-    """Return the names of a model's parameters and buffers.
-
-    Raises UnsupportedError if the manifests have too many names.
+    Each name in the state dict has the recorded name, which differs for tied or shared parameters. Raises
+    UnsupportedError if the manifests have too many names.
     """
-    state_dict = StateDict({}, set())
+    names, left_out = dict[str, str](), set[str]()
     aliases: dict[str, str] = {}
     for module in (module for known in _roots(run) if known.name == root for module in known.modules):
         for name in module.params:
             own = full_name(module.path, name)
-            state_dict.names.setdefault(own, module.tied.get(name, own))
+            names.setdefault(own, module.tied.get(name, own))
         for name in module.buffers:
             own = full_name(module.path, name)
             if name in module.non_persistent:
-                state_dict.left_out.add(own)
+                left_out.add(own)
             else:
-                state_dict.names.setdefault(own, own)
+                names.setdefault(own, own)
         aliases |= dict.fromkeys(module.aliases, module.path)
-    _add_shared(state_dict.names, aliases)
-    return state_dict
+    _add_shared(names, aliases)
+    return names, left_out
 
 
 def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
@@ -354,17 +346,8 @@ def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
             raise UnsupportedError(f"its manifests give the model more than {_MAX_NAMES} names")
 
 
-class Stages(NamedTuple):
-    """Which stages of a pipeline have which parameters and buffers of a model."""
-
-    owners: dict[str, set[int]]
-    """For each parameter or buffer, by its name, the numbers of the stages that have it."""
-    missing: list[int]
-    """The numbers of the stages for which no rank has a manifest."""
-
-
-def stages_of(run: Run) -> Stages:
-    """Return the stages of a pipeline run; empty for other runs."""
+def _stages_of(run: Run) -> tuple[dict[str, set[int]], list[int]]:
+    """Return which stages of a pipeline have each parameter and buffer, and the stages without a manifest."""
     owners: dict[str, set[int]] = {}
     seen: set[int] = set()
     num_stages = 0
@@ -376,7 +359,7 @@ def stages_of(run: Run) -> Stages:
         for module in root.modules:
             for name in (*module.params, *module.buffers):
                 owners.setdefault(full_name(module.path, name), set()).add(root.stage.number)
-    return Stages(owners, sorted(set(range(num_stages)) - seen))
+    return owners, sorted(set(range(num_stages)) - seen)
 
 
 def _roots(run: Run) -> Iterator[RecordedRoot]:

@@ -170,8 +170,7 @@ class Tensors:
     def chosen(self, columns: Sequence[str], partial: MissingRanks, *, with_values: bool = False) -> Iterator[Chosen]:
         """Yield the selected rows, one range of steps after the other.
 
-        Ranks whose chunks are missing are added to `partial`. `with_values` leaves out rows without values. It also
-        leaves out rows that lack some ranks' chunks, unless the options allow those.
+        Ranks whose chunks are missing are added to `partial`. `with_values` is as in `Choosing`.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         step_ranges = global_step_ranges(view_of(self._run, self._options))

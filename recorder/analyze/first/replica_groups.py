@@ -108,8 +108,7 @@ class ReplicaGroups:
         has_placement &= integers(table.column("numel")) != 0  # an empty chunk has the same offset as its neighbour
         has_own = run.topology.own_parameters.has
         is_own = is_plain & is_candidate & by_distinct(table, ("root", "module_path", "name"), has_own, np.bool_)
-        is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
-        counted = np.flatnonzero(is_counted)
+        counted = np.flatnonzero(is_own & ~holds(table.column("shape"), "[]".__eq__))
         of_own = group([timeline.codes[name][counted] for name in NAME])
         self.own: set[ValueName] = timeline.texts(NAME, counted[of_own.firsts])
         """The names of the values that each rank holds for itself, such as the parameters of its experts."""

@@ -133,8 +133,7 @@ def view_command(
         bound = listener.getsockname()[1]
         if port is None and bound != _PORT:
             say(f"port {_PORT} is in use; this is port {bound}")
-        watching = Watching(folder, run)
-        server = ViewServer(watching, listener, host, certificate=certificate)
+        server = ViewServer(Watching(folder, run), listener, host, certificate=certificate)
         say(f"{folder or run}: open {server.address}")
         if not is_loopback(host):
             open_to_all = "" if certificate is not None else "; the connection is not encrypted: --certificate"

@@ -131,8 +131,7 @@ def replay_command(
             raise LookupFailedError("--audit writes no folder; leave -o out, or --audit")
         show_pandas()
         sys.path.insert(0, os.getcwd())  # a factory may be in the current directory
-        results = audit(run, step=step, module=module, rank=rank, factory=factory)
-        return audit_reply(run, results)
+        return audit_reply(run, audit(run, step=step, module=module, rank=rank, factory=factory))
     calls = recorded_calls(run, step=step, module=module, rank=rank)
     if module is None or out is None:
         raise LookupFailedError(

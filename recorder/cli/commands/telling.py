@@ -47,8 +47,7 @@ def set_command(
     Exit code 0: every rank has it. 1: a rank has not answered, was late or refused.
     """
     words = words or []
-    chosen = [bool(words), undo is not None, list_all]
-    if path is None or sum(chosen) != 1:
+    if path is None or sum([bool(words), undo is not None, list_all]) != 1:
         raise LookupFailedError("set takes a RUN, and then rules, pause, resume, --undo N or --list, one of these")
     if list_all:
         return list_reply(open_run(path))
