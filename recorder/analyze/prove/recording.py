@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ...config import FLAG, PREFIX
 from ...errors import LookupFailedError, RunError
+from ...numerics.keys import by_key
 from ...run.run import Run
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named, number
@@ -29,16 +30,11 @@ _UNSEEDED = ("rng python", "rng numpy")
 """The random states that the operating system seeds in each process, unless the program does."""
 
 
-class _Difference(NamedTuple):
-    step: int
-    rank: int
-    key: str
-
-
 class _FirstDifference(NamedTuple):
     step: int | None
-    """The first step with a difference on any rank; None if there is none. `differences` has all of this step's."""
-    differences: Sequence[_Difference]
+    """The first step with a difference on any rank; None if there is none."""
+    differences: Sequence[tuple[int, str]]
+    """The rank and the key of each difference at this step."""
     compared: Mapping[str, int]
     """The number of values that were compared, by kind."""
 
@@ -103,18 +99,19 @@ def _unseeded(plain: Observed, again: Observed) -> set[str]:
 
 
 def _compare(a: Observed, b: Observed, ignored: set[str]) -> _FirstDifference:
-    differences: list[_Difference] = []
+    differences: list[tuple[int, tuple[int, str]]] = []
     compared: Counter[str] = Counter()
     for rank in a.ranks.keys() & b.ranks.keys():
         for one, other in zip(a.ranks[rank].looks, b.ranks[rank].looks, strict=False):
             keys = (one.digests.keys() | other.digests.keys()) - ignored
             differing = [key for key in keys if one.digests.get(key) != other.digests.get(key)]
             compared += count_kinds(keys)
-            differences += [_Difference(one.step, rank, key) for key in differing]
+            differences += [(one.step, (rank, key)) for key in differing]
             if differing:
                 break
-    first = min((difference.step for difference in differences), default=None)
-    return _FirstDifference(first, sorted(one for one in differences if one.step == first), compared)
+    of_steps = by_key(differences)
+    first = min(of_steps, default=None)
+    return _FirstDifference(first, [] if first is None else sorted(of_steps[first]), compared)
 
 
 def _ends(a: Observed, b: Observed) -> str:
@@ -132,11 +129,10 @@ def _ends(a: Observed, b: Observed) -> str:
     return ""
 
 
-def _described(differences: Sequence[_Difference]) -> str:
-    kinds = [[one for one in differences if one.key.startswith(f"{kind} ")] for kind in _ORDER]
-    return "; ".join(
-        values_named(one.key for one in some) + on_ranks({one.rank for one in some}) for some in kinds if some
-    )
+def _described(differences: Sequence[tuple[int, str]]) -> str:
+    of_kinds = by_key((key.partition(" ")[0], (rank, key)) for rank, key in differences)
+    kinds = [of_kinds[kind] for kind in _ORDER if kind in of_kinds]
+    return "; ".join(values_named(key for _, key in some) + on_ranks({rank for rank, _ in some}) for some in kinds)
 
 
 def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes: list[str]) -> tuple[str, int]:
