@@ -19,7 +19,7 @@ from ..columns import COUNTS, STATISTICS, note_members
 from ..errors import LookupFailedError, not_installed
 from ..layout.placement import reduce_op
 from ..numerics.distributions import HISTOGRAM_LEGEND, histogram_lines, histogram_of_row, subnormal_count
-from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
+from ..numerics.keys import VALUE_KEY, by_key, codes, group, group_rows, holds
 from ..numerics.moments import added_by_group, combine_rows
 from ..rules import hint
 from ..run.notes import MissingRanks, Problems, without_numbers
@@ -155,43 +155,36 @@ def statistics(
     more = (HISTOGRAM,) if with_histograms else ()
     view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
     ranges: list[tuple[int, ...]] = [*(attempt_step_ranges(run) if view is None else global_step_ranges(view))]
-    total = _RangeAnswer([], [], Counter(), 0, MissingRanks(), Problems(selection))
-    for one in mapper(_RangeStatistics, (run, selection, options, keys, more), ranges):
-        total = total.joined(one)
-    if not total.num_rows:
+    answers = list(mapper(_RangeStatistics, (run, selection, options, keys, more), ranges))
+    missing, problems = MissingRanks(), Problems(selection)
+    for one in answers:
+        missing.join(one.partial)
+        problems.join(one.problems)
+    if not any(one.num_rows for one in answers):
         columns = ["module_path", "site", "name", "step", "rank"]
         raise selection.explain_nothing(run.table(columns), f"run {run.name}")
-    notes, problems = total.partial.notes(is_taken=options.partial), total.problems.texts()
-    damage = sorted({*total.damage, *run.problems})
-    is_whole = not (total.partial or damage)
-    table = pa.concat_tables(total.tables)
+    notes = missing.notes(is_taken=options.partial)
+    damage = sorted({*run.problems, *(text for one in answers for text in one.damage)})
+    table = pa.concat_tables([one.table for one in answers])
     if words:
-        table = _combined(table, keys, more) if len(total.tables) > 1 else table
-        notes += _say_without(table, total.without)
-        notes += _say_left_out(pa.concat_tables(total.left_out)) if total.left_out else []
+        table = _combined(table, keys, more) if len(answers) > 1 else table
+        notes += _say_without(table, sum((one.without for one in answers), Counter[str]()))
+        stays = [one.left_out for one in answers if one.left_out is not None]
+        notes += _say_left_out(pa.concat_tables(stays)) if stays else []
         table = table.drop_columns([INNER]) if table.column(INNER).null_count == table.num_rows else table
-    return Statistics(table, notes, problems, is_whole, damage)
+    return Statistics(table, notes, problems.texts(), not (missing or damage), damage)
 
 
 class _RangeAnswer(NamedTuple):
-    tables: list[Any]
-    left_out: list[Any]
-    """If rows are grouped, tables of the values that only have rows of single ranks, and so are in no group."""
+    table: Any
+    left_out: Any
+    """A table of the values that only have rows of single ranks, and so are in no group; None without groups."""
     without: Counter[str]
     """If rows are grouped, the number of rows without statistics, by the reason."""
     num_rows: int
     partial: MissingRanks
     problems: Problems
-    damage: tuple[str, ...] = ()
-
-    def joined(self, later: _RangeAnswer) -> _RangeAnswer:
-        self.tables.extend(later.tables)
-        self.left_out.extend(later.left_out)
-        self.without.update(later.without)
-        self.partial.join(later.partial)
-        self.problems.join(later.problems)
-        damage = tuple(dict.fromkeys([*self.damage, *later.damage]))
-        return self._replace(num_rows=self.num_rows + later.num_rows, damage=damage)
+    damage: tuple[str, ...]
 
 
 class _RangeStatistics:
@@ -222,17 +215,16 @@ class _RangeStatistics:
         if self._view is not None or self._run.is_merged:
             partial.add(table)
             table = without_numbers(table) if partial and not self._takes_partial else table
-        table, stays, without = with_why(table), [], Counter[str]()
+        table, stays, without = with_why(table), None, Counter[str]()
         if not self._keys:
             table = table.select([*_VALUE, *_NUMBERS, *self._more, WHY])
         else:
             if self._view is not None:
-                table, of_ranks = _without_rank_rows(table)
-                stays.append(of_ranks)
+                table, stays = _without_rank_rows(table)
             counts = table.filter(pc.field("nan_count").is_null()).column(WHY).value_counts().to_pylist()
             without = Counter({one["values"] or "": one["counts"] for one in counts})
             table = _combined(table.append_column(INNER, inner_leaves(table)), self._keys, self._more)
-        return _RangeAnswer([table], stays, without, num_rows, partial, problems, tuple(self._run.problems))
+        return _RangeAnswer(table, stays, without, num_rows, partial, problems, tuple(self._run.problems))
 
 
 def as_long(table: Any) -> Any:
@@ -285,12 +277,11 @@ def _say_without(table: Any, reasons: Counter[str]) -> list[str]:
 
 
 def _say_left_out(stays: Any) -> list[str]:
-    values: dict[str, str] = {}
-    for v in stays.to_pylist():
-        values.setdefault(" ".join(filter(None, (repr(v["module_path"]), v["site"], v["name"]))), v[WHY])
-    if not values:
+    rows = stays.to_pylist()
+    whys = by_key((" ".join(filter(None, (repr(v["module_path"]), v["site"], v["name"]))), v[WHY]) for v in rows)
+    if not whys:
         return []
-    shown = listed((f"{value} ({why})" for value, why in values.items()), _MAX_NAMED)
+    shown = listed((f"{value} ({why})" for value, (why, *_) in whys.items()), _MAX_NAMED)
     return [f"left out, because they stay per rank: {shown}; show them with --by rank"]
 
 
