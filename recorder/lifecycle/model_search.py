@@ -133,10 +133,12 @@ def collector_paused() -> Iterator[None]:
 def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module, list[Optimizer]]:
     """Return the outermost live model around `module`, or `module` itself, and the list of all live optimizers.
 
-    The model must be completely trained: if optimizers have only some of its trainable parameters, it may be another
-    rank's stage. With `of_any`, a model need not be trained if no optimizer trains anything. A module thus has the same
-    path on every rank, whether the program calls the module or a model around it first. If two outermost models contain
-    the module, `module` itself is returned. Transparent wrappers change no path and are skipped.
+    The model must be completely trained: if optimizers have only some of its trainable parameters, it may hold another
+    rank's stage. In a process without other ranks, it is enough that they train a parameter of it that is not of
+    `module`, because a parameter may be in no optimizer by mistake. With `of_any`, a model need not be trained if no
+    optimizer trains anything. A module thus has the same path on every rank, whether the program calls the module or a
+    model around it first. If two outermost models contain the module, `module` itself is returned. Transparent wrappers
+    change no path and are skipped.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return module, find_live()
@@ -153,13 +155,15 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
                 holders.setdefault(id(child), []).append(item)
     if not trained and not of_any:
         return module, optimizers
+    others = trained.difference(map(id, module.parameters())) if topology.read().world_size == 1 else set()
+
+    def is_model(holder: nn.Module) -> bool:
+        parameters = [id(p) for p in holder.parameters() if p.requires_grad]
+        return not trained or trained.issuperset(parameters) or not others.isdisjoint(parameters)
+
     around, outermost = {id(module): module}, []
     for inner in (waiting := [module]):
-        above = [
-            holder
-            for holder in holders.get(id(inner), ())
-            if not trained or all(id(p) in trained for p in holder.parameters() if p.requires_grad)
-        ]
+        above = [holder for holder in holders.get(id(inner), ()) if is_model(holder)]
         if not above:
             outermost.append(inner)
         for holder in above:

@@ -155,6 +155,20 @@ def test_what_only_holds_a_model_and_is_trained_in_part_is_no_model_around_it(tm
     assert root["class"] == "Tiny" and len(held) == 2
 
 
+def test_a_model_whose_parts_are_called_is_one_root_also_if_an_optimizer_lacks_a_part(tmp_path: Path) -> None:
+    """As the training_step of a LightningModule calls them."""
+    model = nn.ModuleDict({"trunk": nn.Linear(4, 4), "head": nn.Linear(4, 2), "lost": nn.Linear(4, 2)})
+    with flagged(tmp_path) as recording:
+        optimizer = torch.optim.SGD([*model["trunk"].parameters(), *model["head"].parameters()], lr=0.1)
+        for _ in range(3):
+            trunk = model["trunk"](batch())
+            (model["head"](trunk).sum() + model["lost"](trunk).sum()).backward()
+            optimizer.step()
+    (root,) = recording.manifest["roots"]
+    assert root["class"] == "ModuleDict"
+    assert set(recording.rows(site="output").module_path) == {"trunk", "head", "lost"}
+
+
 def test_a_module_that_two_models_share_has_one_path(tmp_path: Path) -> None:
     inner = Tiny()
     first, second = Wrapper(inner), nn.Sequential(inner, nn.Linear(2, 2))
