@@ -143,6 +143,8 @@ class Summary:
     """True if a rule applies to rank 0."""
     finding: str = ""
     """The worst finding of the rules that ran in training, on rank 0; empty if there was no finding."""
+    never_moved: str = ""
+    """Why all values are of one step; empty if an optimizer or the program has counted steps."""
     num_dumps: int = 0
     """The number of triggers that made rank 0 write its ring, the values of the last steps."""
 
@@ -161,6 +163,8 @@ class Summary:
             clauses.append(f"not finite since step {self.nonfinite.step}, {self.nonfinite.where}{view}")
         if self.finding:
             clauses.append(self.finding)
+        if self.never_moved:
+            clauses.append(self.never_moved)
         clauses.append(f"dropped {', '.join(dropped)}" if dropped else "nothing dropped")
         if not ledger["observed"]:
             clauses = ["no value was seen that the rules select" if self.is_asked_for else "no rule is for rank 0"]
@@ -174,12 +178,12 @@ class Summary:
             clauses.append(f"{counted(retired, 'row')} retired")
         if suspect := ledger.get("suspect", 0):
             clauses.append(f"{counted(suspect, 'row')} that the disk may have lost")
-        is_odd = dropped or suspect or not ledger["observed"]
+        is_odd = dropped or suspect or self.never_moved or not ledger["observed"]
         commands = ["first"] * (self.nonfinite is not None) + ["check"] * bool(self.finding)
         commands += ["doctor"] * bool(is_odd and self.is_asked_for)
         return (
             f"{written}; {'; '.join(clauses)}",
-            f"next: {'; '.join(f'recorder {command} {self.run}' for command in commands or ['show'])}",
+            f"next: {'; '.join(f'recorder {command} {self.run}' for command in commands or ['check', 'show'])}",
         )
 
 

@@ -35,6 +35,8 @@ from .ring import RingWatch
 from .signals import blocked_in_new_threads
 
 _logger = logging.getLogger("recorder")
+_MANY_SLICES = 256
+"""So many forwards with a backward each, and no optimizer step: more than programs accumulate gradients over."""
 _START_PATIENCE_S = 1.0
 """The longest wait of the first forward for the writer to make its directory, if the settings allow a wait."""
 
@@ -67,6 +69,8 @@ class Recording:
         """Acquired by the thread that logs the summary, and never released: the summary is logged once."""
         self._estimate: Estimate | None = None
         """The estimate of bytes, which only rank 0 has."""
+        self._is_step_missed = False
+        """Whether a model has made so many slices (a forward and its backward each) in one step that no other came."""
         if own_topology.rank == 0:
             num_ranks = own_topology.world_size
             self._estimate = Estimate(settings.rules, rank=0, world_size=num_ranks, max_bytes=settings.max_bytes)
@@ -196,6 +200,7 @@ class Recording:
             self._answer()
             self._ring.look(capture)
             capture.nonfinite.look(self._how_to_learn_more())
+            self._look_for_steps()
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
                 log.tell(_logger, lambda: (line,), 0.0)
             roots = tuple((root, *(work is None for work in root.shared_work.values())) for root in capture.roots)
@@ -250,7 +255,9 @@ class Recording:
         self.unhook()
         capture, deadline_s = self.capture, self._settings.close_deadline_s
         until_s = time.monotonic() + deadline_s
-        self._say_if_step_never_moved()
+        if why := self._why_never_moved():
+            level = logging.WARNING if self.optimizers.num_steps else logging.INFO
+            self._events.add("step_never_advanced", f"{why}; recorder.step(n) names steps", level=level)
         for root in capture.roots:
             root.say_if_nothing_moved()
             root.inventory.look_for_foreign_hooks()
@@ -294,6 +301,7 @@ class Recording:
             longest_wait_s=pool.longest_wait_s,
             is_asked_for=any(0 in rule.rank for rule in self._settings.rules),
             num_dumps=len(self.writer.dumps),
+            never_moved=self._why_never_moved() if self._is_step_missed else "",
         )
         deadline_s = max(until_s - time.monotonic(), 0.0)
         log.tell(_logger, lambda: summary.lines, deadline_s, lambda: self._is_summed_up.acquire(blocking=False))
@@ -302,15 +310,23 @@ class Recording:
         run_dir = self.run_dir
         return None if run_dir is None else f"recorder first {self._name_in_commands or quoted(run_dir)}"
 
-    def _say_if_step_never_moved(self) -> None:
+    def _why_never_moved(self) -> str:
+        """Return why all values are of one step. Empty if they are not, or if the program has made one step only."""
         clock, num_steps = self.capture.clock, self.optimizers.num_steps
         if self.capture.every_call_is_a_step or clock.source == "user" or clock.has_moved or num_steps == 1:
-            return
+            return ""
         why = "no optimizer stepped"
         if num_steps:
             why = f"optimizers stepped {num_steps} times, and no forward with gradients was seen after a step"
-        self._events.add(
-            "step_never_advanced",
-            f"{why}, so every value is of step {clock.step}; recorder.step(n) names steps",
-            level=logging.WARNING if num_steps else logging.INFO,
-        )
+        return f"{why}, so every value is of step {clock.step}"
+
+    def _look_for_steps(self) -> None:
+        """Warn once if a model has made many slices (a forward and its backward each) and no step has ended."""
+        if not self._is_step_missed and any(root.clock.num_slices >= _MANY_SLICES for root in self.capture.roots):
+            self._is_step_missed = True
+            if why := self._why_never_moved():
+                self._events.add(
+                    "step_never_advanced",
+                    f"after {_MANY_SLICES} forwards with a backward each, {why}; what the rules keep of a step is kept "
+                    "of each forward; recorder.step(n), in each iteration, names steps",
+                )

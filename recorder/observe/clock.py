@@ -131,6 +131,11 @@ class RootClock:
         self.of_thread = _ThreadCall()
         """`active` is the slice (a forward and its backward) of this thread's running call of the model, or None."""
 
+    @property
+    def num_slices(self) -> int:
+        """The number of slices (a forward and its backward each) in the newest step that has one."""
+        return 0 if self._latest is None else (self._latest.moment.micro_step or 0) + 1
+
     def begin(
         self,
         *,

@@ -157,15 +157,21 @@ def test_a_small_spike_of_a_loss_is_a_note_unless_it_stays_up(high: dict[int, fl
     assert [one.what.endswith("and stays up") for one in found] == [len(severities) == 2, False][: len(found)]
 
 
-@pytest.mark.parametrize("ends_halfway", [True, False])
-def test_a_last_step_with_one_of_two_losses_is_no_spike(ends_halfway: bool) -> None:
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_step_with_one_of_two_losses_is_no_spike(is_last: bool, num_losses: int) -> None:
+    """The last micro-batch of an epoch may be alone, and the program divides each loss by their number."""
     recorded = Recorded()
-    for step in range(60):
-        for loss in (0.5, 3.0)[step == 59 :]:
+    for step in range(60 + (not is_last)):
+        for loss in [3.0] * num_losses if step == 59 else [0.5, 3.0]:
             recorded.add(step, "", loss + noise(step, shape=(), scale=0.05), site="scalar", name="loss")
-    if not ends_halfway:
-        recorded.add(60, "", 1.75, site="scalar", name="loss")
-    assert bool(said(recorded, Spike)) is not ends_halfway
+    assert bool(said(recorded, Spike)) is (num_losses == 2)
+
+
+@pytest.mark.parametrize("falls", [True, False])
+def test_a_loss_that_stands_still_in_a_warm_up_and_then_falls_is_not_stuck(falls: bool) -> None:
+    recorded = losses(lambda step: 2.0 - 0.01 * max(step - 30, 0) * falls + noise(step, shape=(), scale=1e-5), steps=80)
+    assert [one.what for one in said(recorded, LossStuck)] == ["the loss stands still where it began"] * (not falls)
 
 
 def test_a_run_too_short_for_a_rule_is_not_judged() -> None:

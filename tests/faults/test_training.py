@@ -23,6 +23,7 @@ from recorder.observe.clock import Clock, RootClock
 from tests.rigs import jobs
 from tests.rigs.capturing import Recording, Tiny, batch, flagged
 from tests.rigs.command_line import Cli, cli
+from tests.rigs.waiting import wait_until
 
 __all__ = ["cli"]
 STATS = "site=* keep=stats"
@@ -260,6 +261,27 @@ def test_without_an_optimizer_step_one_line_says_that_the_step_never_moved(
         for i in range(3):
             model(batch(i)).sum().backward()
     assert len([r for r in caplog.records if "no optimizer stepped" in r.getMessage()]) == 1
+
+
+def test_a_guard_that_skips_every_optimizer_step_is_told_while_it_trains_and_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rules keep what they keep of one step for each forward, which would fill the disk without a word."""
+    with flagged(tmp_path, "site=output keep=stats") as recording:
+        model = tiny()
+        torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def is_told() -> bool:
+            return any(r.levelname == "WARNING" and "no optimizer stepped" in r.getMessage() for r in caplog.records)
+
+        for i in range(255):
+            model(batch(i)).sum().backward()
+        time.sleep(0.5)
+        assert not is_told()
+        model(batch(0)).sum().backward()
+        model(batch(1)).sum().backward()
+        wait_until(is_told)
+    assert assert_balanced(recording) == {}
 
 
 def test_attach_under_the_flag_records_the_first_input_once(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_run_ends_with_two_lines_once_and_not_in_a_forked_child(outputs: dict[
     done, first, second = outputs["plain"].splitlines()
     assert done == "done"
     assert first.startswith("recorder: ") and " rows, " in first and first.endswith("up to step 2; nothing dropped")
-    assert re.fullmatch(r"recorder: next: recorder show train-\d{8}-\d{6}", second)
+    assert re.fullmatch(r"recorder: next: recorder check (train-\d{8}-\d{6}); recorder show \1", second)
 
 
 def test_it_says_the_last_step_that_has_rows(outputs: dict[str, str]) -> None:
@@ -168,7 +168,7 @@ def test_where_rank_0_is_not_to_be_recorded_it_says_so_and_where_the_others_reco
     lines = outputs[name].splitlines()
     (index,) = [number for number, line in enumerate(lines) if line.endswith("; no rule is for rank 0")]
     assert lines[index].startswith("recorder: 0 rows")
-    assert lines[index + 1].startswith("recorder: next: recorder show ")
+    assert lines[index + 1].startswith("recorder: next: recorder check ")
 
 
 def test_a_full_pipe_that_nobody_reads_holds_the_end_up_no_longer_than_the_deadline(tmp_path: Path) -> None:
@@ -248,6 +248,13 @@ def test_a_finding_of_the_rules_is_told_and_check_is_typed_then(tmp_path: Path) 
     assert second.startswith("next: recorder check ")
 
 
+def test_a_step_that_never_ended_is_told_and_doctor_is_typed_then(tmp_path: Path) -> None:
+    why = "no optimizer stepped, so every value is of step 0"
+    first, second = of_a_run(tmp_path, never_moved=why).lines
+    assert first.endswith(f"; {why}; nothing dropped")
+    assert second == f"next: recorder doctor {tmp_path}"
+
+
 def test_of_several_ranks_it_is_said_whose_view_it_is(tmp_path: Path) -> None:
     bad = NonFiniteValue(5, "'0' grad weight", "1 NaN of 8 elements", "0", "grad")
     first, _ = of_a_run(tmp_path, world_size=2, nonfinite=bad).lines
@@ -287,7 +294,7 @@ def test_a_path_that_would_move_a_terminal_is_escaped_and_a_shell_still_finds_it
     (folder / "it").touch()
     _, line = of_a_run(tmp_path, run=description.quoted(folder)).lines
     assert line.isprintable()
-    quoted = line.removeprefix("next: recorder show ")
+    _, _, quoted = line.partition("; recorder show ")
     assert subprocess.run(["bash", "-c", f"ls {quoted}"], capture_output=True, text=True).stdout == "it\n"
 
 

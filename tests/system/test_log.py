@@ -42,7 +42,7 @@ def test_a_program_that_logs_to_standard_output_finds_its_own_lines_there_alone(
     error, written, following = process.stderr.splitlines()
     assert error.startswith("ERROR recorder the rule 'module=nowhere")
     assert written.startswith("INFO recorder 3 rows, ")
-    assert following.startswith("INFO recorder next: recorder show ")
+    assert following.startswith("INFO recorder next: recorder check ")
     in_file = (tmp_path / "log.txt").read_text().splitlines()
     said = (line.partition(" recorder ")[2] for line in (error, written, following))
     assert sorted(in_file) == sorted([*said, "result 7"])

@@ -80,6 +80,8 @@ class CurveRule(CheckRule):
         """By curve, 1 for a loss and 0 for a norm."""
         self.num_values = Memory(0.0)
         """By curve, the largest number of values in a step; a sample of a loss is the mean of a step's values."""
+        self._num_before = Memory()
+        """By curve, the number of values in its last step."""
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is being judged."""
         self.most = 0
@@ -89,7 +91,11 @@ class CurveRule(CheckRule):
         return key.site in self.sites and (key.is_loss or key.site == "grad")
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Compute the samples of each step, and judge them. A loss that is NaN is no sample."""
+        """Compute the samples of each step, and judge them.
+
+        A loss that is NaN is no sample, nor is the loss of a step that has fewer losses than the step before: the last
+        step of an epoch may have fewer micro-batches, and some programs divide each loss by their number.
+        """
         rows = rows.take(~(rows.at("scalar") & np.isnan(rows["mean"])))
         curves, steps, values, shares = self._samples(rows)
         order = np.argsort(steps, kind="stable")
@@ -124,9 +130,12 @@ class CurveRule(CheckRule):
         order = np.argsort(rows.lanes, kind="stable")
         shares = np.zeros(len(rows))
         shares[order] = squares[order] - np.nan_to_num(previous(rows.lanes[order], squares[order], self._before))
-        is_whole = (counts >= self.num_values[curve_of[starts]]) | ~rows.at("scalar")[starts]
+        all_curves = curve_of[starts]
+        least = previous(all_curves, counts.astype(np.float64), self._num_before)
         if self.catalog.is_at_end:  # of several losses, as of a GAN, the last step may have some
-            starts, values = starts[is_whole], values[is_whole]
+            least = self.num_values[all_curves]
+        is_sample = ~(counts < least) | ~rows.at("scalar")[starts]
+        starts, values = starts[is_sample], values[is_sample]
         return curve_of[starts], rows.steps[starts], values, shares
 
     def _curves_of(self, lanes: Integers) -> Integers:
@@ -389,6 +398,17 @@ class LossStuck(CurveRule):
         """By curve, the mean of the curve's first records."""
         self._is_reported = Memory(0.0), Memory(0.0), Memory(0.0)
         """By curve, 1 if it was reported: a rise (first memory), a loss that stands still (second), a leap (third)."""
+        self._still: dict[int, Finding] = {}
+        """By curve, the finding of a loss that stands still, as long as the loss has not fallen since."""
+        self._still_curve: int | None = None
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the samples. A loss that stands still comes from `finish`, because it may fall after a warm-up."""
+        for one in super().add(rows):
+            if self._still_curve is None:
+                yield one
+            else:
+                self._still[self._still_curve] = one
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         for rings in (self._rings, self._earlier, self._steps):
@@ -420,13 +440,16 @@ class LossStuck(CurveRule):
             for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
                 since = int(self._steps.values[curves[index]].min()) if flags is is_leapt else None
                 what = f"{self.words(int(curves[index]))} {what}"
+                self._still_curve = int(curves[index]) if flags is is_stuck else None
                 yield JudgedSample(index, what, measure, float(numbers[index]), float(thresholds[index]), since=since)
             reported[curves[flags]] = 1.0
+        for curve in curves[is_down].tolist():
+            self._still.pop(curve, None)
 
     def finish(self) -> Iterable[Finding]:
         if self.most < 2 * self._window:
             self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
-        return ()
+        return self._still.values()
 
 
 class Overfitting(CurveRule):
