@@ -12,7 +12,7 @@ from copy import copy
 from enum import Enum
 from functools import cache, cached_property
 from itertools import accumulate, islice
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,7 @@ class BatchDims(NamedTuple):
     """True if there are several ranks, each has a batch of one sample, and their samples differ."""
 
 
-class Sample(NamedTuple):
+class Sample(Protocol):
     """The values of all leaves (named tensors) at the sampled steps. A value is named by its index here."""
 
     grouped: GroupedRows
@@ -78,14 +78,17 @@ class Sample(NamedTuple):
     calls: Integers
     """For each value, the number of its moment (step, micro-step, stage) and the number of its module call."""
     order: Integers
-    look: Callable[[int, ChunkKeys | None], Observation]
-    """Compares all or some chunks of a value, and returns what the comparison says about the layout."""
-    moment: Callable[[int], BatchDims | None]
-    """Returns the dims of a value that may be the batch. None if the batch is unknown."""
-    cut: Callable[[int, ChunkKeys], int | NoPlan | None]
-    """Returns the dim along which ranks that share a batch cut a value. None if a chunk is missing."""
     apart: Callable[[], Set[tuple[str, int, str]]]
     """Returns root, stage and path of each module whose parameters differ from rank to rank."""
+
+    def look(self, number: int, some: ChunkKeys | None) -> Observation:
+        """Compare all or some chunks of a value. Return what the comparison says about the layout."""
+
+    def moment(self, number: int) -> BatchDims | None:
+        """Return the ranks' batch sizes and the dims of a value with these sizes. None if the batch is unknown."""
+
+    def cut(self, number: int, some: ChunkKeys) -> int | NoPlan | None:
+        """Return the dim along which ranks that share a batch cut a value. None if a chunk is missing."""
 
 
 class Leaves:

@@ -20,7 +20,7 @@ from ..read.writers import RecordedWriter
 from ..sites import ACTIVATIONS, GRADIENTS, NUMBERS, STATES
 from .leaves import BatchDims, ChunkKeys, Leaves, Observation, Sample
 from .planner import GlobalValue, Overrides, Planner
-from .row_groups import COLUMNS, LABELS, FindingLog, GroupedRows, GroupedValues, RowFinding, RowGrouper, Wanted
+from .row_groups import COLUMNS, LABELS, FindingLog, GroupedValues, RowFinding, RowGrouper, Wanted
 from .run_topology import Topology, find_superseded
 from .value_rows import ValueReader, ValueRows
 
@@ -155,7 +155,7 @@ class GlobalValues:
         """Sample these rows' values, without states and scalars, which need no sample. Return None if none are left."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
         apart = cache(partial(self._find_apart, positions))
-        return None if values is None else Sampler(self._reader).sample(values, apart)
+        return None if values is None else Sampler(self._reader, values, apart)
 
     def _find_apart(self, positions: Positions | None) -> set[tuple[str, int, str]]:
         """Return root, stage and path of modules whose first recorded (not constant) parameters differ by rank."""
@@ -289,17 +289,18 @@ def content_of(items: npt.NDArray[Any]) -> EqualContent:
     return content_by(low, high, float(finite.sum()), items.size, is_float=kind not in "biu")
 
 
-class Sampler:
+class Sampler(Sample):
     """Infers the layouts of leaves (named tensors) from their values at the sampled steps."""
 
-    def __init__(self, reader: ValueReader) -> None:
-        self._reader = reader
-
-    def sample(self, values: GroupedValues, apart: Callable[[], set[tuple[str, int, str]]]) -> Sample:
-        rows, grouped, sequence = self._reader.rows, values.rows, values.order
+    def __init__(
+        self, reader: ValueReader, values: GroupedValues, apart: Callable[[], set[tuple[str, int, str]]]
+    ) -> None:
+        self._reader, self.apart = reader, apart
+        rows, grouped, sequence = reader.rows, values.rows, values.order
+        self.grouped, self.order = grouped, sequence
         firsts = grouped.chosen[grouped.starts]
         stages, roots = np.full(len(firsts), NONE), grouped.labels["root"]
-        for (writer, root), stage in self._reader.topology.stages.items():
+        for (writer, root), stage in reader.topology.stages.items():
             stages[(grouped.writers == writer) & (roots.codes == roots.code(root))] = stage.number
         labels = [grouped.labels[name].codes for name in LABELS]
         calls, steps, micro_steps = (rows.numbers(name)[firsts] for name in ("call", "step", "micro_step"))
@@ -308,22 +309,13 @@ class Sampler:
         codes = pack([*labels, calls, stages, num_dims])[sequence]
         by_leaf = np.argsort(codes, kind="stable")
         bounds = np.flatnonzero(np.r_[True, np.diff(codes[by_leaf]) > 0])
-        leaves = {self._reader.leaf(grouped, int(some[0])): some for some in np.split(sequence[by_leaf], bounds[1:])}
+        self.leaves = {reader.leaf(grouped, int(some[0])): some for some in np.split(sequence[by_leaf], bounds[1:])}
         of_call = [grouped.labels[name].codes for name in ("root", "module_path", "mode", "phase")]
-        return Sample(
-            grouped,
-            leaves,
-            np.stack([pack([steps, micro_steps, stages]), pack([*of_call, steps, micro_steps, calls, stages])], axis=1),
-            sequence,
-            partial(self.observe, grouped),
-            partial(self.batch_dims, grouped),
-            partial(self.sharded_dim, grouped),
-            apart,
-        )
+        moments = [steps, micro_steps, stages]
+        self.calls = np.stack([pack(moments), pack([*of_call, *moments, calls])], axis=1)
 
-    def observe(self, grouped: GroupedRows, number: int, some: ChunkKeys | None) -> Observation:
-        """Return what the ranks' tensors at one moment prove about their layout."""
-        value = self._reader.read(grouped, number)
+    def look(self, number: int, some: ChunkKeys | None) -> Observation:
+        grouped, value = self.grouped, self._reader.read(self.grouped, number)
         numbers = _numbers_of(value.chunks, some)
         shapes = {value.chunks[i].shape for i in numbers}
         if len(numbers) < 2 or (some is None and len(shapes) > 1):
@@ -333,7 +325,7 @@ class Sampler:
             return Observation.NOTHING
         if not is_equal:
             return Observation.UNEQUAL
-        content, items = self._content(grouped, number, value.positions[numbers[0]], value.chunks[numbers[0]])
+        content, items = self._content(number, value.positions[numbers[0]], value.chunks[numbers[0]])
         if content is EqualContent.NOTHING:
             return Observation.NOTHING
         proven = Observation.EQUAL if content is EqualContent.NUMBERS else Observation.PERHAPS
@@ -352,11 +344,9 @@ class Sampler:
             return Observation.REPEATED
         return proven if batch_dims is not None and max(batch_dims.sizes) > 1 else Observation.PERHAPS
 
-    def _content(
-        self, grouped: GroupedRows, number: int, position: int, chunk: RankChunk
-    ) -> tuple[EqualContent, npt.NDArray[Any] | None]:
+    def _content(self, number: int, position: int, chunk: RankChunk) -> tuple[EqualContent, npt.NDArray[Any] | None]:
         """Classify the content of equal chunks. Also return their elements if they were read, else None."""
-        if not grouped.is_measured[number]:
+        if not self.grouped.is_measured[number]:
             items = self._reader.items_of(position)
             # A fingerprint does not show whether the elements are zeros or NaN.
             return (EqualContent.NOTHING if items is None else content_of(items)), items
@@ -366,9 +356,8 @@ class Sampler:
         is_float = chunk.dtype.startswith(("float", "bfloat"))
         return content_by(low, high, total, numel, is_float=is_float), None
 
-    def batch_dims(self, grouped: GroupedRows, number: int) -> BatchDims | None:
-        """Return the sizes of the ranks' batches and the dims with these sizes. Return None if the batch is unknown."""
-        return self._batch_dims_of(self._reader.read(grouped, number))[0]
+    def moment(self, number: int) -> BatchDims | None:
+        return self._batch_dims_of(self._reader.read(self.grouped, number))[0]
 
     def _batch_dims_of(self, value: ValueRows) -> tuple[BatchDims | None, bool]:
         """Return the dims that may be the batch (None if unknown), and whether all ranks had the same batch."""
@@ -386,9 +375,8 @@ class Sampler:
         are_single = len(batch.sizes) > 1 and {*batch.sizes} == {1} and not batch.is_shared
         return BatchDims(batch.sizes, frozenset(dims), first, are_single), batch.is_shared
 
-    def sharded_dim(self, grouped: GroupedRows, number: int, some: ChunkKeys) -> int | NoPlan | None:
-        """Return the dim along which the chunks with keys `some` are cut. Return None if one of them is missing."""
-        value = self._reader.read(grouped, number)
+    def cut(self, number: int, some: ChunkKeys) -> int | NoPlan | None:
+        value = self._reader.read(self.grouped, number)
         numbers = _numbers_of(value.chunks, some)
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         return self._reader.sharding.infer(wanted, [value.chunks[i] for i in numbers]) if numbers else None
