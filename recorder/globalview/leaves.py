@@ -34,12 +34,12 @@ class Leaf(NamedTuple):
     """A tensor that is recorded repeatedly under one name."""
 
     root: str
-    stage: int
     module_path: str
     site: str
     name: str
     mode: str
     phase: str
+    stage: int
     call: int
     num_dims: int
 
@@ -117,8 +117,8 @@ class Leaves:
         """Return True if dim 0 of the module's inputs is not the batch. If unknown, the module around it decides."""
         path = leaf.module_path
         while True:
-            given = (leaf.root, leaf.stage, path, "input", leaf.mode)
-            leaves = [one for one in self._leaves if (*one[:3], one.site, one.mode) == given]
+            given = (leaf.root, path, "input", leaf.mode, leaf.stage)
+            leaves = [one for one in self._leaves if (*one[:3], one.mode, one.stage) == given]
             leaves = [one for one in leaves if one.num_dims == leaf.num_dims] or leaves
             firsts = {moment.first for one in leaves for moment in self._moments(one)} - {None}
             if firsts or not path:
