@@ -328,12 +328,12 @@ class ValueReader:
         return Comparison(self.leaves, value.leaf, value.chunks, grouped, number, value.indices, self.is_same)
 
     def leaf(self, grouped: GroupedRows, number: int) -> Leaf:
-        root, *others = (grouped.labels[label].text(number) for label in LABELS)
+        root, path, site, name, mode, phase = (grouped.labels[label].text(number) for label in LABELS)
         stage = self.topology.stages.get((int(grouped.writers[number]), root))
         start = grouped.starts[number]
         call = int(self.rows.numbers("call")[grouped.chosen[start]])
         num_dims = len(grouped.chunks[grouped.codes[start]].shape)
-        return Leaf(root, *others, NONE if stage is None else stage.number, call, num_dims)
+        return Leaf(root, path, site, name, mode, phase, NONE if stage is None else stage.number, call, num_dims)
 
     def batches(self, value: ValueRows, *, is_later: bool) -> tuple[Batch, ...]:
         """Return the possible batches of an activation or its gradient, the most likely first.

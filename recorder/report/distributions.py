@@ -286,10 +286,6 @@ class ImageFinder:
             where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
             known[1:] = [Candidate(kind, where)]  # the first candidate and the latest one are kept
 
-    @property
-    def has_any(self) -> bool:
-        return bool(self._found)
-
     def block(self, run: Run) -> PageBlock:
         images: list[dict[str, Any]] = []
         arrays: dict[str, npt.NDArray[np.uint8]] = {}

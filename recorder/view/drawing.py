@@ -349,12 +349,11 @@ class Drawing:
     def _look_for_images(self, run: Run, table: Any) -> None:
         finder = ImageFinder(run)
         finder.add(table)
-        if finder.has_any:
-            block = finder.block(run)
-            if block.arrays and self._first_images is None:
-                self._first_images = block
-            elif block.arrays:
-                self._last_images = block
+        block = finder.block(run)
+        if block.arrays and self._first_images is None:
+            self._first_images = block
+        elif block.arrays:
+            self._last_images = block
 
     def _check(self, rows: RunRows, table: Any) -> None:
         if self._engine is None:
