@@ -18,8 +18,7 @@ FORMAT_NAME = "recorder"
 FORMAT_VERSION = (1, 4)
 """The major and the minor version of the format. Readers refuse another major version, and accept any minor one."""
 MAX_COUNT = 1 << 53
-"""The bound on a row's integers. They are exact in float64, and sums of them or products with item sizes fit in
-int64."""
+"""The bound on a row's integers: exact in float64, and sums or products with item sizes fit in int64."""
 
 
 class Kind(Enum):
@@ -221,8 +220,7 @@ def may_overflow(site: str) -> bool:
 
 
 AT_LEAST = "at_least"
-"""The value of `counts` in the `note` of a row whose counts are 0 or 1. 1 means at least one NaN or infinite
-element."""
+"""The value of `counts` in the `note` of a row whose counts are 0, or 1 for at least one NaN or infinite element."""
 
 
 def full_name(path: str, name: str) -> str:

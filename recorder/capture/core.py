@@ -139,8 +139,7 @@ class Capture:
         self.lost: Callable[[], object] = self._sequence.__next__
         """Counts a lost value by a sequence number that is never written nor counted as dropped. Needs no memory."""
         self.probe: Probe | None = None
-        """The probe, which measures one number of each value at each step. None until ``keep=probe`` selects a value.
-        """
+        """The probe, which measures one number of each value at each step. None while no ``keep=probe`` selects one."""
         self._token_blocks: TokenBlocks | None = None
         self.on_probed: Callable[[ProbedStep], None] | None = None
         """Called with the probe's numbers of each finished step. Must be set before the first value is recorded."""

@@ -306,8 +306,7 @@ class Inner(NamedTuple):
     """One tensor inside a composite tensor."""
 
     name: str
-    """The composite tensor's name and the path inside it. There is no path if the inner tensor is the complete value.
-    """
+    """The composite tensor's name and the path inside it, if the inner tensor is not the complete value."""
     tensor: torch.Tensor
     """The inner tensor, of any kind. It is recorded only if it is plain."""
     chunk: Chunk | None

@@ -177,8 +177,7 @@ class Probe:
         """A lock for adding a column, appending a step and recording a block, because several threads may train."""
         self._columns: list[ProbedSeries] = []
         self._origins: list[ValuePlace] = []
-        """For each column (one value) that was recorded before, the origin (module and name) of its rows of site
-        ``probe``."""
+        """For each column (one value) recorded before, the origin (module and name) of its rows of site ``probe``."""
         self._by_key: dict[tuple[ValuePlace, str, str], int] = {}
         """The index of each column (one value), by the value's origin, phase and mode."""
         self._sums: list[float] = []

@@ -270,8 +270,7 @@ command is incomplete at first."""
 _FRESH_S = 2.5
 """For this many seconds after a change, `look` lists the directory each time, as file times may have steps of 2 s."""
 _RELIST_S = 5.0
-"""After this many seconds, `look` lists the directory even without a visible change: network file systems lag
-behind."""
+"""After so many seconds, `look` lists the directory even without a visible change: network file systems lag."""
 
 
 def send(run_dir: Path, command: Command) -> Command:

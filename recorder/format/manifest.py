@@ -39,8 +39,7 @@ class ParallelRanks:
     ranks: tuple[int, ...]
     """The ranks in data-parallel order, or row-major in a mesh. Empty if the manifest's list is invalid."""
     kind: str = ""
-    """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron`` if the ranks divide the batch. Empty if all have the same
-    samples."""
+    """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron`` if the ranks divide the batch, else empty."""
     broadcast_buffers: bool | None = None
     """Whether each forward begins by copying the first rank's buffers to all ranks. None if unknown."""
 

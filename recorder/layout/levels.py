@@ -17,8 +17,7 @@ Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
 """Returns what is known about the values of some chunks, given their indexes."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Returns the dim along which plain chunks are cut. They differ although their ranks have the same part of the
-batch."""
+"""Returns the dim along which plain chunks are cut that differ although their ranks share a part of the batch."""
 
 
 class BatchGroup(NamedTuple):

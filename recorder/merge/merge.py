@@ -40,8 +40,7 @@ from .unit import (
 )
 
 _SHARDS_PER_UNIT = 200
-"""A task gets one more unit of work per this many shards, because a worker opens the run per task, at 0.3 ms a
-shard."""
+"""A task gets one more unit per this many shards, because a worker opens the run per task, at 0.3 ms a shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
 """The seconds between attempts to find the output folder. A network file system may show it a few seconds late."""

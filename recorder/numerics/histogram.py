@@ -48,8 +48,7 @@ class Histogram:
     first: int = 0
     """The exponent of the first bin."""
     counts: Counts = field(default_factory=lambda: np.zeros((2, 0), np.int64))
-    """The counts of values with 2^exponent <= |x| < 2^(exponent + 1), of shape (2, bins). Negative values come
-    first."""
+    """The counts of values with 2^exponent <= |x| < 2^(exponent + 1), of shape (2, bins), negative values first."""
     infinite: Counts = field(default_factory=_NO_COUNTS.copy)
     """The counts of negative and of positive infinities, of shape (2,)."""
     zero_count: int = 0

@@ -36,8 +36,7 @@ _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
 """The most levels of nesting that are searched for tensors. Deeper nesting is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
-"""The most plain objects inside each other that are searched for tensors, as in a cache of two caches of layers. Data
-has no more levels."""
+"""The most plain objects inside each other that are searched for tensors, as in a cache of two caches of layers."""
 _MAX_ENTERED = 4096
 """After this many containers of a value, plain objects are no longer searched. A container with more entries than this
 is skipped inside a plain object."""
@@ -58,8 +57,7 @@ class Node:
     class_name: str
     is_leaf: bool
     is_callable: bool
-    """False if hooks cannot observe calls: containers without a forward (ModuleList), scripted modules, and modules in
-    an exported program."""
+    """False if hooks see no calls: containers without a forward (ModuleList), scripted and exported modules."""
     wrappers: list[nn.Module]
     """The transparent wrappers around the owner, outermost first."""
     aliases: list[str] = dataclasses.field(default_factory=list)

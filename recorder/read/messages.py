@@ -33,8 +33,7 @@ _MAX_RATIO = 128
 """The largest allowed ratio of decompressed to compressed bytes. Constant columns reach 13, zip bombs thousands."""
 _MIN_DECLARED_BYTES = 1 << 20
 _MAX_PAIRS = 64
-"""The most key-value pairs in a message's custom metadata. The recorder writes 2. Many with shared bytes read
-slowly."""
+"""The most pairs in a message's custom metadata. The recorder writes 2. Many with shared bytes are slow to read."""
 
 _VERSION_5 = 4
 """The number of Arrow's version 5 in Message.fbs (V1 is 0). Older versions may note compression in custom metadata."""

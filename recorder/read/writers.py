@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""The most attempts to open a shard. It may be sealed or deleted after it was listed; the next listing has its new
-name."""
+"""The most attempts to open a shard. It may be sealed or deleted once listed; the next listing has its new name."""
 _QUIET_S = 60.0
 """A writer on another host counts as dead after this many seconds without a change to its files."""
 

@@ -237,8 +237,7 @@ class GradientArrives:
         self.chunk: Chunk | None = None
         """The chunk of the gradient, if the gradient is a plain tensor and its chunk is known. Otherwise None."""
         self.handle: Any = None
-        """The handle of this hook if its tensor is a leaf. A leaf outlives the step, so the hook then fires only once.
-        """
+        """The handle of this hook on a leaf. A leaf outlives the step, so the hook then fires only once."""
 
     def learn(self, chunk: Chunk | None) -> None:
         self.chunk = chunk

@@ -84,8 +84,7 @@ class HookedModule:
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
         self._call_key = f"{root.name}:{node.path}"
-        """The key under which a micro-step counts the module's calls. It names the root, as inner roots share the
-        counts."""
+        """The key under which a micro-step counts the module's calls. It names the root: inner roots share counts."""
         self._is_leaf = node.is_leaf
         self.is_expert = node.is_expert
         self._first = node.first
@@ -97,8 +96,7 @@ class HookedModule:
         """By mode, for an output that is one tensor: the function from `probe_again`, the output's rule set, and
         whether a rule of the set is limited to some calls."""
         self._open_calls: dict[int, list[_Call]] = {}
-        """By thread, the module's calls that have begun and not returned. There are several if the module calls itself.
-        """
+        """By thread, the module's calls that have begun and not returned: several if the module calls itself."""
         self.has_entered = False
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
@@ -108,8 +106,7 @@ class HookedModule:
         self.was_called = False
         """Whether a hook or a tap (a point in a compiled graph) has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
-        """The micro-step in which a tap in a graph recorded the output. The hook around the graph then skips the
-        output."""
+        """The micro-step in which a tap in a graph recorded the output, which the hook around the graph then skips."""
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks

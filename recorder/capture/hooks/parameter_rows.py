@@ -94,8 +94,7 @@ class OriginalSlice(NamedTuple):
     end: int
     """The index, in the original parameter, after this rank's last element. Equals `begin` if this rank has none."""
     chunk: Chunk | None
-    """The chunk of this rank's slice. None if the rank has the complete parameter, or if no chunk describes the slice.
-    """
+    """The chunk of this rank's slice. None if the slice is the complete parameter, or if no chunk describes it."""
     note: str | None
     local: Chunk | None = None
     """The tensor parallel chunk of the original parameter, if FSDP1 was given only this chunk. Otherwise None."""
