@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Any
 from . import errors as errors
 from .errors import RecorderError as RecorderError
 
+if not (_arguments := getattr(sys, "argv", [])):  # as embedded: crc32c reads the program's name as it is imported
+    sys.argv = [""]
+    import crc32c as crc32c
+
+    sys.argv = _arguments
 if TYPE_CHECKING:
     from torch import nn
 

@@ -31,6 +31,12 @@ def loaded_by(code: str) -> set[str]:
     return set(printed.stdout.split())
 
 
+def test_a_program_without_arguments_can_import_what_it_needs() -> None:
+    """As in an embedded interpreter. crc32c reads the program's name as it is imported."""
+    code = "import sys; sys.argv = []; import recorder.write.writer, recorder.read.shard; assert sys.argv == []"
+    assert "crc32c" in loaded_by(code)
+
+
 def test_import_recorder_loads_no_third_party() -> None:
     assert loaded_by("import recorder").isdisjoint({"numpy", "pyarrow", "rich", "torch", "typer", "zstandard"})
 
