@@ -130,26 +130,28 @@ class OptimizerHooks:
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._probed: dict[int, _Probed] = {}
-        """By optimizer id, what the probe knows of the optimizer. Ids are used because an optimizer may have no hash.
-        """
+        """By optimizer id, what the probe knows of the optimizer. Ids are used as an optimizer may have no hash."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id, parameters that turned up after this step's scan of the modules. The next scan looks for them."""
         self._learned_at = -1
-        self._last_gradient: LastGradient | None = None
+        self._is_looking = False
+        """Whether the step under way is one at which `_look_at_update` looks."""
+        self._last_gradients: dict[int, LastGradient] = {}
+        """By optimizer id, a gradient at the optimizer's last step, if `_look_at_update` looked at that step."""
+        self._evaluated: set[str] = set()
+        """The roots that were in evaluation mode at an update."""
         self._has_rescanned = False
         self._has_noted_rates = False
         """Whether the manifest has the learning rates of all groups in `_groups`."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
-        """By optimizer id, the optimizer and the ids of its parameter groups at the time when it had the most groups.
-        """
+        """By optimizer id, the optimizer and the ids of its parameter groups when it had the most groups."""
         self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
-        """By site and parameter id, the last `repeat` (index among rows of the same key) in this step. Buffers have id
-        0."""
+        """By site and parameter id, the last `repeat` (index among rows of one key) in this step. Buffers have id 0."""
         self._firsts: dict[int, int] = {}
         """By optimizer id, the id of the first parameter that the optimizer updated in this step."""
         self._repeats_step = -1
@@ -338,8 +340,7 @@ class OptimizerHooks:
             moved = capture.clock.advance_if_stepped()
             if moved:
                 capture.step_changed()
-        if self._counts(optimizer):
-            self._look_at_update(optimizer)
+        self._look_at_update(optimizer)
         self._record_rates(optimizer)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
             capture.nonfinite.is_told_by_rows = True
@@ -354,14 +355,20 @@ class OptimizerHooks:
 
     def _look_at_update(self, optimizer: Optimizer) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients."""
-        capture, last = self._capture, self._last_gradient
-        self._last_gradient = None
+        capture, last = self._capture, self._last_gradients.pop(id(optimizer), None)
         if last is not None and last.stands_uncleared():
             for root in capture.roots:
                 root.inventory.note_uncleared(last.parameter(), capture.clock.step)
-        if self.num_steps in _EARLY_LOOKS or self.num_steps % _LOOK_EVERY == 0:
+        self._last_gradients = {key: one.after_other_step() for key, one in self._last_gradients.items()}
+        if is_counting := self._counts(optimizer):
+            num, evaluated = capture.clock.num_optimizer_steps, {o.name for o in capture.roots if not o.is_training}
+            self._is_looking = num in _EARLY_LOOKS or num % _LOOK_EVERY == 0 or not evaluated <= self._evaluated
+            self._evaluated |= evaluated
+        if self._is_looking:
             in_ddp = all((root.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
-            self._last_gradient = LastGradient.of(_parameters(optimizer), in_ddp=in_ddp)
+            if gradient := LastGradient.of(_parameters(optimizer), in_ddp=in_ddp):
+                self._last_gradients[id(optimizer)] = gradient
+        if self._is_looking and is_counting:
             trained = {id(parameter) for live in self._live() for parameter in _parameters(live)}
             for root in capture.roots:
                 # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.

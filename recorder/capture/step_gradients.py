@@ -98,6 +98,13 @@ class LastGradient(NamedTuple):
                 return cls(weakref.ref(parameter), weakref.ref(gradient), gradient.detach().clone(), version)
         return None
 
+    def after_other_step(self) -> LastGradient:
+        """Return the gradient as it is now if one backward was added to it, else itself."""
+        now = self.gradient()
+        if now is None or now._version != self.next_version or not now.any():
+            return self
+        return self._replace(values=now.detach().clone(), next_version=self.next_version + 1)
+
     def stands_uncleared(self) -> bool:
         """Whether one backward was added to the gradient since the last update, and nothing else changed the gradient.
 

@@ -437,7 +437,7 @@ class Root:
         self.capture.resume()
         self.clock.begin(
             with_grad=torch.is_grad_enabled(),
-            training=self._is_training,
+            training=self.is_training,
             every_call_is_a_step=self.capture.every_call_is_a_step,
             is_first_call=self.num_calls == 0,
             is_stage=stage is not None,
@@ -483,7 +483,7 @@ class Root:
                 root.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
 
     @property
-    def _is_training(self) -> bool:
+    def is_training(self) -> bool:
         """The training flag of the module inside all wrappers. A wrapper's flag may be out of date."""
         module = self._innermost()
         return module is None or module.training
@@ -494,7 +494,7 @@ class Root:
             return self.clock.recomputed(in_pipeline=self.pipeline is not None), "recompute"
         if (active := self.clock.of_thread.active) is not None:
             return active, "forward"
-        return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"
+        return self.clock.current(with_grad=torch.is_grad_enabled(), training=self.is_training), "forward"
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
         """Return the `Slice` (a forward of the root and its backward) and the phase of a value at a tap in a graph.
@@ -505,7 +505,7 @@ class Root:
         is_hidden = self.num_calls == 0 and self.capture.root_calls.depth == 0
         if not is_hidden or self.module() is None or torch._C._current_graph_task_id() != -1:
             return self.slice_now()
-        training = self._is_training
+        training = self.is_training
         self.clock.begin(with_grad=with_grad, training=training, every_call_is_a_step=False, is_first_call=False)
         if not self.capture.is_step_in_force:
             self.capture.step_changed()

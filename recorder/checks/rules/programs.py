@@ -82,4 +82,7 @@ class EvaluationMode(_ProgramRule):
                 what = "the module is in evaluation mode while the model is trained"
                 what += ", as all modules are" if is_whole else "" if is_odd else ", as all of its kind are"
                 for module, step in steps.items():
-                    yield self.finding_on(module, step, what, severity=None if is_odd else Severity.NOTE)
+                    # The first updates are looked at, and that at which the whole model has this mode; else one in 16.
+                    is_first = step < 3 or (whole is not None and whole.evaluated == step)
+                    known = what if is_first else f"{what}; it may have begun before this step"
+                    yield self.finding_on(module, step, known, severity=None if is_odd else Severity.NOTE)

@@ -61,6 +61,46 @@ def test_of_two_models_the_one_that_is_not_cleared_is_named(tmp_path: Path, forg
     assert command_of("run", told).startswith("recorder stats run --site grad --step 0:")
 
 
+@pytest.mark.parametrize("forgotten", ["g", "d", ""])
+@pytest.mark.parametrize("is_generator_first", [False, True])
+def test_of_a_gan_either_optimizer_may_be_the_one_that_is_not_cleared(
+    tmp_path: Path, forgotten: str, is_generator_first: bool
+) -> None:
+    torch.manual_seed(0)
+    g, d = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))
+    loss = nn.functional.softplus
+    with flagged(tmp_path, RULES) as recording:
+        optimizers = {"g": torch.optim.Adam(g.parameters()), "d": torch.optim.Adam(d.parameters())}
+        for _ in range(20):
+            for name in ("g", "d") if is_generator_first else ("d", "g"):
+                if name != forgotten:
+                    optimizers[name].zero_grad(set_to_none=False)
+                fake = g(torch.randn(64, 4))
+                real = torch.randn(64, 2) + 1
+                (loss(-d(fake)) if name == "g" else loss(d(fake.detach())) + loss(-d(real))).mean().backward()
+                optimizers[name].step()
+    found = check(recording.run, rules=["not_cleared"]).findings
+    classes = {one.root for one in found}
+    assert len(found) == len(classes) == bool(forgotten)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_step_at_which_evaluation_mode_began_is_named(tmp_path: Path, is_whole: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4), nn.Dropout(0.5))
+    with flagged(tmp_path, RULES) as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(40):
+            if number == 21:
+                (model if is_whole else model[1]).eval()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = check(recording.run, rules=["evaluation_mode"]).findings
+    may_be_earlier = {one.what.endswith("; it may have begun before this step") for one in found}
+    # The first forward in evaluation mode belongs to the step before it, as that of a validation does.
+    assert ({one.step for one in found}, may_be_earlier) == (({20}, {False}) if is_whole else ({32}, {True}))
+
+
 def test_gradients_of_one_batch_may_be_cleared_behind_autograd(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
