@@ -86,23 +86,39 @@ class Finding(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The finding in words, for one line: where it is, what it is, and the measured number."""
-        return self._line(f"{self.measure} {text.number(self.value)}")
+        """The finding in words, for one line: since when it holds, where it is, what it is, and how large."""
+        where = " ".join(filter(None, (text.quoted(self.module_path), self.site, self.name)))
+        return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.said}"
 
     @property
-    def text_with_threshold(self) -> str:
-        """The finding in words, for one line, with the measured number and its threshold."""
-        return self._line(self.against)
+    def said(self) -> str:
+        """The fault in words, with the measured number, and without details."""
+        what, end, more = self.what.partition(": is " if ": is " in self.what else "; ")
+        return what + self.size + end + more
 
     @property
-    def against(self) -> str:
-        """The measured number and its threshold, in words; empty where nothing was measured."""
-        numbers = f"{text.number(self.value)}, threshold {text.number(self.threshold)}"
-        return f"{self.measure} {numbers}" if self.measure else ""
+    def size(self) -> str:
+        """The measured number in words, to be put behind `what`. Empty if nothing was measured, or `what` says it."""
+        value, share = text.number(self.value), f"{text.number(self.value * 100)} %"
+        if not self.measure or (self.measure in ("share of zeros", "std") and self.value == self.threshold):
+            return ""
+        limit = f"at {'most' if self.value > self.threshold else 'least'} {text.number(self.threshold)} was expected"
+        usual = ", {0} {1}" if self.measure.startswith(("records", "times")) else " (the {1} is {0}, where {3})"
+        return _SIZES.get(self.measure, usual).format(value, self.measure, share, limit)
 
-    def _line(self, numbers: str) -> str:
-        where = " ".join(filter(None, (self.module_path and repr(self.module_path), self.site, self.name)))
-        return f"step {self.step}, {where}: {self.what} ({numbers})"
+
+_SIZES = {
+    "loss": ": it is {0}, where {3}", "update over weight, at least": " (the update is at least {0} times as large)",
+    "norm of all gradients": ": it is {0}, where {3}", "larger over smaller root mean square": ", by a factor of {0}",
+    "validation over training, less 1": " (it is {2} above the loss in training)", "share of values": " ({2} of them)",
+    "NaN elements": " (NaN in {0} of its elements)", "infinite elements": " (infinite in {0} of its elements)",
+    "records in which it does not": ", and here it does not in {0} records", "spreads": " ({0} times its usual spread)",
+    "NaN and infinite elements": " (not finite in {0} of its elements)", "records without a change": " in {0} records",
+    "records": "", "robust z": ", at {0} times the usual distance", "share of elements": " ({2} of its elements)",
+    "cosine": "", "of the norm at first": " ({2} is left)", "momentum, at least": " (at least {0})",
+    "share of zeros": " ({2} of them)", "groups of equal ranks": " ({0} {1})",
+}  # fmt: skip
+"""By measure, how `Finding.size` says it, with the value, the measure, the value in per cent and the limit."""
 
 
 class Replicas(NamedTuple):

@@ -54,7 +54,6 @@ from ..format.commands import read_command as read_members
 from ..format.rundir import RUN_MANIFEST, encode_manifest, parse_json
 from ..read.writers import find_writers
 from ..run.finding import Location
-from ..system.text import number as number_text
 from .destination import Destination, TakenError, parse_destination
 from .run_shipper import RunShipper
 from .settings import load_daemon_settings
@@ -145,11 +144,7 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
         counts[what] = counts.get(what, 0) + 1
         is_told = (what[0], finding.get("module_path")) in in_training
         if what[1] == "error" and counts[what] > before.get(what, 0) and not is_told:
-            told = {name: finding.get(name) for name in MEMBERS}
-            threshold = finding.get("threshold")
-            if finding.get("measure") and isinstance(threshold, float):
-                told["text"] = f"{str(told['text']).removesuffix(')')}, threshold {number_text(threshold)})"
-            news.append(told)
+            news.append({name: finding.get(name) for name in MEMBERS})
     run.findings = counts
     return news
 

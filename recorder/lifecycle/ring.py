@@ -172,7 +172,7 @@ class RingWatch:
             module = ""
         first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}
         told = self._findings.setdefault(
-            (finding.rule, module), {**first, "number": 0, "text": finding.text_with_threshold, "site": finding.site}
+            (finding.rule, module), {**first, "number": 0, "text": finding.text, "site": finding.site}
         )
         told["number"] += 1
 

@@ -29,6 +29,7 @@ from ..run.probe import probe_size, probe_tables
 from ..run.run import RecordedModule, RecordedWriter, Run
 from ..run.step_ranges import Attempts, cut_rows, first_parts, with_coded_texts
 from ..sites import SITE_OF, Kind
+from ..system.text import MODEL
 from .blocks import PageBlock
 
 RANGE_ROWS = 200_000
@@ -376,8 +377,6 @@ def _why_no_parameters(info: RecordedModule, *, are_told: bool) -> str:
 
 MAX_RANKS = 8
 """With at most this many ranks, each has a lane (drawn line). With more, three lanes show low, median and high."""
-MODEL = "(the model)"
-"""The name that the page shows for the root module, whose path is an empty text."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _FAR = 8.0

@@ -17,8 +17,8 @@ from ..analyze.check.check import check
 from ..analyze.export.files import published_file
 from ..errors import LookupFailedError, not_installed
 from ..run.run import Run
-from ..system.text import counted, listed, number, shortened
-from .axes import MODEL, Axes, probe_values, step_rows
+from ..system.text import MODEL, counted, listed, number, shortened
+from .axes import Axes, probe_values, step_rows
 from .statistics import StatisticsBlocks, check_statistics
 from .top import first_nonfinite, told_by_check
 

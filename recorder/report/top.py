@@ -17,8 +17,8 @@ from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, sent
 from ..analyze.doctor.reply import checks_of
 from ..checks.rule import Finding, Severity
 from ..run.run import Run, RunDump
-from ..system.text import counted, listed, named
-from .axes import MODEL, DrawnSeries
+from ..system.text import MODEL, counted, listed, named
+from .axes import DrawnSeries
 from .blocks import PageBlock
 from .statistics import StatisticsBlocks
 
@@ -242,14 +242,13 @@ def _highlight(one: JoinedFindings, typed: str) -> Highlight:
         rule = shlex.quote(f"module={worst.module_path or '*'} site=* steps={steps} keep=tensor")
         keep = f"RECORDER_PRESET=default RECORDER_RULES={rule}   # the next time, for its tensors"
         lines = [shlex.join(["recorder", "first", typed]), *lines, keep]
-    about = {name: text.replace("''", MODEL) for name, text in where_of(one).items()}
     return Highlight(
-        sentence(one).replace("''", MODEL),
+        sentence(one),
         link if worst.site else {},
         "note" if worst.severity is Severity.NOTE else "wrong",
         steps=(one.first_step, one.last_step) if worst.step >= 0 else None,
         ranks=tuple(one.ranks),
-        about=about | {"advice": worst.advice, "type": "\n".join(filter(None, lines))},
+        about=where_of(one) | {"advice": worst.advice, "type": "\n".join(filter(None, lines))},
         rule=worst.rule,
     )
 

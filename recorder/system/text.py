@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+MODEL = "(the model)"
+"""What people read for the root module, whose path is an empty text."""
 MAX_CELL = 200
 """The most characters of a text that `printable` returns."""
 _MAX_MEMBERS = 8
@@ -115,6 +117,11 @@ def span(numbers: Sequence[int]) -> str:
     return f"{first}..{last}{gaps}"
 
 
+def quoted(path: str) -> str:
+    """Return a module path in quotes, or the words for the root."""
+    return repr(path) if path else MODEL
+
+
 def grouped(paths: Sequence[str]) -> list[str]:
     """Return paths in quotes. Paths that differ only in numbers, in all combinations, become one pattern."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
@@ -126,7 +133,7 @@ def grouped(paths: Sequence[str]) -> list[str]:
     for shape, members in groups.items():
         values = [sorted(set(column)) for column in zip(*members, strict=True)]
         if len(members) < 3 or math.prod(map(len, values)) != len(members):
-            texts += [repr(path) for path in members.values()]
+            texts += [quoted(path) for path in members.values()]
             continue
         numbers = iter(values)
         texts.append(repr(".".join(_numbers(next(numbers)) if part == "#" else part[1:] for part in shape)))

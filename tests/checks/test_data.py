@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recorder.checks.rules.values import Data
+from recorder.system.text import counted
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import noise, said, subjects
 
@@ -26,7 +27,7 @@ def test_a_batch_that_comes_again_and_again_is_named(period: int) -> None:
     found = said(batches(lambda step, rank: {"x": noise(step % period, rank)}, ranks=2), Data)
     step = 19 + period
     assert subjects(found) == [("", step, (0, 1))]
-    assert f"that of {period} records before" in found[0].what and found[0].since == period
+    assert f"that of {counted(period, 'record')} before" in found[0].what and found[0].since == period
 
 
 def test_a_longer_cycle_is_a_training_set() -> None:
@@ -75,6 +76,9 @@ def test_batches_that_are_empty_from_one_step_on_are_named(rows_a_batch: int) ->
     assert [(one.name, one.step, one.since, one.what) for one in found] == [
         ("x", 12, 10, "all elements of the input are zero")
     ]
+    half = np.r_[np.nan, np.zeros(7)]
+    broken = batches(lambda step, rank: {"x": noise(step) * (1.0 if step < 10 else half)}, steps=24)
+    assert broken.judge(Data, rows_a_batch).findings == [], "a NaN is no zero"
 
 
 @pytest.mark.parametrize("num_steps", [0, 10])

@@ -193,6 +193,35 @@ def test_a_finding_of_wrong_types_is_none() -> None:
     assert "no Finding" in one.what
 
 
+@pytest.mark.parametrize(
+    ("what", "measure", "numbers", "said"),
+    [
+        ("it stays", "records without a change", (3, 3), "it stays in 3 records"),
+        ("it is unlike", "robust z", (8.04, 6), "it is unlike, at 8.04 times the usual distance"),
+        ("the loss spikes", "loss", (9, 2), "the loss spikes: it is 9, where at most 2 was expected"),
+        ("it is not finite; a note", "NaN elements", (1, 1), "it is not finite (NaN in 1 of its elements); a note"),
+        ("the gradient is zero", "share of zeros", (1, 1), "the gradient is zero"),
+        ("it is zero", "share of zeros", (0.995, 0.99), "it is zero (99.5 % of them)"),
+        ("still: is its momentum 0?", "records without a change", (3, 3), "still in 3 records: is its momentum 0?"),
+        ("mean is below", "mean", (1, 2), "mean is below (the mean is 1, where at least 2 was expected)"),
+        ("it is apart", "times the median", (9, 8), "it is apart, 9 times the median"),
+        ("no number", "", (float("nan"), 0), "no number"),
+    ],
+)
+def test_a_finding_says_its_number_in_words(what: str, measure: str, numbers: tuple[float, float], said: str) -> None:
+    where = "model", "", "input", "x", (0,)
+    one = Finding("rule", Severity.WARNING, 7, *where, what, measure, numbers[0], numbers[1], "", since=5)
+    assert one.text == f"since step 5, (the model) input x: {said}"
+
+
+def test_no_rule_says_the_name_of_its_measure_and_its_threshold() -> None:
+    for rule in RULES:
+        for part in getattr(rule, "parts", (rule,)):
+            if hasattr(part, "measure"):
+                one = Finding("", Severity.NOTE, 0, "", "", "", "", (), "w", part.measure, 2.0, 3.0, "")
+                assert "threshold" not in one.said and f"{part.measure} 2" not in one.said and one.said != "w"
+
+
 def test_a_rule_that_talks_without_an_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(Steps):
         name: ClassVar[str] = "endless"

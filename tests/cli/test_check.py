@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder.analyze.check.check import joined
+from recorder.analyze.check.check import joined, sentence, told_of
+from recorder.checks.causes import words_of
 from recorder.checks.rule import Finding, Severity
 from tests.rigs.command_line import Cli, module
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
@@ -38,7 +39,7 @@ def test_what_many_modules_have_is_one_sentence_with_the_number_and_a_command(cl
     first, second, *_ = found.out.splitlines()
     assert first == (
         "warning dead: 'blocks.{0..2}.act' output, since step 0, ranks 0,1: the output is zero in nearly all elements "
-        "(share of zeros 1, threshold 0.99)"
+        "(100 % of them)"
     )
     assert second.endswith(f"recorder stats {trained} blocks.0.act --site output --step 0:6")
     assert found.exit_code == 0, "a warning is no error"
@@ -58,6 +59,21 @@ def test_each_name_in_a_sentence_holds_of_each_of_its_modules() -> None:
         (["up"], ["weight", "bias"]),
         (["down", "out"], ["weight"]),
     ]
+
+
+def test_what_is_said_of_several_names_is_one_finding_with_the_others_below_it() -> None:
+    def finding(path: str, name: str, severity: Severity, what: str = "w", cause: str = "") -> Finding:
+        where = {"root": "model", "module_path": path, "site": "param", "name": name, "ranks": (0,)}
+        said = {"what": what, "measure": "m", "value": 1.0, "threshold": 2.0, "advice": "a", "cause": cause}
+        return Finding(rule="unchanged", severity=severity, step=3, **where, **said)  # type: ignore[arg-type]
+
+    raised, warned = finding("up", "weight", Severity.ERROR), finding("", "bias", Severity.WARNING)
+    noted = finding("out", "weight", Severity.NOTE, "another reason")
+    follower = finding("down", "weight", Severity.NOTE, cause=words_of(warned))
+    ((first, under),) = told_of([raised, warned, noted, follower])
+    assert first.paths == ["up"] and [one.paths for one in under] == [[""], ["out"], ["down"]]
+    assert sentence(under[0]).startswith("unchanged: (the model) param bias, step 3, rank 0: w (")
+    assert len(list(told_of([raised, noted._replace(rule="update")]))) == 2
 
 
 @pytest.mark.parametrize(("fail_on", "code"), [("note", 1), ("warning", 1), ("error", 0), ("never", 0)])

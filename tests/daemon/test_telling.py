@@ -141,7 +141,8 @@ def test_a_finding_moves_its_counter_and_is_posted_by_one_of_the_daemons(
     assert sorted(told) == ["nonfinite", "spike"] and body["number"] == 2
     assert told["nonfinite"]["command"] == f"recorder first file://{there}/{run.key}"
     assert told["spike"]["name"] == run.name and told["spike"]["ranks"] == [0]
-    assert re.search(r"\(loss \d[\d.]+, threshold 0\.\d+\)$", told["spike"]["text"]), told["spike"]["text"]
+    text = told["spike"]["text"]
+    assert re.search(r": it is \d[\d.]+, where at most 0\.\d+ was expected$", text), text
     line = f"{run.name} ({run.key}), rank 0: nonfinite: step 50, '1' output"
     assert line in body["text"] and line in caplog.text
     assert any('module="1"' in line and 'rule="nonfinite"' in line and line.endswith(" 1.0") for line in lines), lines

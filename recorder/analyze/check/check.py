@@ -21,6 +21,7 @@ from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Width
+from ...checks.rules.parameters import Unchanged
 from ...checks.rules.programs import NotCleared, NotOptimized
 from ...checks.rules.values import ONE_BATCH, Data
 from ...errors import ConfigError
@@ -367,8 +368,10 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     for one, under in told[:MAX_FINDINGS]:
         yield StateLine(one.worst.severity.word, sentence(one))
         yield f"{_INDENT}" + ": ".join(filter(None, [one.worst.advice, command_of(typed, one)]))
-        if under:
-            yield f"{_INDENT}from it follow: {shortened('; '.join(map(_in_short, under)), _MAX_FOLLOWING)}"
+        for words in ("with it", "from it follow"):
+            some = [other for other in under if bool(other.worst.cause) == (words != "with it")]
+            if short := "; ".join(f"{other.worst.rule} at {_place(other)}" for other in some):
+                yield f"{_INDENT}{words}: {shortened(short, _MAX_FOLLOWING)}"
     if len(told) > MAX_FINDINGS:
         yield f"{_INDENT}and {len(told) - MAX_FINDINGS} more findings; --json has all"
     reasons = _reasons(checked.unjudged)
@@ -392,9 +395,14 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
 
 
 def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
-    """Yield each finding that has no other finding as its cause, with the findings that follow from it."""
+    """Yield each finding without a cause, with those that say the same of other values, and those that follow."""
+    alike: dict[tuple[str, ...], list[JoinedFindings]] = {}
     for one in joined(one for one in findings if not one.cause):
-        yield one, list(joined(follower for follower in findings if follower.cause in one.words))
+        what = one.worst.what if one.worst.rule != Unchanged.name else ""  # it says only why a parameter stays
+        alike.setdefault((one.worst.rule, what, one.worst.site), []).append(one)
+    for first, *others in alike.values():
+        words = first.words.union(*(one.words for one in others))
+        yield first, [*others, *joined(follower for follower in findings if follower.cause in words)]
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
@@ -407,17 +415,18 @@ def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
 
 
 def sentence(one: JoinedFindings) -> str:
-    """Return a sentence with the rule, module, steps, ranks and fault, and with the number and its threshold."""
-    parts, worst = where_of(one), one.worst
+    """Return a sentence with the rule, module, steps, ranks and fault, and with how large the fault is."""
+    worst = one.worst
     if not worst.site:
-        return parts["what"]
-    where = ", ".join(filter(None, [f"{parts['module']} {parts['value']}", parts["step"], parts["rank"]]))
-    return f"{worst.rule}: {where}: {worst.what}" + (f" ({parts['size']})" if parts["size"] else "")
+        return where_of(one)["what"]
+    detail = f" ({shortened(worst.detail, _MAX_DETAIL)})" if worst.detail else ""
+    return f"{worst.rule}: {_place(one)}: " + (worst.said + detail).replace(") (", "; ")
 
 
-def _in_short(one: JoinedFindings) -> str:
-    paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
-    return f"{one.worst.rule} at {listed(paths, _MAX_MODULES)}, step {one.first_step}{_ranks(one.ranks)}"
+def _place(one: JoinedFindings) -> str:
+    parts = where_of(one)
+    where = " ".join(filter(None, (parts.get("module"), parts.get("value"))))
+    return ", ".join(filter(None, (where, parts.get("step"), parts.get("rank"))))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -433,15 +442,14 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
         return {"what": f"{worst.rule}: {worst.what}"}
     paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
     names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
+    until = f" to {one.last_step}" if one.last_step > one.first_step else ""
     return {
         "what": f"{worst.rule}: {worst.what}",
         "module": listed(paths, _MAX_MODULES),
         "value": f"{worst.site}{names}",
-        "step": ("since " if worst.since is not None else "")
-        + f"step {one.first_step}"
-        + (f" to {one.last_step}" if one.last_step > one.first_step else ""),
+        "step": f"{'since ' * (worst.since is not None)}step {one.first_step}{until}",
         "rank": _ranks(one.ranks).removeprefix(", "),
-        "size": "; ".join(filter(None, [worst.against, shortened(worst.detail, _MAX_DETAIL)])),
+        "size": "; ".join(filter(None, [worst.size.strip(" ,:()"), shortened(worst.detail, _MAX_DETAIL)])),
     }
 
 

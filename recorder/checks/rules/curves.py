@@ -234,16 +234,15 @@ class _Recent:
             if len(indices):
                 key = rows.catalog.key_of(int(rows.lanes[indices[0]]))
                 name = f" {key.name}" if key.name else ""
-                return f"'{key.module_path}' {key.site}{name} moved first, at step {int(steps[line])}"
+                whose = repr(key.module_path) if key.module_path else "the model's"
+                return f"{whose} {key.site}{name} moved first, at step {int(steps[line])}"
         return ""
 
     def risen_rate(self, one: Finding) -> str:
         """Name the learning rate that rose most shortly before a finding. Return an empty string if none rose."""
         rank = one.ranks[0] if one.ranks else -1
-        rates = concatenate(
-            [rows.take(rows.where("rate", attrgetter("is_rate")) & (rows.ranks == rank)) for rows in self._kept]
-        )
-        rates = rates.by_lane()
+        kept = [rows.take(rows.where("rate", attrgetter("is_rate")) & (rows.ranks == rank)) for rows in self._kept]
+        rates = concatenate(kept).by_lane()
         values, steps = rates["mean"], rates.steps
         before = previous(rates.lanes, values, Memory())
         is_near = (steps >= one.step - _KEPT_STEPS) & (steps <= one.step) & (before > 0)

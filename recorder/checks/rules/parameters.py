@@ -166,11 +166,8 @@ class NoGradient(StreakRule):
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
             lane, step = int(rows.lanes[row]), int(rows.steps[row])
-            what = (
-                self.what
-                if values[row] == 1
-                else "the gradient is zero in most channels of a batch norm: they are dead"
-            )
+            of_norm = "the gradient is zero in most channels of a batch norm: they are dead"
+            what = self.what if values[row] == 1 else of_norm
             one = self.finding(lane, step, what, self.measure, values[row], 1.0, since=since)
             yield from self._waiting.keep(lane, one)
 

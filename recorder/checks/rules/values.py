@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, is_mask, may_mask, objectives_in, tells_skip
-from ...system.text import listed
+from ...system.text import counted, listed, named
 from ..rows import (
     Flags,
     Floats,
@@ -116,10 +116,9 @@ class NonFinite(CheckRule):
             bad = rows.take(params & is_bad)
             names = [series[number].name for number in bad.series.tolist()]
             what += f", and neither is a parameter of the module: {listed(list(dict.fromkeys(names)), 4)}"
-            counts = zip(
-                names, *(np.nan_to_num(bad[name]).tolist() for name in ("nan_count", "inf_count")), strict=True
-            )
-            detail = "; ".join(f"{name} holds {nans:.0f} NaN, {infs:.0f} infinite" for name, nans, infs in counts)
+            nans, infs = (np.nan_to_num(bad[count]).tolist() for count in ("nan_count", "inf_count"))
+            counts = zip(names, nans, infs, strict=True)
+            detail = "; ".join(f"{name} holds {n:.0f} NaN, {i:.0f} infinite" for name, n, i in counts)
         elif key.site == "output" and (inputs & is_bad).any():
             what += ", and neither is its input"
         elif key.site == "output" and inputs.any():
@@ -151,10 +150,7 @@ class NonFinite(CheckRule):
         bad = [repr(name) for name, is_bad_one in states.items() if is_bad_one]
         if not bad or len(bad) == len(states):
             return ""
-        is_one = len(bad) == 1
-        return (
-            f"; {'objective' if is_one else 'objectives'} {listed(bad, 4)} alone {'is' if is_one else 'are'} not finite"
-        )
+        return f"; {named('objective', bad, 4)} alone {'is' if len(bad) == 1 else 'are'} not finite"
 
 
 class Skipped(StreakRule):
@@ -255,7 +251,7 @@ class Data(CheckRule):
             was = previous(lanes, was.copy(), memory)
             period = np.where((period == 0) & (was == hashes), number, period)
         for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
-            what = f"the batch is that of {int(period[index])} records before, again and again"
+            what = f"the batch is that of {counted(int(period[index]), 'record')} before, again and again"
             yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
     def _is_first(self, key: SeriesKey) -> bool:
@@ -265,7 +261,7 @@ class Data(CheckRule):
 
     def _emptied(self, rows: Rows) -> Iterator[Finding]:
         """Report inputs that are all zeros, if an input had other values before, or has others on another rank."""
-        has_values = np.nan_to_num(rows["l2"], nan=1.0) != 0
+        has_values = (np.nan_to_num(rows["l2"], nan=1.0) != 0) | (rows["nan_count"] + rows["inf_count"] > 0)
         began(rows.lanes[has_values], rows.steps[has_values].astype(np.float64), self._had_values)
         ids, _ = grouped(rows.series, rows.steps)
         is_elsewhere = np.bincount(ids, has_values)[ids] > 0
