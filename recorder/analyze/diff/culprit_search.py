@@ -373,9 +373,8 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
             if event.name.startswith("lr."):
                 rates = {value for value in now.known if value[2] == "scalar" and value[3].startswith("lr.")}
                 num_differ = len(rates & now.differing)
-                of_some = (
-                    _OF_A_GROUP if num_differ == 1 else f"the learning rates of {num_differ} of {len(rates)} groups"
-                )
+                of_groups = f"the learning rates of {num_differ} of {len(rates)} groups"
+                of_some = _OF_A_GROUP if num_differ == 1 else of_groups
                 why, num_params = ("the learning rate", 1) if num_differ == len(rates) else (of_some, 0)
                 yield Suspect(step, UPDATE, now.root, None, event, num_params, why=why)
         elif event.site == "buffer":

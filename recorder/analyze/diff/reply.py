@@ -143,9 +143,8 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
         answer = f"equal {'as far as compared' if is_open else 'where both runs have it'}; {', '.join(alone)}"
     if result.table.num_rows and set(result.table.column("kind").to_pylist()) == {"dtype"}:
         why = " (in type alone)"
-    num_shapes = sum(
-        row["shape_a"] != row["shape_b"] for row in result.table.select(["shape_a", "shape_b"]).to_pylist()
-    )
+    shapes = (result.table.column(name).to_pylist() for name in ("shape_a", "shape_b"))
+    num_shapes = sum(a != b for a, b in zip(*shapes, strict=True))
     ways = {
         "fingerprint": num_compared - result.num_by_values - result.num_by_statistics - num_shapes,
         "values": result.num_by_values,

@@ -116,8 +116,8 @@ class _AskedSlots:
                 self.problems.append(f"rule {rule.text!r} cannot be judged here, so nothing is expected by it")
             elif match.slots.any():
                 self.matches.append(match)
-        self.is_lossy = self.is_merged and _has_lost(run.writers)
-        self.windows = [] if self.is_lossy else [(dump.first_step, dump.last_step) for dump in run.dumps]
+        is_lossy = self.is_merged and _has_lost(run.writers)
+        self.windows = [] if is_lossy else [(dump.first_step, dump.last_step) for dump in run.dumps]
         self.axis, self.num_lived, self.num_passed = _axis(
             [match.rule for match in self.matches], self.ranks, self.windows
         )
