@@ -460,6 +460,17 @@ class Spells:
         return self._balance.of(lane) < 0
 
 
+HARMLESS = "what was recorded after it in this step is finite, as behind a mask"
+
+
+def harmless(are_masked: Flags, are_bad: Flags, are_told: Flags, ids: Integers) -> Flags:
+    """Return which rows of `are_masked` are followed, in their group, by finite rows of `are_told` and no bad ones."""
+    indices, last_told, last_bad = np.arange(len(ids)), *np.full((2, len(ids)), -1)
+    np.maximum.at(last_told, ids, np.where(are_told & ~are_bad, indices, -1))
+    np.maximum.at(last_bad, ids, np.where(are_bad & ~are_masked, indices, -1))
+    return np.asarray(are_masked & (last_told[ids] > indices) & (last_bad[ids] < indices))
+
+
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:
     """Group the rows that agree in all columns. Return the group of each row, and the first row of each group.
 

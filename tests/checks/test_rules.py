@@ -102,6 +102,30 @@ def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:
     assert subjects(said(growing, NonFinite)) == [("blocks.2", 5, (0,))]
 
 
+def test_a_mask_that_grows_is_a_note_where_all_after_it_is_finite() -> None:
+    def padded(step: int, path: str, values: Any, bad_step: int | None) -> Any:
+        if path == "blocks.4" and step == bad_step:
+            return values * np.nan
+        return np.where(np.arange(8) < (0, 0, 2, 1, 3, 2, 3, 5)[step], -np.inf, 0.0) if path == "blocks.2" else values
+
+    for bad_step, error in ((None, []), (5, [("blocks.4", 5, (0,))]), (7, [("blocks.2", 7, (0,))])):
+        recorded = outputs(lambda step, rank, path, values, bad=bad_step: padded(step, path, values, bad))
+        findings = said(recorded, NonFinite)
+        assert subjects([one for one in findings if one.severity is Severity.ERROR]) == error
+        notes = [one.step for one in findings if one.severity is Severity.NOTE]
+        assert notes == [2, 4, 7][: 2 if bad_step == 7 else 3]
+
+
+def test_a_note_on_a_mask_is_no_cause() -> None:
+    recorded = outputs(lambda step, rank, path, values: values * (np.inf if (path, step) == ("blocks.1", 3) else 1.0))
+    (note,) = recorded.judge(NonFinite).findings
+    later = note._replace(rule="loss", severity=Severity.ERROR, step=5, what="the loss rises")
+    assert [(one.severity, one.cause) for one in with_causes([note, later], recorded.catalog)][-1] == (
+        Severity.NOTE,
+        "",
+    )
+
+
 def test_a_gradient_may_hold_no_infinity_from_its_first_record_on() -> None:
     recorded = Recorded()
     recorded.add(0, "up", [np.inf, 1.0], site="grad", name="weight", phase="optimizer")

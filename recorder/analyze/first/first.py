@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ...checks.rows import HARMLESS
 from ...numerics.keys import by_key
 from ...run.notes import damage, layout_problems, left_out
 from ...run.reply import Reply, Table, plain, table_of
@@ -31,7 +32,7 @@ class First(NamedTuple):
     num_known: int
     """The number of recorded values that were checked for NaN and infinity."""
     has_masks: bool
-    """Whether some values are infinite from their first record on, as masks are. Their infinities are not counted."""
+    """Whether some values are infinite as masks are. Their infinities are not counted."""
     steps: list[int]
     replica: Differing | None
     """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
@@ -68,6 +69,8 @@ class First(NamedTuple):
         if not self.num_known:
             return "no value was judged for NaN or infinity: no row has statistics (recorder check reads keep=probe)"
         what = "no NaN, and no value turned infinite," if self.has_masks else ""
+        if any(HARMLESS in note for note in self.notes):
+            what = "no NaN, and no infinity that reached a later value,"
         where = f" of {steps_in_words(self.steps)}" if self.steps else ""
         return f"{what or 'no NaN or infinity'} in {counted(self.num_known, 'recorded value')}{where}"
 
@@ -92,10 +95,10 @@ def first(run: Run) -> First:
     """Return the first value that is not finite, and the first replica that differs.
 
     Values are ordered by step, then by the order of execution on each rank. A value that is infinite from its first
-    record on, with no more infinities later, is taken for a mask and only noted. NaN always counts. Replicas are
-    parameters, gradients and optimizer states of data-parallel ranks. Buffers are reported apart, because a forward may
-    update each rank's buffer until DDP broadcasts the first rank's buffer. Buffers that differ count only if DDP was
-    told not to broadcast them, and nothing else makes them equal.
+    record on, with no more infinities later, or whose infinities reach no later value of the step, is taken for a mask
+    and only noted. NaN always counts. Replicas are parameters, gradients and optimizer states of data-parallel ranks.
+    Buffers are reported apart, because a forward may update each rank's buffer until DDP broadcasts the first rank's
+    buffer. Buffers that differ count only if DDP was told not to broadcast them, and nothing else makes them equal.
     """
     attempts = Attempts(run)
     nonfinite, replicas = NonFiniteFinder(), ReplicaFinder(run)

@@ -1,6 +1,7 @@
 """Finds the first value that is not finite, and the last finite values before it.
 
 A value that is infinite from its first record on, with no more infinities later, is taken for a mask and only noted.
+So is one whose infinities reach no later value of the step: an overflow becomes a NaN, an infinite loss or gradient.
 This module must never read a payload if the counts in the rows are enough.
 """
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...checks.rows import HARMLESS, harmless
 from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers, numbers
@@ -86,7 +88,7 @@ class NonFiniteFinder:
         self.modules: set[tuple[str, str]] = set()
         """The modules that have a row with NaN or infinities. Masks do not count."""
         self.masks: dict[tuple[str, ...], str] = {}
-        """A note on each value that is infinite from its first record on, and so is taken for a mask."""
+        """A note on each value that is taken for a mask."""
         self._overflow: NonFiniteTensor | None = None
         """The first gradient that is not finite at a step whose update GradScaler skipped."""
         self._overflow_steps: set[int] = set()
@@ -131,12 +133,12 @@ class NonFiniteFinder:
 
     def notes(self) -> list[str]:
         """Return notes on the values that do not count, and on the values that could not be read."""
-        notes = list(self.masks.values())[:_MAX_NOTED]
+        notes = sorted(self.masks.values(), key=lambda text: HARMLESS not in text)[:_MAX_NOTED]
         if self._overflow is not None and self.found() is not self._overflow:
             steps = steps_in_words(sorted(self._overflow_steps))
             notes.append(f"gradients overflowed at {steps}, whose updates GradScaler skipped; not counted as a finding")
         if len(self.masks) > _MAX_NOTED:
-            notes.append(f"{len(self.masks) - _MAX_NOTED} more values are infinite from their first record on")
+            notes.append(f"{len(self.masks) - _MAX_NOTED} more values are infinite as masks are")
         if self._num_unchecked:
             why = "have neither statistics nor values and could not be looked at; keep=stats records them"
             notes.append(f"{self._num_unchecked} rows {why}")
@@ -181,6 +183,17 @@ class _Counts:
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
+        is_masked = is_mask(self.nan, self.inf, self._may_mask)
+        is_told = holds(table.column("site"), ("output", "grad_output").__contains__) | _is_loss(table)
+        ids = group([timeline.codes[name] for name in ("step", "rank", "mode")]).ids
+        is_bad = self.nonfinite() & ~self._may_overflow
+        self.is_harmless = harmless(is_masked, is_bad, is_told & self.is_known & ~self.nonfinite(), ids)
+        self.is_harmless[: timeline.num_firsts] = is_masked[: timeline.num_firsts]
+        self._most_before, most = np.zeros(table.num_rows, np.int64), np.zeros(len(self._same_shape.firsts), np.int64)
+        """For each row with infinities, the most infinities of an earlier harmless row of its value and shape."""
+        for row, same in zip(rows := np.flatnonzero(self.inf), self._same_shape.ids[rows], strict=True):
+            self._most_before[row] = most[same]
+            most[same] = max(most[same], self.inf[row] * self.is_harmless[row])
 
     def nonfinite(self) -> npt.NDArray[np.bool_]:
         is_nonfinite = (self.nan > 0) | (self.inf > 0)
@@ -199,16 +212,19 @@ class _Counts:
         was_infinite = is_mask(self.nan, self.inf, self._may_mask)
         shapes = self._same_shape.firsts
         rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])
+        rows = np.union1d(rows, np.flatnonzero(self.is_harmless & (self.inf > self._most_before)))
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Return a boolean array of the rows that are taken for masks, such as attention masks.
 
-        A mask is infinite from its first record on, and has no more infinities than its first record of the same shape.
+        A mask is infinite from its first record on, and has no more infinities than its first record of the same shape,
+        or than an earlier record whose infinities did no harm. What does no harm itself is excused, too.
         """
         begins, most = self._begins[rows], self.inf[self._begins_in_shape[rows]]
         began_as_mask = is_mask(self.nan[begins], self.inf[begins], self._may_mask[rows])
-        return np.asarray(is_mask(self.nan[rows], self.inf[rows], began_as_mask, most))
+        most = np.maximum(np.where(began_as_mask, most, 0), self._most_before[rows])
+        return self.is_harmless[rows] | is_mask(self.nan[rows], self.inf[rows], self._may_mask[rows], most)
 
     def search(self) -> int | None:
         """Return the first row in `bad`, or None. Reads the payload of each earlier row that has no counts."""
@@ -247,7 +263,10 @@ class _Counts:
             value = timeline.value(row)
             since = int(timeline.table.column("step")[int(timeline.series.firsts[timeline.series.ids[row]])].as_py())
             what = f"{value.module_path!r} {value.site}{' ' + value.name if value.name else ''}"
-            text = f"holds {int(self.inf[row])} infinite values from its first record on (step {since}), as masks do"
+            when = f"from its first record on (step {since}), as masks do"
+            if self.is_harmless[row] and not self.inf[self._begins[row]]:
+                when = f"at step {value.step}; {HARMLESS}"
+            text = f"holds {int(self.inf[row])} infinite values {when}"
             yield value.key, f"{what} {text}; not counted as a finding"
 
 

@@ -84,7 +84,7 @@ class RecordedValue(NamedTuple):
 
 
 class FirstRows(NamedTuple):
-    """The first record of each value. Records at later steps are compared with it."""
+    """The first record of each value, and those of masks that grew. Records at later steps are compared with them."""
 
     table: Any
     nan: Integers

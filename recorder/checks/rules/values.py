@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, is_mask, may_mask, objectives_in, tells_skip
 from ...system.text import counted, listed, named
 from ..rows import (
+    HARMLESS,
     Flags,
     Floats,
     Integers,
@@ -20,8 +21,8 @@ from ..rows import (
     Streaks,
     as_exact_floats,
     began,
-    begins,
     grouped,
+    harmless,
     previous,
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
@@ -43,7 +44,7 @@ class NonFinite(CheckRule):
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
-        """By value, rank and number of elements, how many elements were infinite in the first record with infinity."""
+        """By value, rank and number of elements, the most infinities in the first such record and in harmless ones."""
         self._is_known = Memory(0.0)
         """By value and rank: 0 before its first record, 2 if this record had infinities and no NaN, else 1."""
         self._bad_step: int | None = None
@@ -56,27 +57,36 @@ class NonFinite(CheckRule):
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         nan, inf = np.nan_to_num(rows["nan_count"]), np.nan_to_num(rows["inf_count"])
-        is_bad = (nan + inf >= self.thresholds["elements"]) & ~self._excused(rows, nan, inf)
-        if is_bad.any():
+        is_excused, is_noted = self._excused(rows, nan, inf)
+        if (is_bad := (nan + inf >= self.thresholds["elements"]) & ~is_excused).any():
             yield from self._spells(rows, is_bad, nan, inf)
+        for index in np.flatnonzero(is_noted).tolist():
+            at, what = (int(rows.lanes[index]), int(rows.steps[index])), f"the value is infinite, but {HARMLESS}"
+            yield self.finding(*at, what, "infinite elements", float(inf[index]), 1.0, Severity.NOTE)
         self._last_step = int(rows.steps[-1])
 
-    def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
-        """Return which rows may have infinities, as attention masks do.
+    def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> tuple[Flags, Flags]:
+        """Return which rows may have infinities, as attention masks do, and which of them have more than before.
 
-        The first record of the row's value must have infinities and no NaN. The row must have no NaN, and no more
-        infinities.
+        The row must have no NaN. The first record of the row's value must have infinities and no NaN, and the row no
+        more infinities. Or the row, or an earlier one with as many infinities, is followed by finite values alone.
         """
-        order = np.argsort(rows.lanes, kind="stable")
-        firsts = order[begins(rows.lanes[order])]
-        firsts = firsts[self._is_known[rows.lanes[firsts]] == 0]
-        self._is_known[rows.lanes[firsts]] = np.where(is_mask(nan[firsts], inf[firsts], True), 2.0, 1.0)
-        is_maskable = rows.where("may_mask", lambda key: may_mask(key.site, key.name))
-        began_as_mask, known = is_maskable & (self._is_known[rows.lanes] == 2), np.zeros(len(rows))
-        for index in np.flatnonzero(is_mask(nan, inf, began_as_mask)).tolist():
+        lanes, firsts = np.unique(rows.lanes, return_index=True)
+        began = np.where(is_mask(nan[firsts], inf[firsts], True), 2.0, 1.0)
+        self._is_known[lanes] = np.where(self._is_known[lanes] == 0, began, self._is_known[lanes])
+        is_masked = is_mask(nan, inf, rows.where("may_mask", lambda key: may_mask(key.site, key.name)))
+        if not is_masked.any():
+            return is_masked, is_masked  # grouping the rows costs time
+        is_told = rows.where("by batch", lambda key: key.differs_by_batch) & (rows["nan_count"] >= 0)
+        is_training = rows.where("in training", lambda key: key.mode == "train").astype(np.int64)
+        is_harmless = harmless(is_masked, nan + inf > 0, is_told, grouped(rows.steps, rows.ranks, is_training)[0])
+        known, began_as_mask = np.zeros(len(rows)), self._is_known[rows.lanes] == 2
+        for index in np.flatnonzero(is_masked).tolist():
             key = int(rows.lanes[index]), float(rows["numel"][index])
-            known[index] = self._masks.setdefault(key, float(inf[index]))
-        return np.asarray(is_mask(nan, inf, began_as_mask, known))
+            known[index] = self._masks.setdefault(key, float(inf[index] * began_as_mask[index]))
+            self._masks[key] = max(known[index], float(inf[index] * is_harmless[index]))
+        is_more = is_masked & (inf > known)
+        return is_masked & (is_harmless | ~is_more), is_harmless & is_more
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
         """Report consecutive bad steps once, on the value that was bad first. Yield a finding for each rank with it."""

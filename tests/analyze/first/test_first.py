@@ -146,6 +146,24 @@ def test_infinities_that_grow_are_a_finding(tmp_path: Path) -> None:
     assert bad is not None and (bad.value.step, bad.inf_count) == (2, 3)
 
 
+def test_infinities_that_reach_no_later_value_are_a_note_and_hide_no_nan(tmp_path: Path) -> None:
+    def padded(*spoiled: int) -> list[Row]:
+        rows = steps(0, "mask", "up", num_steps=6)
+        for row, count in zip(rows[::2], (0, 1, 2, 1, 3, 2), strict=True):
+            spoil(row, -np.inf, count=count)
+        for index in spoiled:
+            spoil(rows[index])
+        return rows
+
+    sound = found(write(tmp_path / "sound", padded()))
+    assert not sound.is_found and sound.num_nonfinite == 0
+    assert sound.all_finite.startswith("no NaN, and no infinity that reached a later value, in 12")
+    assert any(note.startswith("'mask' output holds 1 infinite values at step 1; ") for note in sound.notes)
+    for module, step, spoiled in (("up", 5, 11), ("up", 3, 7), ("mask", 4, 9)):
+        bad = found(write(tmp_path / f"{spoiled}", padded(spoiled))).nonfinite
+        assert bad is not None and (bad.value.module_path, bad.value.step) == (module, step)
+
+
 @pytest.mark.parametrize(("site", "value"), [("grad", np.inf), ("optim", np.inf), ("output", np.nan)])
 def test_what_no_mask_can_be_counts_from_the_first_record(tmp_path: Path, site: str, value: float) -> None:
     rows = steps(0, "up", site=site)
