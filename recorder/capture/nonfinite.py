@@ -133,13 +133,9 @@ class FirstNonFinite:
             return
         self._is_said = True
         log.say(
-            _logger,
-            logging.WARNING,
-            "rank %d: the first value that is not finite: step %d, %s (%s)%s",
-            self._rank,
-            *self.first[:3],
-            f"; {command} tells where it comes from" if command else "",
-        )
+            _logger, logging.WARNING, "rank %d: the first value that is not finite: step %d, %s (%s)%s", self._rank,
+            *self.first[:3], f"; {command} tells where it comes from" if command else "",
+        )  # fmt: skip
 
 
 def _where(staged: Staged) -> str:

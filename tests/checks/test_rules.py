@@ -90,6 +90,23 @@ def test_the_rule_says_whether_the_module_made_it_or_was_given_it() -> None:
         assert words in one.what and one.site == "output" and one.detail == detail
 
 
+def test_the_rank_with_the_bad_chunk_of_a_parameter_is_named_alone() -> None:
+    recorded = Recorded()
+    for rank in range(2):
+        recorded.add(0, "up", np.full(4, np.nan), rank=rank)
+        recorded.add(0, "up", [1.0, np.nan if rank else 2.0], rank=rank, whole=4, **OPTIMIZER, site="param")
+    (one,) = said(recorded, NonFinite)
+    assert one.ranks == (1,) and one.detail == "weight holds 1 NaN, 0 infinite"
+
+
+@pytest.mark.parametrize("is_training_bad", [False, True])
+def test_a_nan_in_an_evaluation_says_so_where_training_is_finite(is_training_bad: bool) -> None:
+    recorded = outputs(lambda step, rank, path, values: values * np.nan if is_training_bad else values)
+    recorded.add(3, "up", [np.nan, 1.0], mode="no_grad")
+    told = "; this is an evaluation (no_grad), and what is recorded of training at this step is finite"
+    assert [told in one.what for one in said(recorded, NonFinite)] == [not is_training_bad]
+
+
 def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:
     def mask(count: int) -> Any:
         values = np.zeros(8)

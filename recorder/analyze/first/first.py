@@ -69,8 +69,7 @@ class First(NamedTuple):
         if not self.num_known:
             return "no value was judged for NaN or infinity: no row has statistics (recorder check reads keep=probe)"
         what = "no NaN, and no value turned infinite," if self.has_masks else ""
-        if any(HARMLESS in note for note in self.notes):
-            what = "no NaN, and no infinity that reached a later value,"
+        what = "no NaN, and no infinity that reached a later value," if HARMLESS in "".join(self.notes) else what
         where = f" of {steps_in_words(self.steps)}" if self.steps else ""
         return f"{what or 'no NaN or infinity'} in {counted(self.num_known, 'recorded value')}{where}"
 
@@ -231,14 +230,15 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     yield "values before it", f"{bad.num_before} of this step on its rank"
     before = bad.before
     healthy = "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}"
-    if bad.probed is not None and bad.probed.before and (before is None or before.step < bad.value.step):
-        module, site, name = bad.probed.before
-        healthy = f"{' '.join(filter(None, (repr(module), site, name)))}, step {bad.value.step} (by keep=probe)"
+    is_early = before is None or before.step < bad.value.step or (before.site, before.module_path) == ("input", "")
+    if bad.probed is not None and bad.probed.before and is_early:
+        healthy = f"{_named(*bad.probed.before)}, step {bad.value.step} (by keep=probe{bad.probed.calls})"
+    elif bad.probed is not None and bad.value.phase != "forward" and before is not None:
+        healthy += " (the last that has a row; the order of a backward is not known)"
     yield "last healthy value", healthy
     for other in bad.beside:
         name = f"{other.site} {other.name}" if other.site in GIVEN_SITES and other.name else other.name or other.site
-        kinds = ((other.nan_count, "NaN"), (other.inf_count, "infinite"))
-        counts = [f"{count} {kind}" for count, kind in kinds if count]
+        counts = [f"{n} {kind}" for n, kind in ((other.nan_count, "NaN"), (other.inf_count, "infinite")) if n]
         name = name if other.site in NUMBERS else f"its {name}"
         yield "at the same step", f"{name} holds {' and '.join(counts)}"
     if bad.objectives:
@@ -306,10 +306,7 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
 
 def _ranks_table(values: Sequence[RankValue]) -> Table:
     numbers, whole = ("rank", "mean", "l2", "absmax"), ("shape", "fingerprint")
-    rows = [
-        [str(v.rank), number(v.mean), number(v.l2), number(v.absmax), v.shape, v.fingerprint or ""]
-        for v in values[:_MAX_RANKS]
-    ]
+    rows = [[str(v.rank), *map(number, v[2:5]), v.shape, v.fingerprint or ""] for v in values[:_MAX_RANKS]]
     more = f" (the first {_MAX_RANKS} of {len(values)} ranks; --json has all)" if len(values) > _MAX_RANKS else ""
     return table_of((*numbers, *whole), rows, numbers=numbers, whole=whole, title=f"what each rank holds{more}")
 

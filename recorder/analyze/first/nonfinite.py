@@ -7,6 +7,7 @@ This module must never read a payload if the counts in the rows are enough.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 
 from ...checks.rows import HARMLESS, harmless
 from ...errors import RunError
-from ...numerics.keys import SERIES_KEY, codes, group, holds
+from ...numerics.keys import SERIES_KEY, VALUE_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
 from ...sites import NUMBERS, OBJECTIVE_NORM, is_loss, is_mask, may_mask, may_overflow, objectives_in, tells_skip
@@ -43,6 +44,8 @@ class ProbedHealth(NamedTuple):
 
     before: tuple[str, str, str] | None
     """The module, site and name of the last finite value on the rank before the NaN or infinity, in the same step."""
+    calls: str
+    """How many of the module's calls in a step the probe looks at, if it leaves out others; else empty."""
     last_step: int | None
     """The last earlier step at which the value that is now NaN or infinite was finite on the rank."""
 
@@ -103,7 +106,7 @@ class NonFiniteFinder:
         first = state.search() if self.first is None else None
         bad = np.flatnonzero(state.bad())
         if first is not None:
-            self.first = _describe(timeline, state, first)
+            self.first = _describe(timeline, state, _with_parameter(timeline, state, first))
         overflows = np.flatnonzero(state.overflows())
         if len(overflows):
             if self._overflow is None:
@@ -111,12 +114,10 @@ class NonFiniteFinder:
             self._overflow_steps |= set(timeline.table.column("step").take(pa.array(overflows)).to_pylist())
         if len(state.is_skipped):
             self._is_skipping = bool(state.is_skipped[-1])
-        names = ("root", "module_path")
-        modules = group([timeline.codes[name][bad] for name in names])
-        self.modules |= timeline.texts(names, bad[modules.firsts])
+        modules = group([timeline.codes[name][bad] for name in NAME[:2]])
+        self.modules |= timeline.texts(NAME[:2], bad[modules.firsts])
         self.num_values += len(bad)
-        for key, text in state.masks():
-            self.masks.setdefault(key, text)
+        self.masks |= {key: text for key, text in state.masks() if key not in self.masks}
         self.num_known += int(np.count_nonzero(state.is_known[timeline.num_firsts :]))
         self._num_unchecked += state.unchecked
         self._problems += state.problems
@@ -270,6 +271,15 @@ class _Counts:
             yield value.key, f"{what} {text}; not counted as a finding"
 
 
+def _with_parameter(timeline: Timeline, state: _Counts, row: int) -> int:
+    """Return the row of the same value on the rank whose chunk of a parameter of the module is bad; else `row`."""
+    same = {name: timeline.codes[name] == timeline.codes[name][row] for name in VALUE_KEY}
+    is_holder = same["step"] & same["root"] & same["module_path"] & timeline.is_equal("site", "param") & state.bad()
+    ranks = timeline.codes["rank"]
+    twins = np.flatnonzero(np.all([*same.values(), state.bad(), np.isin(ranks, ranks[is_holder])], axis=0))
+    return int(twins[0]) if len(twins) else row
+
+
 def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
     values = {name: timeline.table.column(name)[row].as_py() for name in (*SERIES_KEY, "rank")}
     before, last, num_steps = _healthy(timeline, state, values, row)
@@ -315,11 +325,8 @@ def _healthy(
     before = np.flatnonzero(on_rank & (~is_number | _is_loss(timeline.table)))
     is_same = np.all([timeline.is_equal(name, values[name]) for name in SERIES_KEY], axis=0)
     same = np.flatnonzero(on_rank & is_same & is_before)
-    return (
-        timeline.value(int(before[-1])) if len(before) else None,
-        timeline.value(int(same[-1])) if len(same) else None,
-        len(np.unique(timeline.codes["step"][same])),
-    )
+    last, last_same = (timeline.value(int(some[-1])) if len(some) else None for some in (before, same))
+    return last, last_same, len(np.unique(timeline.codes["step"][same]))
 
 
 def probed_health(run: Run, bad: RecordedValue) -> ProbedHealth | None:
@@ -333,24 +340,29 @@ def probed_health(run: Run, bad: RecordedValue) -> ProbedHealth | None:
     table = table.filter(pc.equal(table.column("attempt"), bad.attempt))
     steps = integers(table.column("step"))
     is_finite = (integers(table.column("nan_count")) == 0) & (integers(table.column("inf_count")) == 0)
-    is_same = np.ones(len(steps), np.bool_)
-    for name in ("root", "module_path", "site", "name", "phase", "mode"):
-        is_same &= holds(table.column(name), getattr(bad, name).__eq__)
+    names = ("root", "module_path", "site", "name", "phase", "mode")
+    is_same = np.all([holds(table.column(name), getattr(bad, name).__eq__) for name in names], axis=0)
     (here,) = np.nonzero(is_same & (steps == bad.step))
     if not len(here):
         return None
     last = steps[is_same & is_finite & (steps < bad.step)]
     is_before = is_finite & (steps == bad.step) & (np.arange(len(steps)) < here[0])
-    if bad.phase == "forward":
-        is_before &= holds(table.column("phase"), "forward".__eq__)
-    if not (is_same & (steps == steps.min())).any():
-        is_before[:] = False  # a value that was first seen later comes last in the table, whenever it runs
-    (before,) = np.nonzero(is_before)
-    named = table.slice(int(before[-1]), 1).to_pylist()[0] if len(before) else None
-    return ProbedHealth(
-        before=None if named is None else (named["module_path"], named["site"], named["name"]),
-        last_step=int(last.max()) if len(last) else None,
-    )
+    is_before &= (bad.phase != "forward") | holds(table.column("phase"), "forward".__eq__)
+    # A value that was first seen later comes last in the table, whenever it runs.
+    (before,) = np.nonzero(is_before & (is_same & (steps == steps.min())).any())
+    path = tuple(table.select(names[1:4]).slice(int(before[-1]), 1).to_pylist()[0].values()) if len(before) else None
+    calls = _calls_left_out(run, bad.rank, path[0]) if path else ""
+    return ProbedHealth(before=path, calls=calls, last_step=int(last.max()) if len(last) else None)
+
+
+def _calls_left_out(run: Run, rank: int | None, module_path: str) -> str:
+    num_calls, probing = 0, []
+    for writer in (writer for writer in run.writers if writer.rank == rank):
+        calls = integers(writer.column("call"))[holds(writer.column("module_path"), module_path.__eq__)]
+        num_calls = max(num_calls, 1 + int(calls.max(initial=0)))
+        probing += [re.search(r"call=0?:(\d+)\b|$", text) for text in writer.manifest.rules if "keep=probe" in text]
+    num_seen = max((int(found[1] or num_calls) for found in probing if found), default=num_calls)
+    return f", of the first {num_seen} of its {num_calls} calls in a step" if num_seen < num_calls else ""
 
 
 def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFinite]:
@@ -359,9 +371,8 @@ def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFi
     of_module = holds(timeline.table.column("site"), ("param", "input").__contains__)
     of_module &= (root == root[row]) & (module == module[row])
     losses = _is_loss(timeline.table)
-    rows = np.flatnonzero(
-        same_step & (of_module | (losses & ~losses[row])) & (np.arange(timeline.table.num_rows) != row)
-    )
+    is_other = np.arange(timeline.table.num_rows) != row
+    rows = np.flatnonzero(same_step & (of_module | (losses & ~losses[row])) & is_other)
     state.complete(rows)
     bad = rows[(state.nan[rows] > 0) | (state.inf[rows] > 0)]
     bad = bad[~state.excused()[bad]]

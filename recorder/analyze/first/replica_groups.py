@@ -186,14 +186,9 @@ class ReplicaGroups:
         member = int(members[[value.rank for value in values].index(odd)])
         row = int(self._rows[member])
         record = self._timeline.value(row)
-        return Differing(
-            value=record,
-            groups=groups,
-            by=str(self._by[number]),
-            ranks=values,
-            is_assumed=record.root in self._assumed and self._table.column("placements")[member].as_py() is None,
-            last_equal=self._last_equal(row),
-        )
+        is_assumed = record.root in self._assumed and self._table.column("placements")[member].as_py() is None
+        by, equal = str(self._by[number]), self._last_equal(row)
+        return Differing(record, groups, by, values, is_assumed=is_assumed, last_equal=equal)
 
     def with_last(self, buffer: Differing) -> Differing:
         """Return a buffer with `differs_last` updated by its last comparable record in these steps, if there is one."""

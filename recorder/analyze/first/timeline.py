@@ -35,14 +35,8 @@ _BEGINNING = -(1 << 62)
 """A number that is smaller than every step."""
 
 
-_SCHEMA = pa.schema(
-    [
-        pa.field(name, pa.dictionary(pa.int32(), pa.string()))
-        if SCHEMA.field(name).type == pa.string() and name != "fingerprint"
-        else SCHEMA.field(name)
-        for name in _COLUMNS
-    ]
-)
+_FIELDS, _TEXT = [SCHEMA.field(name) for name in _COLUMNS], pa.dictionary(pa.int32(), pa.string())
+_SCHEMA = pa.schema([f.with_type(_TEXT) if f.type == pa.string() and f.name != "fingerprint" else f for f in _FIELDS])
 
 
 ValueName = tuple[str, str, str, str]

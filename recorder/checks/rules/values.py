@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, is_mask, may_mask, objectives_in, tells_skip
+from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, VALUES_OF_CALLS, is_mask, may_mask, objectives_in, tells_skip
 from ...system.text import counted, listed, named
 from ..rows import (
     HARMLESS,
@@ -85,8 +85,7 @@ class NonFinite(CheckRule):
             key = int(rows.lanes[index]), float(rows["numel"][index])
             known[index] = self._masks.setdefault(key, float(inf[index] * began_as_mask[index]))
             self._masks[key] = max(known[index], float(inf[index] * is_harmless[index]))
-        is_more = is_masked & (inf > known)
-        return is_masked & (is_harmless | ~is_more), is_harmless & is_more
+        return is_masked & (is_harmless | (inf <= known)), is_harmless & (inf > known)
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
         """Report consecutive bad steps once, on the value that was bad first. Yield a finding for each rank with it."""
@@ -106,10 +105,12 @@ class NonFinite(CheckRule):
             bad = np.flatnonzero(is_bad[start:end])
             first = bad[np.argmin(indices[bad])]
             earliest = bad[(indices[bad] == indices[first]) & (one_step.series[bad] == one_step.series[first])]
+            found: list[Finding] = []
             for index in earliest.tolist():
                 counts = float(nan[start + index]), float(inf[start + index])
-                one = self._found(one_step, is_bad[start:end], index, *counts)
+                found.append(self._found(one_step, is_bad[start:end], index, *counts))
                 self._last_skipped = step
+            for one in [one for one in found if one.detail] or found:  # one rank's chunk of a parameter spoils all
                 if one.severity > Severity.NOTE:  # a skipped step does not affect later values
                     self._bad_step = step
                 yield one
@@ -136,6 +137,9 @@ class NonFinite(CheckRule):
         elif key.site in ("output", "tap"):
             what += ", and all values recorded before it in this step are finite"
         what += self._objectives(rows.take(same_step), is_bad[same_step])
+        evaluated = rows.where("evaluated", lambda one: one.mode != "train" and one.site in VALUES_OF_CALLS)
+        if not (is_bad & ~evaluated).any():
+            what += f"; this is an evaluation ({key.mode}), and what is recorded of training at this step is finite"
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
             self._num_skipped += self._last_skipped != step

@@ -664,6 +664,17 @@ def test_what_else_of_the_module_is_not_finite_is_told(tmp_path: Path, has_stati
     assert bad.beside == [("param", "weight", 1, 0)]
 
 
+def test_the_rank_with_the_bad_chunk_of_a_parameter_is_named_before_those_that_gathered_it(tmp_path: Path) -> None:
+    ranks: list[list[Row]] = [[], []]
+    for rank, rows in enumerate(ranks):
+        rows.append(make_row(0, np.array([1, np.nan], np.float32), rank=rank, step=3, module_path="up"))
+        chunk = np.array([1, np.nan if rank else 2], np.float32)
+        rows.append(make_row(1, chunk, rank=rank, step=3, module_path="up", **PARAM))
+    bad = found(write(tmp_path / "run", *ranks)).nonfinite
+    assert bad is not None and (bad.value.site, bad.value.rank) == ("output", 1)
+    assert bad.beside == [("param", "weight", 1, 0)]
+
+
 def test_a_loss_that_is_not_finite_is_told_beside_and_is_no_mask(tmp_path: Path) -> None:
     def scalar(seq: int, step: int, value: float, name: str = "train/loss") -> Row:
         columns = {"site": "scalar", "name": name, "module_path": "", "phase": "forward"}
