@@ -474,28 +474,28 @@ class OptimizerHooks:
         tensors = list(filter(torch.Tensor.numel, locals_))  # the probe skips tensors without local elements
         if key not in groups and (group := self._with_other_masks(key, groups)) is not None:
             groups[key] = group
-        if key in groups:
-            group = groups[key]
-            at = None if group is None else group.addresses(tensors)
+        group = groups.get(key)
+        at = None if group is None else group.addresses(tensors)
+        if group is not None and at is not None:
             is_known = False
-            if group is not None and at is not None and (len(tensors) == len(locals_) or not any(group.keeps)):
+            if group.may_record(tensors) and (len(tensors) == len(locals_) or not any(group.keeps)):
                 is_known = probe.saw_group(group, tensors, at, moment)
-            if is_known and group is not None:
+            if is_known:
                 counts = _next_repeats(repeats, parameters, len(locals_))
                 if any(group.keeps):
                     capture.observe_known(group, tensors, counts, moment)
-            if group is not None and at is not None:
-                updates.begin(group, tensors, at)
+            updates.begin(group, tensors, at)
             yield is_known
             return
         with probe.learning() as seen:
             yield False
-        if len(groups) >= _MAX_PROBED:
-            groups.clear()
-        groups[key] = group = probe.group(seen, tensors, groups.values())
-        at = None if group is None else group.addresses(tensors)
-        if group is not None and at is not None:
-            updates.begin(group, tensors, at)
+        if key not in groups:
+            if len(groups) >= _MAX_PROBED:
+                groups.clear()
+            groups[key] = probe.group(seen, tensors, groups.values())
+        # An update is measured where rules probe gradients, too.
+        is_whole = all(whose[1]) or any(one.value.origin.site == "grad" for one in seen)
+        updates.begin_alone(seen if is_whole else (), tensors)
 
     def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
         """Return a group of the same values that was learned under other masks, with this step's keep bits.

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -139,11 +139,25 @@ class ProbedGroup(NamedTuple):
     numels: npt.NDArray[np.float64]
     """For each value, the number of elements."""
 
+    def may_record(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `Capture.observe_known` can record what the group keeps. It reads host tensors in memory order."""
+        return not any(self.keeps) or self.tensors is None or all(map(torch.Tensor.is_contiguous, tensors))
+
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
         """Return the data addresses of the group's tensors. Return None if they do not fit the group's values."""
         # Where the group has no rows, only squares are summed, and lazy signs do not matter.
         lie_fit = are_ordinary if any(self.keeps) else lie_strided
         return addresses(self.values, tensors, lie_fit if self.tensors is not None else None)
+
+
+class SeenAlone(NamedTuple):
+    """A value that was measured by itself, in a `Probe.learning` block."""
+
+    value: ProbedValue
+    keep: int
+    """What else to keep: bits of KEEP_* without KEEP_PROBE."""
+    local: torch.Tensor
+    """The plain tensor that was measured. It may be a copy of the program's tensor."""
 
 
 class _ArrivingStep(NamedTuple):
@@ -198,8 +212,8 @@ class Probe:
         self._arriving: deque[_ArrivingStep] = deque()
         self._has_measured = False
         self._has_refused = False
-        self._seen: dict[int, list[tuple[ProbedValue, int]]] = {}
-        """For each thread in a `learning` block, the values that were measured there, each with its bits of KEEP_*."""
+        self._seen: dict[int, list[SeenAlone]] = {}
+        """For each thread in a `learning` block, the values that were measured there."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from ..format.fingerprint import compiled_weights
@@ -230,7 +244,7 @@ class Probe:
         if seen is not None or not is_on_host:
             probed = ProbedValue(column, local.dtype, numel, local.shape, origin, phase, scope, chunk, note)
             if seen is not None:
-                seen.append((probed, keep))
+                seen.append(SeenAlone(probed, keep, local))
             if not is_on_host:
                 self._launched(self._on_device.measure(SeenOnDevice(probed, moment, call, keep != 0), local), moment)
                 return keep
@@ -317,9 +331,9 @@ class Probe:
         return is_measured
 
     @contextmanager
-    def learning(self) -> Iterator[list[tuple[ProbedValue, int]]]:
-        """Yield a list of the values that `saw` measures on this thread in the `with` block, with their keep bits."""
-        seen: list[tuple[ProbedValue, int]] = []
+    def learning(self) -> Iterator[list[SeenAlone]]:
+        """Yield a list of the values that `saw` measures on this thread in the `with` block. It holds tensors."""
+        seen: list[SeenAlone] = []
         self._seen[threading.get_ident()] = seen
         try:
             yield seen
@@ -332,14 +346,14 @@ class Probe:
         return self._has_refused and not self._has_measured
 
     def group(
-        self, seen: list[tuple[ProbedValue, int]], tensors: list[torch.Tensor], others: Iterable[ProbedGroup | None]
+        self, seen: list[SeenAlone], tensors: list[torch.Tensor], others: Iterable[ProbedGroup | None]
     ) -> ProbedGroup | None:
         """Return a group of the values that were `seen`, to be measured with one call.
 
         The group shares memory with the group among `others` that has the same values. Return None if the values do not
         match the tensors one to one, or if the compiled loops cannot measure them.
         """
-        values, keeps = [value for value, _ in seen], [keep for _, keep in seen]
+        values, keeps = [one.value for one in seen], [one.keep for one in seen]
         if not seen or [(one.dtype, one.numel) for one in values] != [(one.dtype, one.numel()) for one in tensors]:
             return None
         for other in others:
@@ -421,12 +435,10 @@ class Probe:
     def kernels(self) -> native.Kernels | None:
         return self._kernels
 
-    def updates_of(self, group: ProbedGroup) -> list[ProbedValue] | None:
-        """Return a group's parameters as values of site ``update``. Return None if no columns are left for them."""
+    def updates_of(self, parameters: Iterable[ProbedValue]) -> list[ProbedValue] | None:
+        """Return parameters as values of site ``update``. Return None if no columns are left for them."""
         made = []
-        for one in group.values:
-            if one.origin.site != "param":
-                continue
+        for one in parameters:
             origin = one.origin._replace(site=UPDATE)
             key = (origin, one.phase, "train")
             column = self._by_key.get(key)
@@ -591,6 +603,7 @@ def addresses(
 ) -> list[int] | None:
     """Return the tensors' data addresses, or None if a tensor does not fit its value or one call cannot measure all.
 
+    Host tensors fit if their elements fill their memory in any order, as those of ``channels_last`` do.
     `lie_fit` tells whether host tensors lie as the compiled loops read them. It is None for values on a device: there
     all addresses are 0, because kernels take the tensors themselves. The tensors are not visited in Python, because
     there may be thousands of them at each step.
@@ -604,10 +617,22 @@ def addresses(
             one.device == place and one.layout is _strided and one.untyped_storage().nbytes() for one in tensors
         )
         return [0] * len(tensors) if is_fit else None
-    if not (all(map(_is_cpu, tensors)) and lie_fit(tensors) and all(map(torch.Tensor.is_contiguous, tensors))):
+    if not (all(map(_is_cpu, tensors)) and lie_fit(tensors)):
+        return None
+    if not all(map(torch.Tensor.is_contiguous, tensors)) and not all(map(_is_dense, tensors)):
         return None
     found = list(map(torch.Tensor.data_ptr, tensors))
     return found if all(found) else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill a stretch of memory without gaps or overlaps, in any order."""
+    if tensor.is_contiguous():
+        return True
+    sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    return [stride for stride, _ in sizes] == list(
+        accumulate((size for _, size in sizes[:-1]), operator.mul, initial=1)
+    )
 
 
 class Updates:
@@ -622,7 +647,7 @@ class Updates:
         self._group: ProbedGroup | None = None
         self._values: list[ProbedValue] = []
         self._is_param: list[bool] = []
-        """For each value of the group, whether it is a parameter."""
+        """For each value of the group, whether it is a parameter that can be sampled."""
         self._columns = np.zeros(0, np.int64)
         self._numels = np.zeros(0)
         self._many: ManyTensors | None = None
@@ -633,32 +658,59 @@ class Updates:
         """The parameters, while the optimizer's step is under way."""
         self._at: list[int] = []
         """The parameters' data addresses when last examined. A tensor at another address is examined again."""
+        self._strides: list[tuple[int, ...]] = []
+        """The parameters' strides when last examined. A parameter is sampled in memory order."""
 
     def begin(self, group: ProbedGroup, tensors: Sequence[torch.Tensor], at: Sequence[int]) -> None:
         """Take the tensors of a group before an update. `at` are the tensors' data addresses."""
         if self._group is None or group.values is not self._group.values:
             self._know(group)
-        self._tensors, self._at = list(compress(tensors, self._is_param)), list(compress(at, self._is_param))
+        self._tensors = list(compress(tensors, self._is_param))
+        self._lie_at(list(compress(at, self._is_param)))
         if self._values and self._tensors and self._before is None:
             self._sample()
 
+    def begin_alone(self, seen: Sequence[SeenAlone], tensors: Sequence[torch.Tensor]) -> None:
+        """Take the parameters among values measured one by one, except those that cannot be sampled.
+
+        `tensors` are the optimizer's own tensors. A copy of a parameter would not move.
+        """
+        own, lie_fit, place = set(map(id, tensors)), None, None
+        fit: list[SeenAlone] = []
+        for one in seen:
+            if one.value.origin.site == "param" and id(one.local) in own and place in (None, one.local.device):
+                place, lie_fit = one.local.device, are_ordinary if _is_on_host(one.local) else None
+                if _may_move(one.value, lie_fit is not None) and addresses([one.value], [one.local], lie_fit):
+                    fit.append(one)
+        locals_ = [one.local for one in fit]
+        group = self._probe.group(fit, locals_, [self._group])
+        at = None if group is None else group.addresses(locals_)
+        self._tensors = []
+        if group is not None and at is not None:
+            self.begin(group, locals_, at)
+
+    def _lie_at(self, at: list[int]) -> None:
+        """Note where the parameters lie now. Forget the last samples if the elements of a parameter change places."""
+        if at != self._at:
+            self._at, strides = at, list(map(torch.Tensor.stride, self._tensors))
+            if strides != self._strides:
+                self._before, self._strides = None, strides
+
     def _know(self, group: ProbedGroup) -> None:
-        values = self._probe.updates_of(group) or []
+        self._is_param = [_may_move(one, group.tensors is not None) for one in group.values]
+        values = self._probe.updates_of(compress(group.values, self._is_param)) or []
         if values != self._values or (group.tensors is None) != (self._many is None):
-            self._before = None
+            self._before, self._at = None, []
         self._group, self._values, self._many = group, values, None
         self._columns = np.array([one.column for one in values], np.int64)
         self._numels = np.array([one.numel for one in values], np.float64)
-        self._is_param = [one.origin.site == "param" for one in group.values]
         if group.tensors is not None and self._probe.kernels is not None:
             self._many = ManyTensors(list(compress(group.tensors.plans, self._is_param)))
-            if any(DTYPES[one.dtype] not in MOVED_KINDS for one in values):
-                self._values = []
 
     def end(self, moment: StepPosition) -> None:
         """Measure how far the update since `begin` has moved the parameters. Do nothing without `begin`."""
         if self._many is not None and self._at != (at := list(map(torch.Tensor.data_ptr, self._tensors))):
-            self._at = at
+            self._lie_at(at)
             if self._tensors and addresses(self._values, self._tensors, are_ordinary) is None:
                 self._before = None
         if self._tensors and self._values and self._before is not None:
@@ -684,10 +736,16 @@ class Updates:
                     self._probe.saw_updates_on_device(self._values, moved, moment)
 
 
+def _may_move(value: ProbedValue, is_on_host: bool) -> bool:
+    """Whether a value is a parameter of a dtype that can be sampled."""
+    is_known = DTYPES[value.dtype] in MOVED_KINDS if is_on_host else not value.dtype.is_complex
+    return is_known and value.origin.site == "param"
+
+
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a device parameter's sampled elements. It is float64 for a float64 parameter, else float32."""
     numel = tensor.numel()
-    if numel > SAMPLED and tensor.is_contiguous():
+    if numel > SAMPLED and _is_dense(tensor):
         tensor = tensor.as_strided((SAMPLED // _LINE, _LINE), ((numel - _LINE) // (SAMPLED // _LINE - 1), 1))
     sample = tensor.reshape(-1)
     sample = sample[:: max(sample.numel() // SAMPLED, 1)][:SAMPLED]

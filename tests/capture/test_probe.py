@@ -227,6 +227,83 @@ def test_a_parameter_without_a_gradient_at_a_step_has_not_moved(tmp_path: Path) 
     assert all(l2[step] > 0 for step in (0, 2, 4)) and all(l2[step] == 0 for step in (1, 3, 5))
 
 
+class Odd(nn.Module):
+    """It has a parameter or a gradient that not every way of measuring can take, beside usual ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.conv, self.line, self.table = nn.Conv2d(3, 8, 3), nn.Linear(8, 2), nn.Embedding(9, 8, sparse=True)
+        self.odd = nn.Parameter(torch.randn(6, 4))
+        if kind == "channels_last":
+            self.to(memory_format=torch.channels_last)
+        if kind == "transposed":
+            self.odd = nn.Parameter(torch.randn(4, 6).t())
+        if kind == "complex":
+            self.odd = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+        if kind == "with gaps":
+            self.odd = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        if kind != "sparse gradient":
+            self.table = nn.Embedding(9, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.line(self.conv(x).flatten(1) + self.table(torch.tensor([1, 5])))
+        return y * self.odd.abs().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "without"),
+    [
+        ("channels_last", ()),
+        ("transposed", ()),
+        ("outside the model", ()),
+        ("sparse gradient", ()),
+        ("expanded gradient", ()),
+        ("transposed gradient", ()),
+        ("complex", ("odd",)),
+        ("with gaps", ("odd",)),
+    ],
+)
+def test_an_odd_parameter_or_gradient_leaves_the_updates_of_others(
+    tmp_path: Path, kind: str, without: tuple[str, ...]
+) -> None:
+    moved: dict[tuple[str, int], float] = {}
+    with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        torch.manual_seed(0)
+        model, outside = Odd(kind), nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([*model.parameters(), *([outside] if kind == "outside the model" else [])], lr=0.1)
+        for step in range(13):
+            (model(torch.randn(2, 3, 3, 3)).square().mean() + outside.sum()).backward()
+            if kind == "expanded gradient":
+                model.line.weight.grad = torch.ones(1, 1).expand(2, 8)
+            if kind == "transposed gradient":
+                model.line.weight.grad = torch.ones(8, 2).t()
+            before = {name: one.detach().clone() for name, one in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+            moved |= {
+                (name, step): float((one.detach() - before[name]).norm()) for name, one in model.named_parameters()
+            }
+    frame = _probe(recording)
+    updates = _named(frame[frame.site == "update"])
+    found = {(f"{row.module_path}.{row.name_}".strip("."), row.step): row.l2 for row in updates}
+    assert found == {key: pytest.approx(l2, rel=1e-4) for key, l2 in moved.items() if key[0] not in without}
+
+
+def test_a_parameter_that_gets_another_order_in_memory_has_not_moved(tmp_path: Path) -> None:
+    with flagged(tmp_path, PROBE) as recording:
+        model = nn.Conv2d(3, 8, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in range(6):
+            if step == 3:
+                model.to(memory_format=torch.channels_last)
+            model(torch.randn(2, 3, 3, 3)).square().mean().backward()
+            optimizer.step()
+    frame = _probe(recording)
+    updates = frame[(frame.site == "update") & (frame.name == "weight")]
+    assert list(updates.step) == list(range(6)) and not updates.l2.any()
+
+
 def _named(frame: pd.DataFrame) -> Any:
     return frame.rename(columns={"name": "name_"}).itertuples()
 
