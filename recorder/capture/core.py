@@ -170,7 +170,8 @@ class Capture:
         """Apply the rules to the new step, and remove the hooks on leaf tensors of the old step."""
         self._step_in_force, step = None, self.clock.step
         if self.probe is not None:
-            self._ask_probe(self.probe.step_changes, step)
+            with torch._C._DisableFuncTorch():  # the call may be in `torch.func`, which wraps the tensors that are made
+                self._ask_probe(self.probe.step_changes, step)
             if self.probe.is_blind:
                 self.selection.has_probe = False  # else hooks would stay on at every step, for nothing
         self.scalars.step_changes(step)

@@ -581,7 +581,7 @@ class Probe:
         if not steps:
             return
         for its in self._columns[len(self._origins) :]:
-            name = f"{its.origin.site} {its.origin.name}".rstrip()
+            name = f"{its.origin.site} {its.origin.name}" if its.origin.name else its.origin.site
             self._origins.append(its.origin._replace(site=PROBE, name=name))
         for column, values, note in block_rows(self._columns, steps):
             its, origin = self._columns[column], self._origins[column]

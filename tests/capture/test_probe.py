@@ -304,6 +304,44 @@ def test_a_parameter_that_gets_another_order_in_memory_has_not_moved(tmp_path: P
     assert list(updates.step) == list(range(6)) and not updates.l2.any()
 
 
+def test_gradients_of_each_sample_lose_no_block(tmp_path: Path) -> None:
+    with flagged(tmp_path, PROBE) as recording:
+        model = Net().eval()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(_STEPS):
+            weights = {name: one.detach() for name, one in model.named_parameters()}
+            of_sample = torch.func.grad(lambda own, x: torch.func.functional_call(model, own, x[None]).square().sum())
+            gradients = torch.func.vmap(of_sample, (None, 0))(weights, torch.randn(4, 3))
+            for name, one in model.named_parameters():
+                one.grad = gradients[name].mean(0)
+            optimizer.step()
+    frame = _probe(recording)
+    own = frame[(frame.module_path == "up") & (frame.name == "bias")]
+    for site, begin in (("param", 0), ("grad", 0), ("update", 1)):  # the probe begins inside the first step
+        assert list(own[own.site == site].step) == list(range(begin, _STEPS))
+
+
+def test_names_that_end_with_a_space_are_names_of_their_own(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"a": x * self.weight, "a ": 5 * x * self.weight}
+
+    with flagged(tmp_path, "site=output keep=probe") as recording:
+        model = Twice()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            model(torch.ones(1))["a"].sum().backward()
+            optimizer.step()
+    frame = _probe(recording)
+    assert {name: list(some.l2) for name, some in frame.groupby("name", observed=True)} == {
+        "a": [1.0] * 3, "a ": [5.0] * 3
+    }  # fmt: skip
+
+
 def _named(frame: pd.DataFrame) -> Any:
     return frame.rename(columns={"name": "name_"}).itertuples()
 
