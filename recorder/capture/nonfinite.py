@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from ..observe.clock import Clock
 from ..records import Measured, Staged
-from ..sites import AT_LEAST, GRADIENTS, NUMBERS, UPDATED, is_loss, is_mask, may_mask, may_overflow, tells_skip
+from ..sites import AT_LEAST, GRADIENTS, NUMBERS, UPDATE, UPDATED, is_loss, is_mask, may_mask, may_overflow, tells_skip
 from ..system import log
 from ..system.text import counted
 
 _logger = logging.getLogger("recorder")
-_SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
+_SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS, UPDATE)
 _MAX_STEPS = 64
 """The most steps that are remembered as skipped or as not skipped. The writer thread may lag behind training."""
 

@@ -205,6 +205,8 @@ class Probe:
         self._were_bad: dict[int, tuple[bool, float]] = {}
         """For each column (one value) that was not finite when last seen: whether it had a NaN, and the largest
         fraction of elements that was infinite."""
+        self._spoilt: dict[int, tuple[SeenOnDevice, bool]] = {}
+        """For each column, the last update that was not finite, and whether it was NaN."""
         self._steps: list[StepNumbers] = []
         """The steps of the current block, in order. The last step has the most columns."""
         self._step = 0
@@ -408,12 +410,14 @@ class Probe:
         return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
     def saw_updates(
-        self, columns: npt.NDArray[np.int64], sums: npt.NDArray[np.float64], numels: npt.NDArray[np.float64],
-        moment: StepPosition,
+        self, values: Sequence[ProbedValue], columns: npt.NDArray[np.int64], sums: npt.NDArray[np.float64],
+        numels: npt.NDArray[np.float64], moment: StepPosition,
     ) -> None:  # fmt: skip
         """Count an update. `sums` has the sum of squares of the changes of each parameter's sampled elements."""
-        if not np.isfinite(sums.sum()):  # the row of the parameter shows it
+        if not np.isfinite(sums.sum()):  # the next row of the parameter shows it
             is_finite = np.isfinite(sums)
+            for i in np.flatnonzero(~is_finite).tolist():
+                self._spoilt[values[i].column] = SeenOnDevice(values[i], moment, 0, False), bool(np.isnan(sums[i]))
             columns, sums, numels = columns[is_finite], sums[is_finite], numels[is_finite]
         self._together.append((columns, sums * np.maximum(numels / SAMPLED, 1.0), numels))
         self._has_values = True
@@ -533,6 +537,8 @@ class Probe:
         squares = np.square(norms.astype(np.float64))
         if not np.isfinite(squares).all():  # a non-finite update shows in the parameter's row
             is_counted = np.isfinite(squares) | np.array([one.value.origin.site != UPDATE for one in seen])
+            for i in np.flatnonzero(~is_counted).tolist():
+                self._spoilt[seen[i].value.column] = seen[i]._replace(has_row=False), bool(np.isnan(norms[i]))
             seen, norms, squares = list(compress(seen, is_counted)), norms[is_counted], squares[is_counted]
         columns = np.array([one.value.column for one in seen])
         numels = np.array([one.value.numel for one in seen], np.float64)
@@ -589,11 +595,16 @@ class Probe:
             self._observe(SeenValue(origin, moment, its.phase, scope=its.scope, note=note), KEEP_TENSOR, values)
 
     def close(self) -> None:
-        """End the current step, and record the block."""
+        """End the current step, and record the block and the parameters that the last update has spoilt."""
         with self._changing:
             if self._has_values:
                 self._end_step()
             self.flush()
+            for update, is_nan in self._spoilt.values():
+                origin = update.value.origin._replace(site="param")
+                parameter = self._by_key.get((origin, update.value.phase, update.moment.mode))
+                if update.moment.step == self._step and parameter not in self._were_bad:
+                    self._on_device.record_turned(update, is_nan=is_nan)
 
 
 def addresses(
@@ -725,7 +736,7 @@ class Updates:
                 before = self._before = np.zeros(sum(min(one.numel, SAMPLED) for one in self._values))
             sums = kernels.moved(self._at, self._many, before)
             if moment is not None:
-                self._probe.saw_updates(self._columns, sums, self._numels, moment)
+                self._probe.saw_updates(self._values, self._columns, sums, self._numels, moment)
         elif not self._probe.is_free(tensors[0]):
             self._before = None
         else:

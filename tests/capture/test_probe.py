@@ -781,6 +781,25 @@ def test_an_update_that_is_not_finite_is_not_seen(tmp_path: Path) -> None:
     assert first(recording.run).nonfinite is not None
 
 
+def test_a_parameter_that_the_last_update_turns_nan_is_named(tmp_path: Path) -> None:
+    with flagged(tmp_path, PROBE) as recording:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(6):
+            model(torch.randn(4, 3)).square().mean().backward()
+            if step == 5:
+                optimizer.state[model.down.bias]["exp_avg_sq"].fill_(-1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.down.bias.isnan().all()
+    bad = first(recording.run).nonfinite
+    assert bad is not None
+    assert (bad.value.step, bad.value.module_path, bad.value.site, bad.value.name) == (5, "down", "update", "bias")
+    findings = recorder.check(recording.run).findings
+    assert [(one.site, one.name, one.step) for one in findings if one.rule == "nonfinite"] == [("update", "bias", 5)]
+    assert compare(recording.run).problems == []
+
+
 def test_a_parameter_whose_memory_moves_during_a_step_still_has_an_update(tmp_path: Path) -> None:
     with flagged(tmp_path, PROBE) as recording:
         model = Net()

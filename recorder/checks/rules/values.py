@@ -38,7 +38,7 @@ class NonFinite(CheckRule):
     name = "nonfinite"
     sentence = "A value holds NaN, or infinities that are no mask."
     severity = Severity.ERROR
-    sites, columns = SITES, ("nan_count", "inf_count", "numel")
+    sites, columns = (*SITES, "update"), ("nan_count", "inf_count", "numel")
     settings = (Setting("elements", 1, "elements", "smdebug's ExplodingTensor"),)
     advice = "recorder first names what was last healthy before it, and recorder stats the value"
 
