@@ -112,7 +112,7 @@ def block_rows(
 
 BLOCK_STEPS = 64
 _BLOCK_S = 30.0
-"""The longest time of a block, in seconds. A process that is killed loses the numbers of at most this time."""
+"""The longest time of a block, in seconds. A killed process loses the numbers of this time and of the current step."""
 _MAX_COLUMNS = 1 << 16
 """The most values that are measured. Names may change with the data, so the number of values may grow without bound."""
 _MAX_PLANS = 4096
@@ -581,6 +581,12 @@ class Probe:
         with self._changing:
             self._append_arrived(time.monotonic() + _WAIT_S)
             self._record_block()
+
+    def flush_old(self) -> None:
+        """Record a block that is older than `_BLOCK_S`. Called on the writer thread, because a step may take long."""
+        if self._steps and time.monotonic() - self._began_s > _BLOCK_S:
+            with self._changing:
+                self._record_block()
 
     def _record_block(self) -> None:
         steps, self._steps = self._steps, []

@@ -199,6 +199,8 @@ class Recording:
                 self._carrier.start(self.run_dir)
             self._answer()
             self._ring.look(capture)
+            if capture.probe is not None and 2 * capture.pool.used_bytes < capture.pool.capacity_bytes:
+                capture.probe.flush_old()  # in a full pool this thread would wait for itself
             capture.nonfinite.look(self._how_to_learn_more())
             self._look_for_steps()
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -546,6 +547,21 @@ def test_a_killed_process_leaves_the_blocks_that_were_over(tmp_path: Path) -> No
     assert not any(shard.is_sealed for shard in writer.probe_shards)
     frame = recorder.open_run(tmp_path / "runs").probe().to_pandas()
     assert list(frame[frame.name == "weight"].step) == list(range(8))  # the numbers of step 8 wait for its end
+
+
+def test_a_block_does_not_wait_for_a_step_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recorder.capture.probe._BLOCK_S", 0.2)
+    appended: list[int] = []
+    with flagged(tmp_path, PROBE) as recording:
+        model = Net()
+        _train(model, 9)
+        until_s = time.monotonic() + 20
+        while not appended and time.monotonic() < until_s:
+            time.sleep(0.1)
+            table = recorder.open_run(recording.folder).probe()
+            appended = sorted(set(table.column("step").to_pylist()))
+    assert appended == list(range(8))  # the numbers of step 8 wait for its end
+    assert sorted(set(_probe(recording).step)) == list(range(9))
 
 
 def test_the_default_rules_probe_what_trains() -> None:
