@@ -186,7 +186,7 @@ class Probe:
         self._observe = observe
         self._on_device = on_device
         self._on_step, self._on_trouble = on_step, on_trouble
-        self._kernels = native.load(use_native)
+        self.kernels = native.load(use_native)
         self._changing = threading.RLock()
         """A lock for adding a column, appending a step and recording a block, because several threads may train."""
         self._columns: list[ProbedSeries] = []
@@ -382,9 +382,9 @@ class Probe:
                 SeenOnDevice(value, moment, 0, keep != 0) for value, keep in zip(group.values, group.keeps, strict=True)
             ]
             return self._launched(self._on_device.measure_many(seen, tensors), moment)
-        if self._kernels is None:
+        if self.kernels is None:
             return False
-        sums = self._kernels.sums_of_squares(
+        sums = self.kernels.sums_of_squares(
             at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
         )
         if not np.isfinite(sums.sum()):
@@ -402,12 +402,12 @@ class Probe:
 
         Return a function that gives the statistics. It may be called on any thread.
         """
-        assert self._kernels is not None, "groups on the host are measured by the compiled loops"
+        assert self.kernels is not None, "groups on the host are measured by the compiled loops"
         weights = [
             self._weights(ITEM_BYTES[dtype], shape) if keep & KEEP_FINGERPRINT else None
             for dtype, shape, keep in zip(dtypes, shapes, keeps, strict=True)
         ]
-        return self._kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
+        return self.kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
     def saw_updates(
         self, values: Sequence[ProbedValue], columns: npt.NDArray[np.int64], sums: npt.NDArray[np.float64],
@@ -435,10 +435,6 @@ class Probe:
         """Whether operations may be launched on a parameter's device now. They may not during a graph capture."""
         return self._on_device.is_free(tensor)
 
-    @property
-    def kernels(self) -> native.Kernels | None:
-        return self._kernels
-
     def updates_of(self, parameters: Iterable[ProbedValue]) -> list[ProbedValue] | None:
         """Return parameters as values of site ``update``. Return None if no columns are left for them."""
         made = []
@@ -458,9 +454,9 @@ class Probe:
         key = (local.dtype, local.numel())
         plan = self._plans.get(key)
         if plan is None:
-            if self._kernels is None or local.dtype not in DTYPES:
+            if self.kernels is None or local.dtype not in DTYPES:
                 return math.nan
-            plan = self._host_measure(DTYPES[local.dtype], (local.numel(),), KEEP_STATS, -1, self._kernels)
+            plan = self._host_measure(DTYPES[local.dtype], (local.numel(),), KEEP_STATS, -1, self.kernels)
             if plan is None:
                 return math.nan
             if len(self._plans) >= _MAX_PLANS:
@@ -478,7 +474,7 @@ class Probe:
         """Return a value's statistics. Used if elements are not finite, or if there are no compiled loops."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             data = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self._kernels)
+        return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self.kernels)
 
     def _add(
         self, key: tuple[ValuePlace, str, str], phase: str, scope: str | None, chunk: Chunk | None, dtype: torch.dtype
@@ -647,9 +643,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
-    return [stride for stride, _ in sizes] == list(
-        accumulate((size for _, size in sizes[:-1]), operator.mul, initial=1)
-    )
+    return [stride for stride, _ in sizes] == [1, *accumulate((size for _, size in sizes[:-1]), operator.mul)]
 
 
 class Updates:
@@ -721,7 +715,7 @@ class Updates:
         self._group, self._values, self._many = group, values, None
         self._columns = np.array([one.column for one in values], np.int64)
         self._numels = np.array([one.numel for one in values], np.float64)
-        if group.tensors is not None and self._probe.kernels is not None:
+        if group.tensors is not None:
             self._many = ManyTensors(list(compress(group.tensors.plans, self._is_param)))
 
     def end(self, moment: StepPosition) -> None:
