@@ -107,6 +107,22 @@ def test_a_nan_in_an_evaluation_says_so_where_training_is_finite(is_training_bad
     assert [told in one.what for one in said(recorded, NonFinite)] == [not is_training_bad]
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_nan_loss_that_the_program_skips_is_said_to_touch_no_parameter(is_used: bool) -> None:
+    with_gradients, with_another_loss = Recorded(), Recorded()
+    for step in range(4):
+        for recorded in (with_gradients, with_another_loss):
+            recorded.add(step, "", np.nan if step == 2 else 1.0, site="scalar", name="loss")
+        gradient = np.full(4, np.nan if is_used and step == 2 else 1.0)
+        with_gradients.add(step, "up", gradient, **OPTIMIZER, site="grad")
+    with_another_loss.add(2, "", 1.0, site="scalar", name="loss")
+    if is_used:
+        with_another_loss.add(2, "up", [np.nan], **OPTIMIZER, site="grad")
+    for recorded in (with_gradients, with_another_loss):
+        (one,) = said(recorded, NonFinite)
+        assert ("; no gradient and no parameter that is recorded at this step was touched" in one.what) == (not is_used)
+
+
 def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:
     def mask(count: int) -> Any:
         values = np.zeros(8)

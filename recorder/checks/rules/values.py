@@ -105,11 +105,8 @@ class NonFinite(CheckRule):
             bad = np.flatnonzero(is_bad[start:end])
             first = bad[np.argmin(indices[bad])]
             earliest = bad[(indices[bad] == indices[first]) & (one_step.series[bad] == one_step.series[first])]
-            found: list[Finding] = []
-            for index in earliest.tolist():
-                counts = float(nan[start + index]), float(inf[start + index])
-                found.append(self._found(one_step, is_bad[start:end], index, *counts))
-                self._last_skipped = step
+            now, nans, infs = is_bad[start:end], nan[start:end], inf[start:end]
+            found = [self._found(one_step, now, index, nans[index], infs[index]) for index in earliest.tolist()]
             for one in [one for one in found if one.detail] or found:  # one rank's chunk of a parameter spoils all
                 if one.severity > Severity.NOTE:  # a skipped step does not affect later values
                     self._bad_step = step
@@ -140,6 +137,9 @@ class NonFinite(CheckRule):
         evaluated = rows.where("evaluated", lambda one: one.mode != "train" and one.site in VALUES_OF_CALLS)
         if not (is_bad & ~evaluated).any():
             what += f"; this is an evaluation ({key.mode}), and what is recorded of training at this step is finite"
+        elif (same_step & ~is_bad & (rows.at("grad") | (rows.lanes == lane))).any():
+            is_skipped = not (is_bad & rows.at("grad", "param", "optim")).any()
+            what += "; no gradient and no parameter that is recorded at this step was touched" * is_skipped
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
             self._num_skipped += self._last_skipped != step
@@ -148,6 +148,7 @@ class NonFinite(CheckRule):
                 severity = Severity.NOTE
             else:
                 what += f", as it did {_MOST_SKIPPED} times in a row"
+        self._last_skipped = step
         measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
         found = self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
         return found._replace(detail=detail)
@@ -162,9 +163,8 @@ class NonFinite(CheckRule):
                 name = objectives_in(key.name, start)[0]
                 states[name] = states.get(name, False) or is_bad_one
         bad = [repr(name) for name, is_bad_one in states.items() if is_bad_one]
-        if not bad or len(bad) == len(states):
-            return ""
-        return f"; {named('objective', bad, 4)} alone {'is' if len(bad) == 1 else 'are'} not finite"
+        text = f"; {named('objective', bad, 4)} alone {'is' if len(bad) == 1 else 'are'} not finite"
+        return text if 0 < len(bad) < len(states) else ""
 
 
 class Skipped(StreakRule):
