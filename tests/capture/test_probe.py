@@ -237,7 +237,7 @@ class Odd(nn.Module):
         self.conv, self.line, self.table = nn.Conv2d(3, 8, 3), nn.Linear(8, 2), nn.Embedding(9, 8, sparse=True)
         self.odd = nn.Parameter(torch.randn(6, 4))
         if kind == "channels_last":
-            self.to(memory_format=torch.channels_last)
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if kind == "transposed":
             self.odd = nn.Parameter(torch.randn(4, 6).t())
         if kind == "complex":
@@ -297,7 +297,7 @@ def test_a_parameter_that_gets_another_order_in_memory_has_not_moved(tmp_path: P
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for step in range(6):
             if step == 3:
-                model.to(memory_format=torch.channels_last)
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             model(torch.randn(2, 3, 3, 3)).square().mean().backward()
             optimizer.step()
     frame = _probe(recording)
