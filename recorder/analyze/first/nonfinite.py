@@ -225,7 +225,7 @@ class _Counts:
         begins, most = self._begins[rows], self.inf[self._begins_in_shape[rows]]
         began_as_mask = is_mask(self.nan[begins], self.inf[begins], self._may_mask[rows])
         most = np.maximum(np.where(began_as_mask, most, 0), self._most_before[rows])
-        return self.is_harmless[rows] | is_mask(self.nan[rows], self.inf[rows], self._may_mask[rows], most)
+        return np.asarray(self.is_harmless[rows] | is_mask(self.nan[rows], self.inf[rows], self._may_mask[rows], most))
 
     def search(self) -> int | None:
         """Return the first row in `bad`, or None. Reads the payload of each earlier row that has no counts."""
