@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +108,12 @@ class Selection:
         if not self.columns:
             return LookupFailedError(f"{what} has no rows")
         together = ", ".join(f"{column}={asked!r}" for column, asked in self.columns.items())
-        return LookupFailedError(f"{what} has no row with {together}; each of these occurs, but never together")
+        elsewhere = ""
+        if self.step is not None and (steps := replace(self, step=None).narrow(table).column("step").unique()):
+            elsewhere = f"; there are rows of {steps_in_words(sorted(steps.to_pylist()))}"
+        return LookupFailedError(
+            f"{what} has no row with {together}; each of these occurs, but never together{elsewhere}"
+        )
 
     def only(self, column: str) -> Selection:
         """Return a selection with the filter of one column alone."""

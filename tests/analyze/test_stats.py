@@ -348,6 +348,14 @@ def test_what_cannot_be_answered_says_what_there_is(run: recorder.Run, arguments
         recorder.stats(run, **arguments)
 
 
+def test_of_a_value_without_rows_at_a_step_it_is_said_which_steps_have_rows(tmp_path: Path) -> None:
+    rows = [make_row(i, np.ones(2, np.float32), module_path="up", step=i, rank=0, encoding=None) for i in range(4)]
+    rows.append(make_row(4, np.ones(2, np.float32), module_path="down", step=9, rank=0, encoding=None))
+    run = write(tmp_path / "run", rows)
+    with pytest.raises(LookupFailedError, match=r"never together; there are rows of steps 0 to 3$"):
+        recorder.stats(run, module="up", step=9)
+
+
 @pytest.mark.parametrize("across_ranks", [False, True])
 @pytest.mark.parametrize("by", [(), ("step",)])
 def test_a_run_without_rows_says_so(tmp_path: Path, across_ranks: bool, by: tuple[str, ...]) -> None:
