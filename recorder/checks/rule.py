@@ -87,7 +87,7 @@ class Finding(NamedTuple):
     @property
     def text(self) -> str:
         """The finding in words, for one line: since when it holds, where it is, what it is, and how large."""
-        where = " ".join(filter(None, (text.quoted(self.module_path), self.site, self.name)))
+        where = " ".join(filter(None, (text.module_in_words(self.module_path), self.site, self.name)))
         return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.said}"
 
     @property

@@ -70,7 +70,7 @@ class Recording:
         self._estimate: Estimate | None = None
         """The estimate of bytes, which only rank 0 has."""
         self._is_step_missed = False
-        """Whether a model has made so many slices (a forward and its backward each) in one step that no other came."""
+        """Whether a model has made `_MANY_SLICES` slices (a forward and its backward each) in one step."""
         if own_topology.rank == 0:
             num_ranks = own_topology.world_size
             self._estimate = Estimate(settings.rules, rank=0, world_size=num_ranks, max_bytes=settings.max_bytes)

@@ -117,7 +117,7 @@ def span(numbers: Sequence[int]) -> str:
     return f"{first}..{last}{gaps}"
 
 
-def quoted(path: str) -> str:
+def module_in_words(path: str) -> str:
     """Return a module path in quotes, or the words for the root."""
     return repr(path) if path else MODEL
 
@@ -133,7 +133,7 @@ def grouped(paths: Sequence[str]) -> list[str]:
     for shape, members in groups.items():
         values = [sorted(set(column)) for column in zip(*members, strict=True)]
         if len(members) < 3 or math.prod(map(len, values)) != len(members):
-            texts += [quoted(path) for path in members.values()]
+            texts += [module_in_words(path) for path in members.values()]
             continue
         numbers = iter(values)
         texts.append(repr(".".join(_numbers(next(numbers)) if part == "#" else part[1:] for part in shape)))

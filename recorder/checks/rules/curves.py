@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...system.text import number
+from ...system.text import module_in_words, number
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
@@ -234,8 +234,7 @@ class _Recent:
             if len(indices):
                 key = rows.catalog.key_of(int(rows.lanes[indices[0]]))
                 name = f" {key.name}" if key.name else ""
-                whose = repr(key.module_path) if key.module_path else "the model's"
-                return f"{whose} {key.site}{name} moved first, at step {int(steps[line])}"
+                return f"{module_in_words(key.module_path)} {key.site}{name} moved first, at step {int(steps[line])}"
         return ""
 
     def risen_rate(self, one: Finding) -> str:
