@@ -28,8 +28,9 @@ from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterR
 from .hooks.root import Root
 from .local_values import PLAIN, are_plain
 from .marks import main_parameter
-from .probe import Probe, ProbedGroup, Updates
+from .probe import Probe, ProbedGroup
 from .step_gradients import LastGradient, wrap_closure
+from .updates import Updates
 
 _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)
