@@ -94,6 +94,8 @@ class FirstNonFinite:
             return
         num_nan, num_inf = measured.nan_count or 0, measured.inf_count or 0
         if not num_nan and not num_inf:
+            if self._waiting is not None and self._is_proof_of_a_skip(staged, self._waiting):
+                self._skipped.append(step)
             return
         if is_mask(num_nan, num_inf, may_mask(origin.site, origin.name)):
             return
@@ -109,6 +111,11 @@ class FirstNonFinite:
             self._loss = self._loss or (_where(staged) if is_loss(origin.site, origin.name) else "")
             if origin.site in UPDATED:  # an update shows that the step was not skipped
                 self._taken.append(step)
+
+    def _is_proof_of_a_skip(self, staged: Staged, waiting: NonFiniteValue) -> bool:
+        """Whether a finite value shows that no update used the gradient `waiting` of an output of the same module."""
+        is_final = staged.origin.site == "grad" and staged.scope == "final"
+        return is_final and waiting.site != "grad" and staged.origin.module_path == waiting.module_path
 
     def _decide(self, waiting: NonFiniteValue) -> None:
         """Choose the value to warn of, once the step of a non-finite gradient is over."""

@@ -471,6 +471,27 @@ def harmless(are_masked: Flags, are_bad: Flags, are_told: Flags, ids: Integers) 
     return np.asarray(are_masked & (last_told[ids] > indices) & (last_bad[ids] < indices))
 
 
+THROWN_AWAY = "the program threw this backward away: the gradients that the optimizer got are finite"
+
+
+def thrown_away(are_bad: Flags, are_passed: Flags, are_final: Flags, steps: Integers, modules: Integers) -> Flags:
+    """Return which rows belong to a backward that the program threw away, as where its own loss scale was too large.
+
+    Nothing is non-finite at this step but gradients of outputs and inputs, and the optimizer got finite gradients of
+    the parameters of a module with such a gradient.
+
+    Args:
+        are_bad: whether each row is not finite.
+        are_passed: whether it is a gradient of an output or an input.
+        are_final: whether it is a gradient of a parameter, as the optimizer got it, and is finite.
+        steps: a number for each step and rank.
+        modules: a number for each module at each step and rank.
+    """
+    are_passed = are_bad & are_passed
+    finite = are_passed & np.isin(modules, modules[are_final])
+    return np.asarray(are_passed & np.isin(steps, steps[finite]) & ~np.isin(steps, steps[are_bad & ~are_passed]))
+
+
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:
     """Group the rows that agree in all columns. Return the group of each row, and the first row of each group.
 

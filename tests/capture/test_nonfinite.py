@@ -189,6 +189,16 @@ def test_a_loss_that_is_not_finite_is_named(said: Callable[..., list[str]], step
     assert (first if step else late) in text
 
 
+@pytest.mark.parametrize("site", ["grad_output", "grad"])
+def test_a_gradient_is_no_finding_where_the_optimizer_got_a_finite_one(site: str) -> None:
+    watch = FirstNonFinite(rank=0, clock=Clock())
+    watch.saw([fake_staged(module_path="up", site=site)], [Measured(inf_count=1)])
+    watch.saw([fake_staged(module_path="up", site="grad", name="bias", scope="final")], [Measured()])
+    watch.saw([fake_staged(module_path="up", step=1)], [Measured()])
+    watch.look(None, is_last=True)
+    assert (watch.first is None) == (site == "grad_output")
+
+
 @pytest.mark.parametrize(("is_skipped", "where"), [(True, "scalar train/loss"), (False, "'up' grad")])
 def test_what_comes_after_a_gradient_is_the_first_where_its_step_is_skipped(is_skipped: bool, where: str) -> None:
     watch = FirstNonFinite(rank=0, clock=Clock())

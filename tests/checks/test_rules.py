@@ -173,6 +173,28 @@ def test_a_step_that_grad_scaler_skipped_is_a_note_and_hides_nothing() -> None:
     assert [(one.step, one.severity) for one in said(recorded, NonFinite)] == [(2, Severity.ERROR), (1, Severity.NOTE)]
 
 
+@pytest.mark.parametrize("bad", ["", "grad", "output", "loss", "no final"])
+def test_a_backward_that_the_program_threw_away_is_a_note(bad: str) -> None:
+    recorded = Recorded()
+    for step in range(3):
+        for micro_step, is_thrown in enumerate([True, False] if step == 1 else [False]):
+            value = np.nan if is_thrown and bad == "output" else 1.0
+            recorded.add(step, "up", [value], micro_step=micro_step)
+            recorded.add(step, "", np.nan if is_thrown and bad == "loss" else 1.0, site="scalar", name="loss")
+            recorded.add(
+                step,
+                "up",
+                [np.inf * is_thrown if is_thrown else 1.0],
+                site="grad_output",
+                phase="backward",
+                micro_step=micro_step,
+            )
+        if bad != "no final" or step != 1:
+            recorded.add(step, "up", [np.inf if (bad, step) == ("grad", 1) else 1.0], **OPTIMIZER, site="grad")
+    (one,) = said(recorded, NonFinite)
+    assert (one.step, one.severity) == (1, Severity.ERROR if bad else Severity.NOTE)
+
+
 def gradients(scale: Any, steps: int = 150) -> Recorded:
     recorded = Recorded()
     for step in range(steps):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...checks.rows import HARMLESS, harmless
+from ...checks.rows import HARMLESS, harmless, thrown_away
 from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, VALUE_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers, numbers
@@ -94,7 +94,8 @@ class NonFiniteFinder:
         """A note on each value that is taken for a mask."""
         self._overflow: NonFiniteTensor | None = None
         """The first gradient that is not finite at a step whose update GradScaler skipped."""
-        self._overflow_steps: set[int] = set()
+        self._overflow_steps: set[tuple[bool, int]] = set()
+        """The steps with such gradients, each with whether the program threw the backward away."""
         self._is_skipping = False
         """Whether GradScaler skipped the update of the last step that was added."""
         self._num_unchecked = 0
@@ -111,7 +112,8 @@ class NonFiniteFinder:
         if len(overflows):
             if self._overflow is None:
                 self._overflow = _describe(timeline, state, int(overflows[0]))
-            self._overflow_steps |= set(timeline.table.column("step").take(pa.array(overflows)).to_pylist())
+            steps = timeline.table.column("step").take(pa.array(overflows)).to_pylist()
+            self._overflow_steps |= set(zip(state.is_thrown[overflows].tolist(), steps, strict=True))
         if len(state.is_skipped):
             self._is_skipping = bool(state.is_skipped[-1])
         modules = group([timeline.codes[name][bad] for name in NAME[:2]])
@@ -136,8 +138,13 @@ class NonFiniteFinder:
         """Return notes on the values that do not count, and on the values that could not be read."""
         notes = sorted(self.masks.values(), key=lambda text: HARMLESS not in text)[:_MAX_NOTED]
         if self._overflow is not None and self.found() is not self._overflow:
-            steps = steps_in_words(sorted(self._overflow_steps))
-            notes.append(f"gradients overflowed at {steps}, whose updates GradScaler skipped; not counted as a finding")
+            for is_thrown, why in (
+                (False, "whose updates GradScaler skipped"),
+                (True, "and the program threw them away"),
+            ):
+                if steps := sorted(step for its, step in self._overflow_steps if its is is_thrown):
+                    words = f"gradients overflowed at {steps_in_words(steps)}, {why}"
+                    notes.append(f"{words}; not counted as a finding")
         if len(self.masks) > _MAX_NOTED:
             notes.append(f"{len(self.masks) - _MAX_NOTED} more values are infinite as masks are")
         if self._num_unchecked:
@@ -181,6 +188,14 @@ class _Counts:
         when = timeline.codes["step"] * (timeline.codes["rank"].max(initial=0) + 2) + timeline.codes["rank"]
         self.is_of_skipped_step = np.isin(when, when[skips[self.is_skipped]])
         self._may_overflow = holds(table.column("site"), may_overflow) & self.is_of_skipped_step
+        is_bad = self.nonfinite() & ~(holds(table.column("site"), "scalar".__eq__) & ~_is_loss(table))
+        is_passed = holds(table.column("site"), ("grad_output", "grad_input").__contains__)
+        is_final = holds(table.column("site"), "grad".__eq__) & self.is_known & ~self.nonfinite()
+        is_final[: timeline.num_firsts] = False
+        modules = group([when, *(timeline.codes[name] for name in NAME[:2])]).ids
+        self.is_thrown = thrown_away(is_bad & ~self._may_overflow, is_passed, is_final, when, modules)
+        """Whether each row is not finite and belongs to a backward that the program threw away."""
+        self._may_overflow |= self.is_thrown
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]

@@ -8,10 +8,21 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ...sites import OBJECTIVE, OBJECTIVE_NORM, SITES, VALUES_OF_CALLS, is_mask, may_mask, objectives_in, tells_skip
+from ...sites import (
+    OBJECTIVE,
+    OBJECTIVE_NORM,
+    SITES,
+    VALUES_OF_CALLS,
+    is_loss,
+    is_mask,
+    may_mask,
+    objectives_in,
+    tells_skip,
+)
 from ...system.text import counted, listed, named
 from ..rows import (
     HARMLESS,
+    THROWN_AWAY,
     Flags,
     Floats,
     Integers,
@@ -24,6 +35,7 @@ from ..rows import (
     grouped,
     harmless,
     previous,
+    thrown_away,
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 
@@ -59,7 +71,16 @@ class NonFinite(CheckRule):
         nan, inf = np.nan_to_num(rows["nan_count"]), np.nan_to_num(rows["inf_count"])
         is_excused, is_noted = self._excused(rows, nan, inf)
         if (is_bad := (nan + inf >= self.thresholds["elements"]) & ~is_excused).any():
-            yield from self._spells(rows, is_bad, nan, inf)
+            is_thrown = self._thrown_away(rows, is_bad)
+            if (is_left := is_bad & ~is_thrown).any():
+                yield from self._spells(rows, is_left, nan, inf)
+            for index in np.flatnonzero(is_thrown)[:1].tolist():
+                at, what = (
+                    (int(rows.lanes[index]), int(rows.steps[index])),
+                    f"the value is not finite, but {THROWN_AWAY}",
+                )
+                number = float(nan[index] + inf[index])
+                yield self.finding(*at, what, "NaN and infinite elements", number, 1.0, Severity.NOTE)
         for index in np.flatnonzero(is_noted).tolist():
             at, what = (int(rows.lanes[index]), int(rows.steps[index])), f"the value is infinite, but {HARMLESS}"
             yield self.finding(*at, what, "infinite elements", float(inf[index]), 1.0, Severity.NOTE)
@@ -86,6 +107,14 @@ class NonFinite(CheckRule):
             known[index] = self._masks.setdefault(key, float(inf[index] * began_as_mask[index]))
             self._masks[key] = max(known[index], float(inf[index] * is_harmless[index]))
         return is_masked & (is_harmless | (inf <= known)), is_harmless & (inf > known)
+
+    def _thrown_away(self, rows: Rows, is_bad: Flags) -> Flags:
+        is_bad = is_bad & ~rows.where("number", lambda one: one.site == "scalar" and not is_loss(one.site, one.name))
+        is_final = rows.at("grad") & (rows["nan_count"] + rows["inf_count"] == 0)
+        steps, numbers = grouped(rows.steps, rows.ranks)[0], dict[tuple[str, str], int]()
+        modules = np.array([numbers.setdefault(one[:2], len(numbers)) for one in self.catalog.series], np.int64)
+        ids = grouped(steps, modules[rows.series])[0]
+        return thrown_away(is_bad, rows.at("grad_output", "grad_input"), is_final, steps, ids)
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
         """Report consecutive bad steps once, on the value that was bad first. Yield a finding for each rank with it."""

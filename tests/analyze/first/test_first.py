@@ -269,6 +269,17 @@ def test_a_gradient_that_overflows_at_a_skipped_step_hides_nothing(tmp_path: Pat
     assert bad is not None and (bad.value.step, bad.value.site) == (3, "output")
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_backward_that_the_program_threw_away_does_not_count(tmp_path: Path, is_used: bool) -> None:
+    rows = steps(0, "up", site="grad_output", phase="backward")
+    final = [make_row(10 + step, np.ones(4, np.float32), step=step, module_path="up", site="grad") for step in range(4)]
+    for row in (rows[1], final[1])[: 1 + is_used]:
+        spoil(row, np.inf)
+    result = found(write(tmp_path / "run", [*rows, *final]))
+    told = "gradients overflowed at step 1, and the program threw them away; not counted as a finding"
+    assert (result.nonfinite is None, told in result.notes) == (not is_used, not is_used)
+
+
 def test_a_step_done_again_by_a_later_attempt_does_not_count(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", world_size=1)
     for attempt, bad_step in ((0, 2), (1, 3)):
