@@ -1,7 +1,7 @@
 """Finds the chunks of plain tensors in tensor parallel regions, from DTensors that use the same memory.
 
 A chunk is a rank's part of a global tensor. If a tensor parallel style has made a DTensor local, the plain tensor's
-autograd node has the DTensor's spec. In other cases only the next module turns the plain tensor into a DTensor, so a
+autograd node has the DTensor's spec. Otherwise only the next module turns the plain tensor into a DTensor, so a
 few records wait until their chunks are known. Memory is recognised by a weak reference to the tensor that owns it,
 never by an address. Nothing here may copy, issue a collective, or keep a tensor or a mesh alive.
 """

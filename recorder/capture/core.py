@@ -77,7 +77,7 @@ _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 """Returns a shape as a cached tuple. New objects in the channel's queue would bring garbage collections nearer."""
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
-"""The most rows that one dropped tensor counts for. Each row takes a sequence number, and expanded tensors are huge."""
+"""The most rows that a dropped tensor counts as, because expanded tensors are huge. Each takes a sequence number."""
 _MAX_ERRORS = 20
 """After this many errors of the recorder at one site (such as `output`) of a module, the site is no longer recorded."""
 _TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
@@ -173,7 +173,7 @@ class Capture:
             with torch._C._DisableFuncTorch():  # the call may be in `torch.func`, which wraps the tensors that are made
                 self._ask_probe(self.probe.step_changes, step)
             if self.probe.is_blind:
-                self.selection.has_probe = False  # else hooks would stay on at every step, for nothing
+                self.selection.has_probe = False  # Without this check, hooks would stay on at every step for nothing.
         self.scalars.step_changes(step)
         self.rule_commands.step_changes(step)
         if self.ring is not None and (problem := self.ring.judge(step, self.selection.num_ring_steps)) is not None:
@@ -198,7 +198,7 @@ class Capture:
             stager.look()
 
     def fetch(self) -> None:
-        """Put the values that the capture still holds, as in the probe and the stagers, on the channel. May block."""
+        """Put the values that the probe and the stagers still hold on the channel. May block."""
         if self.probe is not None:
             self._ask_probe(self.probe.flush)
         if self._token_blocks is not None:
@@ -246,7 +246,7 @@ class Capture:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
                 if keep == KEEP_PROBE:
-                    return  # the norm of a summand says nothing of the sum
+                    return  # the norm of one rank's summand says nothing about the sum
                 local, keep, note = self._summand(tensor, local, keep, note)
             if keep & KEEP_TOKENS:
                 keep &= ~KEEP_TOKENS
@@ -267,7 +267,7 @@ class Capture:
             ):
                 self._drop(reason, min(_num_parts(local.numel() * local.itemsize, keep), _MAX_DROPPED_PARTS))
                 return
-            kind = "cpu" if local.is_cpu else local.device.type  # `stager_of`, inlined
+            kind = "cpu" if local.is_cpu else local.device.type  # this is `stager_of`, inlined
             stager = self._stagers.get(kind) or self._stager(kind)
             # `Tensor.nbytes` wraps at 2^64 bytes, which an expanded tensor can have.
             nbytes = local.numel() * local.itemsize
@@ -453,7 +453,7 @@ class Capture:
 
     def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
         """Wait for a free block of the pool, as long as the settings allow. Return None if no block becomes free."""
-        self.aliases.flush()  # records that wait there hold memory of the pool
+        self.aliases.flush()  # records that wait for their chunk hold memory of the pool
         settings = self.settings
         if settings.policy != "wait":
             return None
@@ -473,12 +473,12 @@ class Capture:
         if masked is not None:
             local, note = masked, merged_notes(note, _MASKED)
         keep &= ~KEEP_PROBE
-        if keep & KEEP_STATS:  # statistics of summands say nothing of the sum
+        if keep & KEEP_STATS:  # statistics of one rank's summands say nothing about the sum
             keep, note = keep & ~KEEP_NUMBERS, merged_notes(note, _NO_STATISTICS_OF_PARTIAL)
         return local, keep, note
 
     def _inside(self, origin: ValuePlace, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
-        """Return the tensors inside a composite tensor. Having none counts as a drop, a failed search as an error."""
+        """Return the tensors inside a composite tensor. Count a drop if there are none."""
         try:
             inside = inner_tensors(origin.name, tensor, chunk)
         except Exception as error:
@@ -505,7 +505,7 @@ class Capture:
     def put_measured(
         self, value: ProbedValue, moment: StepPosition, call: int, note: str | None, its: Measured
     ) -> None:
-        """Put a row on the channel with `its` statistics, which are known already. The value is not copied."""
+        """Put a row on the channel with statistics (`its`) that are known already. The value is not copied."""
         block = self.pool.take(0)
         if block is None:
             self._drop("pool_full", 1)
@@ -564,8 +564,8 @@ class Capture:
         )
         for root in self.roots:
             if root.name == origin.root:
-                # The hook that records a value also registers the hook on the value's gradient, so the gradient's site
-                # ends, too.
+                # The hook that records a value also registers the hook on the value's gradient, so the recording of the
+                # gradient ends, too.
                 with_gradient = origin.site in OF_CALLS and origin.site in GRADIENT_OF
                 sites = (origin.site, GRADIENT_OF[origin.site]) if with_gradient else (origin.site,)
                 root.disarm(origin.module_path, sites, self.clock.step)

@@ -1,8 +1,8 @@
 """Measures values on devices for the probe, which has one number of each value at every step.
 
 A kernel computes the norm of each value, and the norms of a step are copied to the host together. They arrive one or
-two steps later, when the values may be gone. So a row can say that a value turned NaN or infinite, but not how many of
-its elements did. Nothing here may wait for a device, or hold a tensor.
+two steps later, when the values may be gone. So a row can say that a value turned NaN or infinite, but not how many
+elements are NaN or infinite. Nothing here may wait for a device, or hold a tensor.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DeviceProbe:
         return self._launch(seen, tensors[0], lambda norms: norms.measure_many(tensors))
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether values on the tensor's device can be measured now. They cannot while a graph is captured there."""
+        """Whether values on the tensor's device can be measured now. They cannot while the device captures a graph."""
         try:
             norms = self._stager_of(tensor).norms(tensor)
         except (LostError, UnsupportedKind):

@@ -94,7 +94,7 @@ def wrappers_around(root: nn.Module) -> list[nn.Module]:
         item
         for kind in kinds
         for item in live_instances(kind)
-        if "_modules" in vars(item)  # without `_modules`, its `__init__` still runs
+        if "_modules" in vars(item)  # an object without `_modules` is a module whose `__init__` still runs
         and any(inner is root for inner in item.modules())
     ]
 

@@ -217,7 +217,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tensor, Chunk | None]:
-    """Return the local values of a tensor as an ordinary strided tensor, and their chunk where there is one.
+    """Return the local values of a tensor as an ordinary strided tensor, and their chunk, if there is one.
 
     A ``chunk`` that the caller passes is returned unchanged.
 
@@ -231,7 +231,7 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
     is_usual = tensor.is_cpu and is_ordinary(tensor)
     if not is_usual:
         _refuse_kinds(tensor)
-        if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
+        if tensor._is_zerotensor():  # autograd creates tensors without memory for gradients that are zero
             return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
     if is_usual and not tensor.storage_offset() and tensor.data_ptr():
         return tensor, chunk  # asking its storage would make an object that lives as long as the storage
@@ -258,7 +258,7 @@ def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return tensor.detach().resolve_conj().resolve_neg()
     keys = _dispatch_keys(tensor)
-    if not keys.has(torch._C.DispatchKey.Functionalize):  # functorch's wrappers have this key, and others do
+    if not keys.has(torch._C.DispatchKey.Functionalize):  # as functorch's wrappers and others have
         _ordinary.add(keys.raw_repr())
     return tensor
 
@@ -360,7 +360,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _inside(tensor: torch.Tensor) -> _Inner:
-    """Return the tensors directly inside a composite tensor, by name. Other tensors have none."""
+    """Return the tensors directly inside a composite tensor, by name. Return an empty dict for other tensors."""
     if type(tensor) in PLAIN:
         if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return {}
@@ -422,7 +422,7 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "": "_tensor",
         "_precomputed_scale": "_precomputed_scale",
     },
-    # The other inner tensors of a NestedTensor have no elements. Only their shapes say something: cached lengths.
+    # The other inner tensors of a NestedTensor have no elements. Their shapes are cached lengths.
     ("torch.nested._internal.nested_tensor", "NestedTensor"): {
         "_values": "_values",
         "_offsets": "_offsets",

@@ -23,7 +23,7 @@ from .local_values import compact, spec_of, written_ranks
 from .topology import is_distributed
 
 _STATES = ("megatron.core.parallel_state", "deepspeed.utils.groups")
-"""The frameworks' Python modules that have process groups as attributes, such as ``_TENSOR_MODEL_PARALLEL_GROUP``."""
+"""Python modules of frameworks, whose attributes are process groups, such as ``_TENSOR_MODEL_PARALLEL_GROUP``."""
 MEGATRONS_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _MAX_KNOWN = 256
 
@@ -184,7 +184,7 @@ def split_of(parameter: object) -> Split | None:
         if name in _READERS:
             try:
                 return _READERS[name](parameter, table)
-            except Exception:  # a table of this name that another version or program has made
+            except Exception:  # another version or program has made this table in another form
                 return Split()
     return None
 
@@ -199,7 +199,7 @@ def _by_autotp(parameter: Any, table: Any) -> Split | None:
 
 
 def _as_chunks(parts: Sequence[int]) -> tuple[int, ...]:
-    """Return `parts` if torch would cut a dim into chunks of these sizes. Otherwise no placement fits: return ()."""
+    """Return `parts` if torch would cut a dim into chunks of these sizes. Otherwise return ()."""
     size = -(-sum(parts) // len(parts))
     ends = [sum(parts[: number + 1]) for number in range(len(parts))]
     return tuple(parts) if all(end == min(size * (at + 1), ends[-1]) for at, end in enumerate(ends)) else ()
@@ -361,7 +361,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     replicated.
     """
     layer = getattr(module, "output_layer", None)
-    if isinstance(layer, nn.Module) and getattr(module, "parallel_output", False) is True:  # a model that gives logits
+    if isinstance(layer, nn.Module) and getattr(module, "parallel_output", False) is True:  # the model returns logits
         ranks = tensor_ranks(layer)
         outputs = _size(layer, len(ranks), "output_size")
         return CutCalls(ranks, {("output", 3, -1): (outputs,)}) if len(ranks) > 1 and outputs else None
@@ -393,7 +393,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
         whole = {"output": (getattr(module, "embedding_dim", 0), True)}
         return CutCalls(ranks, {}, 1, "output" if is_scattered else "", whole)
     hidden = getattr(module, "hidden_size_per_partition", None)
-    if (heads := _heads(module, ranks)) and isinstance(hidden, int):  # the core of attention
+    if (heads := _heads(module, ranks)) and isinstance(hidden, int):  # the module is the core of attention
         return CutCalls(ranks, {("input", 4, 2): heads, ("output", 0, -1): (hidden,)})
     return _cut_by_marked_weight(module, ranks)
 

@@ -5,9 +5,9 @@ Only statistics that are computed anyway are read, on the writer thread. Nothing
 NaN is reported in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. Infinities are
 reported only where no program puts them on purpose (`sites.may_mask`): in gradients, in optimizer state, and in a
 scalar that is called a loss. Inputs and buffers may contain masks, and outputs may be masks, so infinities there are no
-fault. Inputs of inner modules are not checked: they are outputs, which are checked, or the program's own code has made
-them. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the warning about a gradient
-waits until the gradient's step is over. Warnings about later values of that step wait, too.
+fault. Inputs of inner modules are not checked: each is the output of another module, which is checked, or was made by
+the program's own code. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the warning
+about a gradient waits until the gradient's step is over. Warnings about later values of that step wait, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_STEPS = 64
 """The most steps that are remembered as skipped or as not skipped. The writer thread may lag behind training."""
 
 _LAG_STEPS = 3
-"""The number of steps that the warning waits, because the row of an earlier value on a device may come late."""
+"""The number of steps that the warning waits, because the row of a value on a device may arrive some steps late."""
 
 
 class NonFiniteValue(NamedTuple):
@@ -57,9 +57,9 @@ class FirstNonFinite:
         """Whether `first` is a scalar, such as the loss."""
         self._is_said = False
         self._waiting: NonFiniteValue | None = None
-        """A non-finite gradient whose step may yet be skipped."""
+        """A non-finite gradient of a step that `GradScaler` may still skip."""
         self._next: NonFiniteValue | None = None
-        """The first non-finite value after `_waiting` that is no gradient. It is reported if the step is skipped."""
+        """The first non-finite value after `_waiting` that is no gradient. Reported if the step is skipped."""
         self._loss = ""
         """The name of a non-finite loss seen after the gradient `_waiting`, in the same step; empty without a loss."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
@@ -86,7 +86,7 @@ class FirstNonFinite:
         is_told_of = origin.site in _SITES or (origin.site == "input" and not origin.module_path)
         is_late = staged.note is not None and AT_LEAST in staged.note
         if self.first is not None and is_late and self._is_scalar and step <= self.first.step and not self._is_said:
-            self.first = None  # the scalar was computed from this value
+            self.first = None  # the scalar `first` was computed from this value
         if self.first is not None or not is_told_of or staged.phase == "recompute":
             return
         if tells_skip(origin.site, origin.name):
@@ -128,8 +128,8 @@ class FirstNonFinite:
     def look(self, command: str | None, *, is_last: bool = False) -> None:
         """Log the warning if there is a value to warn of and the log can take a line.
 
-        `command` is the shell command that shows where the value comes from. It is None where there is no run.
-        `is_last` is True if no step follows and the writer thread has ended.
+        `command` is the shell command that shows where the value comes from, or None if there is no run. `is_last` is
+        True if no step follows and the writer thread has ended.
         """
         waiting = self._waiting
         if waiting is not None and (is_last or (not self.is_told_by_rows and self._clock.step > waiting.step)):
@@ -147,7 +147,7 @@ class FirstNonFinite:
 
 def _where(staged: Staged) -> str:
     origin = staged.origin
-    name = origin.name if origin.name.isprintable() else repr(origin.name)  # names may be keys of a user's samples
+    name = origin.name if origin.name.isprintable() else repr(origin.name)  # the name may be a key of a user's sample
     if origin.site == "scalar":
         return f"scalar {name}"
     return " ".join(filter(None, (repr(origin.module_path), origin.site, name)))

@@ -1,7 +1,7 @@
 """Records parameters, final gradients and learning rates before an optimizer step, and the optimizer's state after it.
 
-The hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at
-the start, change an argument except to wrap a closure, raise into training, or keep a parameter alive.
+The hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a value from a device
+except once at the start, change an argument except to wrap a closure, raise into training, or keep a parameter alive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .updates import Updates
 _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
-"""The number of steps between two checks of what an update leaves out. The steps in `_EARLY_LOOKS` are checked, too."""
+"""The number of steps between two calls of `_look_at_update`, which is also called at the steps in `_EARLY_LOOKS`."""
 HERE_ALONE = '{"of_one_rank":true}'
 """The note of optimizer state that only this rank has: ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
@@ -46,14 +46,14 @@ class _GroupKey(NamedTuple):
     """The key of a group of parameters and gradients that can be recorded with one call."""
 
     whose: Hashable
-    """The ids of the parameters, and for each parameter whether the gradient is None."""
+    """The id of each parameter, and whether the gradient of the parameter is None."""
     note: str | None
     masks: tuple[int, ...]
     """For each rule set, what to keep at the step, as bits of KEEP_*."""
 
 
 class _Probed(NamedTuple):
-    """What the probe knows of one optimizer."""
+    """The values of one optimizer that the probe can measure together."""
 
     optimizer: weakref.ref[Optimizer]
     groups: dict[_GroupKey, ProbedGroup | None]
@@ -131,9 +131,9 @@ class OptimizerHooks:
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._probed: dict[int, _Probed] = {}
-        """By optimizer id, what the probe knows of the optimizer. Ids are used as an optimizer may have no hash."""
+        """By optimizer id, what the probe knows of the optimizer, which may have no hash and so cannot be a key."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
-        """By id, parameters that turned up after this step's scan of the modules. The next scan looks for them."""
+        """By id, parameters first seen after this step's scan of the modules. The next scan looks for their modules."""
         self._learned_at = -1
         self._is_looking = False
         """Whether the step under way is one at which `_look_at_update` looks."""
@@ -176,7 +176,7 @@ class OptimizerHooks:
     def name_of(self, optimizer: Optimizer) -> str:
         """Return an optimizer's name: the class name, with a number if several live optimizers share the class name.
 
-        An optimizer that the program makes anew at each step keeps the name of the optimizer before it. A
+        An optimizer that the program makes anew at each step keeps the name of the previous optimizer. A
         ZeroRedundancyOptimizer takes over the name of the optimizer inside it.
         """
         known = self.known.get(id(optimizer))
@@ -234,7 +234,7 @@ class OptimizerHooks:
         """Whether every parameter of an optimizer is in a root (a model under hooks)."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                rows = self._rows.get(id(parameter))  # `_rows_of` does the same, but its call costs time at every step
+                rows = self._rows.get(id(parameter))  # repeats `_rows_of`, whose call costs time at every step
                 if (rows is None or rows.reference() is not parameter) and self._rows_of(parameter) is None:
                     return False
         return True
@@ -246,7 +246,7 @@ class OptimizerHooks:
         unknown = self._unknown.get(id(parameter))
         if unknown is not None and unknown() is parameter:
             return None
-        if self._learned_at == self.num_steps:  # one scan of all modules a step is enough
+        if self._learned_at == self.num_steps:  # all modules are scanned at most once a step
             self._late[id(parameter)] = weakref.ref(parameter)
             return None
         self._learn()
@@ -304,7 +304,7 @@ class OptimizerHooks:
         return self._firsts.setdefault(id(optimizer), first) == first
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        if self._counting is None or self._counting() is None:  # no optimizer counts yet, or it was deleted
+        if self._counting is None or self._counting() is None:  # no optimizer counts the steps now
             wanted = self._capture.settings.step_optimizer
             if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):
                 return False
@@ -333,7 +333,7 @@ class OptimizerHooks:
             self._rescan_after_first_step()
         self.know_groups(optimizer)
         if not self._has_noted_rates:
-            self.name_of(optimizer)  # adds the optimizer to `known`
+            self.name_of(optimizer)  # `name_of` adds the optimizer to `known`
             self._note_rates()
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer):
@@ -379,7 +379,7 @@ class OptimizerHooks:
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""
         try:
-            if self._active is None:  # the first root was found inside this very closure
+            if self._active is None:  # the first root was made while this closure ran
                 self._active = weakref.ref(optimizer)
                 self._record_rates(optimizer)
             self.record_before(optimizer)
@@ -527,7 +527,7 @@ class OptimizerHooks:
         note = None if inside is optimizer else HERE_ALONE
         for parameter, state in inside.state.items():
             rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
-            if rows is None or not isinstance(state, dict) or id(parameter) not in updated:  # its group is left out
+            if rows is None or not isinstance(state, dict) or id(parameter) not in updated:  # not updated here
                 continue
             repeat = _next_repeat(repeats, parameter)
             for key, value in state.items():
@@ -575,7 +575,7 @@ class OptimizerHooks:
             return
         for number, group in zip(numbers, optimizer.param_groups, strict=True):
             rate = group.get("lr")
-            if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer computes the rate itself
+            if isinstance(rate, (int, float, torch.Tensor)):  # not None: computed by the optimizer itself
                 self._capture.scalars.record(
                     f"lr.{name}.{number}", rate if isinstance(rate, torch.Tensor) else float(rate), root
                 )
@@ -656,7 +656,7 @@ def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
 def _next_repeats(repeats: dict[int, int], parameters: Sequence[torch.Tensor], num_values: int) -> Sequence[int]:
     """Return the next `repeat` for each of `num_values` values: each parameter, and its gradient if there is one."""
     first = dict.fromkeys(map(id, parameters), 0)
-    if not repeats and len(first) == len(parameters):  # nearly always: the loop below takes as long as the kernels
+    if not repeats and len(first) == len(parameters):  # nearly always true; the loop below is slow
         repeats |= first
         return [0] * num_values
     each = ((_next_repeat(repeats, parameter), parameter.grad) for parameter in parameters)

@@ -145,7 +145,7 @@ class ProbedGroup(NamedTuple):
 
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
         """Return the data addresses of the group's tensors. Return None if they do not fit the group's values."""
-        # Where the group has no rows, only squares are summed, and lazy signs do not matter.
+        # Without rows, only squares of the elements are summed, and lazy negative and conjugate bits do not matter.
         lie_fit = are_ordinary if any(self.keeps) else lie_strided
         return addresses(self.values, tensors, lie_fit if self.tensors is not None else None)
 
@@ -206,7 +206,7 @@ class Probe:
         """For each column (one value) that was not finite when last seen: whether it had a NaN, and the largest
         fraction of elements that was infinite."""
         self._spoilt: dict[int, tuple[SeenOnDevice, bool]] = {}
-        """For each column, the last update that was not finite, and whether it was NaN."""
+        """For each column, the last update that was not finite, and whether that update was NaN."""
         self._steps: list[StepNumbers] = []
         """The steps of the current block, in order. The last step has the most columns."""
         self._step = 0
@@ -219,7 +219,7 @@ class Probe:
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from ..format.fingerprint import compiled_weights
-        from .staging.measure import host_measure, measure  # they load pyarrow, and `import torch` need not wait
+        from .staging.measure import host_measure, measure  # late: these load pyarrow
 
         self._host_measure, self._measure, self._weights = host_measure, measure, compiled_weights
 
@@ -297,7 +297,7 @@ class Probe:
             or tensor.layout is not _strided
             or tensor.is_nested
             or not tensor.is_contiguous()
-            or tensor.storage_offset()  # with an offset, the storage may have been freed
+            or tensor.storage_offset()  # the storage of a tensor with an offset may have been freed
             or not (at := tensor.data_ptr())
             or self._seen
         ):
@@ -414,7 +414,7 @@ class Probe:
         numels: npt.NDArray[np.float64], moment: StepPosition,
     ) -> None:  # fmt: skip
         """Count an update. `sums` has the sum of squares of the changes of each parameter's sampled elements."""
-        if not np.isfinite(sums.sum()):  # the next row of the parameter shows it
+        if not np.isfinite(sums.sum()):  # the next row of the parameter shows the non-finite update
             is_finite = np.isfinite(sums)
             for i in np.flatnonzero(~is_finite).tolist():
                 self._spoilt[values[i].column] = SeenOnDevice(values[i], moment, 0, False), bool(np.isnan(sums[i]))
@@ -524,7 +524,7 @@ class Probe:
                         continue
                     self._add_norms(on_way[0].seen, on_way[0].read(), numbers)
                 except LostError:
-                    pass  # the values count as not seen at this step
+                    pass  # the norms are lost, so the values count as not seen at this step
                 on_way.pop(0).block.release()
             self._arriving.popleft()
             self._append(numbers)

@@ -49,7 +49,7 @@ class Scalars:
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """The found losses, as step, keep bits and value. They wait, because the program may give a loss itself."""
+        """The losses found so far, as step, keep bits and value. They wait, as the program may record a loss itself."""
         self._is_loss_given = False
         self._waits_for_loss = True
         """True until a step ends in which a loss was found and the program gave no loss. After that step each loss is
@@ -87,11 +87,11 @@ class Scalars:
         """Take a one-element tensor at which a backward begins. It is the loss unless the program gives a loss."""
         if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
-        if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel launched now would join the graph
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel would join this graph
             return
         try:
             local, chunk = plain(value)
-        except UnsupportedKind:  # for example a meta tensor, which has no values
+        except UnsupportedKind:  # the tensor has no values, for example a meta tensor
             return
         if chunk is not None and 'Partial"' in chunk.placements:
             return
@@ -102,7 +102,7 @@ class Scalars:
             self.record_losses()
 
     def record_losses(self, until: int | None = None) -> None:
-        """Record the losses that were found. The losses of the step `until` are left."""
+        """Record the losses that were found. Losses of the step `until` keep waiting."""
         while self._losses and self._losses[0][0] != until:
             step, keep, value = self._losses.popleft()
             try:
@@ -287,7 +287,7 @@ def _leave_own_frame_out(error: BaseException) -> None:
 
 
 def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
-    """Keep dynamo from compiling a function of ours that runs when a compiled program calls backward."""
+    """Keep dynamo from compiling a function of the recorder that a compiled program's backward calls."""
     dynamo: Any = torch._C._dynamo.eval_frame
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)

@@ -42,7 +42,7 @@ from .hooks.graph_rows import TapRows
 from .hooks.root import Root
 
 _MORE_STEPS, _MOST_TROUBLES = 3, 3
-"""The number of steps for which more is kept after trouble, and the number of times that this may happen in a run."""
+"""The number of steps for which trouble makes the rules keep more, and how often this may happen in a run."""
 
 
 class RuleCommands:
@@ -53,9 +53,9 @@ class RuleCommands:
     ) -> None:
         """Begin without commands. `own` are the run's first rules. Later roots (models under hooks) join `roots`."""
         self.changed: Callable[[], None] = lambda: None
-        """Called on the training thread after rules were added."""
+        """A function that is called on the training thread after rules were added."""
         self.heeded: Callable[[str], None] = lambda text: None
-        """Called on the training thread, with a sentence, when more is kept because of trouble."""
+        """Called with a sentence, on the training thread, when trouble makes the rules keep more."""
         self._sparse = [rule for rule in own if rule.keep & KEEP_STATS and rule.steps != EVERY]
         self._trouble = ""
         self._num_troubles, self._heeded_until = 0, -1
@@ -86,7 +86,7 @@ class RuleCommands:
             replace(rule, steps=EVERY, keep=rule.keep & (KEEP_STATS | KEEP_FINGERPRINT), unit_dim=None).text
             for rule in self._sparse
         ]
-        number = MAX_COMMANDS + self._num_troubles  # commands from outside have smaller numbers
+        number = MAX_COMMANDS + self._num_troubles  # commands that people send have smaller numbers
         rules = tuple(dict.fromkeys(more))
         self._told.append(Command(kind=SET, from_step=step, to_step=last, rules=rules, reason=why, number=number))
 
@@ -102,7 +102,7 @@ class RuleCommands:
         if self._trouble:
             self._heed_trouble(step)
         while self._told:
-            command = self._told[0]  # removed last, so that an interrupt at any instant loses nothing
+            command = self._told[0]  # a command leaves the queue last, so that an interrupt never loses the command
             is_sent = command.number <= MAX_COMMANDS
             if not self._changes.has_taken(command):
                 try:
@@ -128,7 +128,7 @@ class RuleCommands:
         rules = rules_of(command)
         if (problem := self._problem_of_ring(rules)) is not None:
             return problem
-        if self._selection.num_rules == self._changes.num_rules:  # otherwise an interrupt came after `extend`
+        if self._selection.num_rules == self._changes.num_rules:  # if this is false, an interrupt came after `extend`
             self._selection.extend(rules)
         meant = [(root, one) for root in self._roots for one in root.modules if one.is_meant_by(rules)]
         if has_compiled_anything() and (lacking := [one.node_path for _, one in meant if one.lacks_hooks()]):
@@ -209,7 +209,7 @@ class RuleChanges:
         self._taken: tuple[_Taken, ...] = ()
 
     def problem(self, command: Command) -> str | None:
-        """Return why a command is refused, whatever the model is. Return None if the command can be taken."""
+        """Return the reason to refuse a command that holds for every model. Return None if the command can be taken."""
         if command.kind == UNDO:
             target = next((one for one in self._taken if one.command.number == command.undoes), None)
             if target is None:

@@ -108,9 +108,9 @@ class LastGradient(NamedTuple):
     def stands_uncleared(self) -> bool:
         """Whether one backward was added to the gradient since the last update, and nothing else changed the gradient.
 
-        A gradient that was set to zero in place has another version. A gradient that was set to zero unseen by autograd
-        does not look like the last gradient any more. If the batch is the same, it is about equal to the last and not
-        longer.
+        A gradient that was set to zero in place has another version. A gradient that was set to zero without autograd's
+        notice does not look like the last gradient any more. If the batch is the same, it is about equal to the last
+        and not longer.
         """
         now = self.gradient()
         if now is None or now._version != self.next_version:

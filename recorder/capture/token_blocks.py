@@ -32,7 +32,7 @@ _PIECE = 1 << 23
 """The most logits that are widened to float32 at a time."""
 _MAX_PAIRS = 1 << 12
 _MAX_WHOLE = 64
-"""An integer value, such as a router's chosen experts, is kept if it has at most this many numbers a token."""
+"""An integer value, such as a router's chosen experts, is kept if the value has at most this many numbers per token."""
 _MAX_NUMBER = (1 << 31) - 1
 _IDS = ("input_ids", "tokens", "ids", "idx")
 """Names of the argument with the token ids, best first. Without a match, a root's first integer argument is used."""
@@ -43,7 +43,7 @@ _GIVEN = {
 }  # fmt: skip
 """Maps arguments that tell a token's sample or position to the names of these arguments in the rows."""
 _OF_ATTENTION = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-"""Attributes of vLLM's attention metadata: each sample's start, length and cache blocks, each token's cache place."""
+"""Attributes of vLLM's attention metadata: start, length and cache blocks of samples, cache slots of tokens."""
 _LOGITS = "logits_processor"
 """The path, in an inference engine, of the module that makes the logits."""
 _NO_IDS = ("labels", "attention_mask", "mask", "cache_position", "position", "cu_seq", "past_key_value", "kv_cache")
@@ -114,7 +114,7 @@ class TokenBlocks:
         """Record a module's arguments if they contain tokens. Do nothing inside a call that was given tokens."""
         call = self._call
         if origin.module_path == _LOGITS:
-            return  # an engine passes the tokens to this module, too
+            return  # an inference engine also passes the tokens to an inner module
         around = f"{call.module_path}." if call.module_path else ""
         if call.number is not None and origin.module_path != call.module_path and origin.module_path.startswith(around):
             return
@@ -173,12 +173,12 @@ class TokenBlocks:
     ) -> None:  # fmt: skip
         """Add the log-probabilities of the tokens that this call is given, from the logits of the last call."""
         facts = {"after": after, "packed": lengths is not None and len(ids) == 1}
-        if lengths is not None and len(ids) == 1:  # all pairs, as only a reader can tell which sample goes on
+        if lengths is not None and len(ids) == 1:  # all pairs; a reader can tell which sample goes on
             first = ids[0, lengths.reshape(-1)[:-1].long().clamp(max=ids.shape[1] - 1)]
             if len(first) * len(logits) > _MAX_PAIRS:
                 return
             told = torch.stack([_logprobs(logits, token.expand(len(logits))) for token in first])
-        elif len(ids) == len(logits):  # without a cache, all tokens are given again, the chosen one last
+        elif len(ids) == len(logits):  # without a cache, the program passes all tokens again, and the chosen token last
             told = torch.stack([_logprobs(logits, ids[:, column]) for column in (0, -1)])
         else:
             return
@@ -188,7 +188,7 @@ class TokenBlocks:
         """Add the log-probabilities of the tokens inside this call, if this module was given the tokens."""
         call, ids = self._call, self._call.ids
         if origin.module_path == _LOGITS and (waiting := self._pending.get(origin.root)) is not None:
-            made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # no draft's
+            made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # not of a draft
             self._pending[origin.root] = waiting[0], next(made, None)
         if call.number is None or ids is None or call.module_path != origin.module_path:
             return
@@ -196,7 +196,7 @@ class TokenBlocks:
             self._pending[origin.root], call.number, call.ids = (call.number, None), None, None
             return
         values = {name: value for name, value in leaves if value.is_floating_point()}
-        of_head = values.get("log_probs")  # from a head without logits, as TRL's; 0 where no label asks
+        of_head = values.get("log_probs")  # as TRL's heads return; 0 without a label
         if of_head is not None and of_head.shape == (len(ids), ids.shape[1] - 1):
             own = of_head.detach().float().masked_fill(of_head == 0, torch.nan)
             self._add(origin, "logprobs", moment, {"shape": tuple(own.shape)}, own)
@@ -292,7 +292,7 @@ def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[st
     places = of.get("req_to_token_pool.req_to_token")
     if slots is None or lengths is None or requests is None or places is None:
         return
-    own = of.get("extend_seq_lens", torch.ones_like(lengths)).to(lengths.dtype)  # absent if every request decodes
+    own = of.get("extend_seq_lens", torch.ones_like(lengths)).to(lengths.dtype)  # absent in decoding
     ends = own.cumsum(0)
     yield from (("slots", slots), ("lengths", torch.cat([ends.new_zeros(1), ends])), ("kept", ends - 1))
     behind = places[requests.long(), (lengths - own - 1).clamp(min=0).long()]
@@ -314,7 +314,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 
 def _past(arguments: Mapping[str, torch.Tensor], length: int) -> int | None:
-    """Return how many tokens, with padding, a call finds in its cache. Return None if no shape tells the number."""
+    """Return the number of tokens, with padding, in a call's cache. Return None if no shape tells the number."""
     mask = arguments.get("attention_mask")
     if mask is not None:
         return max(0, mask.shape[1] - length) if mask.dim() == 2 else None

@@ -115,7 +115,7 @@ def read(environ: Mapping[str, str] | None = None) -> JobRank:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks on this node, from a variable such as ``8(x3),4``. Return None for another form."""
+    """Return the number of tasks on this node, from a variable such as ``8(x3),4``. Return None for any other value."""
     node = _number(environ, ("SLURM_NODEID",), 0)
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)

@@ -166,7 +166,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
             return None
     if cls is nn.RNN:
         arguments["nonlinearity"] = module.nonlinearity
-    if cls in (nn.RNN, nn.GRU):  # both classes refuse this argument
+    if cls in (nn.RNN, nn.GRU):  # both classes refuse `proj_size`
         del arguments["proj_size"]
     return arguments
 

@@ -25,7 +25,7 @@ _MAX_CALLS = 1024
 """The most calls of one tap in one graph that are remembered, to tell their gradients apart."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""The note of a gradient that arrives at a tap's result. Parts from other uses of the value are missing."""
+"""The note of a gradient recorded at a tap's result. Gradients from other uses of the tapped value are missing."""
 _Key = tuple[str, str, int]
 """The name, the `where` and the index of a tap (a point in a graph whose value is recorded), as its op gets them."""
 
@@ -178,7 +178,7 @@ class TapRows:
         watch = watch or root.module_at(path)
         root.inventory.add_seen_at_tap(parsed, path)
         rule_sets = watch.rule_sets if watch is not None else {}
-        if not rule_sets.get(parsed.site):  # a container here, but callable in the model that was instrumented
+        if not rule_sets.get(parsed.site):  # this module is a container, but was callable in the instrumented model
             rule_sets = selection.rule_sets(path, parsed.cls, parsed.leaf)
         rule_set = selection.narrow(rule_sets[parsed.site], name)
         if watch is not None:

@@ -41,7 +41,7 @@ _HIDDEN = {
     "root_not_called": "its modules ran, and its own call was never seen ({}): call it, not .forward(); of a model "
     "that torch.fx traced, attach what came out",
 }
-"""The warnings about modules whose calls no hook observes. Each is given once."""
+"""The warnings about modules whose calls no hook observes. Each warning is logged once."""
 
 
 class Inventory:
@@ -118,7 +118,7 @@ class Inventory:
         ]
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
-        """List a module whose values a tap in a graph records. The model may lack it, or have a container there."""
+        """List a module whose values a tap in a graph records. The model may have no such module, or a container."""
         hooked = self._module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
@@ -351,7 +351,7 @@ def find_ties(modules: Iterable[HookedModule], flats: Iterable[FsdpParameter]) -
 
 def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, Any]:
     """Return a module's manifest entries about its state dict: tied parameters, and buffers that are not saved."""
-    unsaved = getattr(module, "_non_persistent_buffers_set", ())  # TorchScript and torch.package may lack it
+    unsaved = getattr(module, "_non_persistent_buffers_set", ())  # TorchScript and torch.package may lack this set
     left_out = sorted(name for name in unsaved if name in module._buffers)
     return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
 
@@ -363,7 +363,7 @@ _KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")
 def foreign_hooks(module: nn.Module) -> list[str]:
     """Describe each hook of the program on a module: when the hook runs, its name, and its code's file and line."""
     if isinstance(module, torch.jit.ScriptModule):
-        return []  # TorchScript has hooks of its own, and no Python hooks
+        return []  # TorchScript modules have TorchScript's hooks and no Python hooks
     after = list(module._forward_hooks.values())
     ours = [i for i, hook in enumerate(after) if isinstance(hook, AfterForward)]
     after = after[ours[0] + 1 :] if ours else after

@@ -2,11 +2,11 @@
 
 No other module changes training on purpose. The last place is one machine epsilon of the type in which the model
 computes. Under autocast, this type may be shorter than the input's own type. Only the seed and the shape decide how
-each element is moved. So a recomputed block gets the values of its forward, ranks with the same batch get the same
-values, and the global random state does not change. Each rank moves its own chunk of a DTensor by the pattern for the
-chunk's shape. Replicas have the same shape and so stay replicas. Partial sums have the same shape, too, so their total
-moves by the same pattern. No collective is issued. The root (the model under hooks) notes which of its values were
-moved.
+each element is moved. So a recomputed block gets the same perturbed values as in its forward, ranks with the same batch
+get the same values, and the global random state does not change. Each rank moves its own chunk of a DTensor by the
+pattern for the chunk's shape. Replicas have the same shape and so stay replicas. Partial sums have the same shape, too,
+so their total moves by the same pattern. No collective is issued. The root (the model under hooks) notes which of its
+values were moved.
 """
 
 from __future__ import annotations

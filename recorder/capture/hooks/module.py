@@ -106,7 +106,7 @@ class HookedModule:
         self.was_called = False
         """Whether a hook or a tap (a point in a compiled graph) has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
-        """The micro-step in which a tap in a graph recorded the output, which the hook around the graph then skips."""
+        """The micro-step in which a tap in a graph recorded the output. The hook around the graph skips this output."""
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
@@ -215,7 +215,7 @@ class HookedModule:
         slice_, phase, call, graph = entered = self._enter()
         begun = self._open_calls.setdefault(threading.get_ident(), [])
         if begun and begun[-1][0] is not slice_:
-            begun.clear()  # calls whose forward raised are still in the list
+            begun.clear()  # `_open_calls` still contains calls whose forward raised
         begun.append(entered)
         masks = capture.masks
         if self._wants_local and phase == "forward" and masks[self.rule_sets["grad"]] and torch.is_grad_enabled():
@@ -430,7 +430,7 @@ class HookedModule:
         return () if module is None else tensor_ranks(module)
 
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-        """Return the chunk of a marked parameter, its gradient or its state. Return None if it is unknown."""
+        """Return the chunk of a marked parameter, its gradient or its state. Return None if the chunk is unknown."""
         module = self._owner() if is_marked(parameter) else None
         if module is None or (getattr(parameter, "allreduce", True) is False and not self.is_expert):
             return None  # the parameter is an expert's, and which ranks share the expert is not known
@@ -475,7 +475,7 @@ class HookedModule:
         return bool(self._handles) and not self.was_called
 
     def remove(self) -> None:
-        MODULES.pop(self._number, None)  # this comes first because `wake` checks the entry
+        MODULES.pop(self._number, None)  # the entry is removed first, because `wake` checks it
         for handle in self._handles:
             handle.remove()
 
@@ -519,7 +519,7 @@ class AfterForward(NumberedHook):
             if hooked is None or hooked.module() is not module or is_traced():
                 return
             if is_tapped(module) and in_functorch():
-                return  # the op records the plain tensor behind this subclass
+                return  # the op records the plain tensor inside this subclass
             hooked.after_forward(output)
         except Exception as error:
             if (hooked := MODULES.get(self.number)) is None:

@@ -16,7 +16,7 @@ from ..local_values import UnsupportedKind, plain
 from .callbacks import CaptureForHooks
 
 _MAX_SHARED = 8
-"""The most shared tensors per module and micro-step that get names of their own. Later tensors share the last name."""
+"""The most shared tensors per module and micro-step that get names of their own. All further tensors share one name."""
 
 
 class SharedTensor:
@@ -62,7 +62,7 @@ class SharedTensor:
         self._record(f"{OBJECTIVE_NORM}{name}", norm)
         for other in self._names:
             if other != name and (known := self._arrived.get(other)) is not None and known.shape == unit.shape:
-                pair = sorted((name, other))  # so all steps, ranks and runs use one name
+                pair = sorted((name, other))  # sorted, so that all steps, ranks and runs use one name
                 self._record(f"{OBJECTIVE_COSINE}{pair[0]}:{pair[1]}", torch.dot(known, unit))
         self._arrived[name] = unit
         if len(self._arrived) == len(self._names):

@@ -63,7 +63,7 @@ class ModuleParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        if not self._module.keeps(site):  # skips most calls: at most steps no rule keeps the site
+        if not self._module.keeps(site):  # most calls end here, because at most steps no rule keeps the site
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
         if self._is_marked:

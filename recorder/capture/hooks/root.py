@@ -105,7 +105,7 @@ class Root:
         self.attachments: list[Callable[[], Any]] = []
         """Weak references to the root's handles that the program holds and has not closed."""
         self.is_kept = False
-        """True if the program threw the root's handle away at once. Nobody can close the root, so it is to last."""
+        """True if the program threw the root's handle away at once. Nobody can close the root, so the root lasts."""
         self._number = next(_numbers)
         self._began_late = has_compiled_anything()
         """Whether anything in the process, perhaps this model, had been compiled when the root was attached."""
@@ -383,7 +383,7 @@ class Root:
         if where in self.modules_by_tap:
             return True
         parsed = Where.from_text(where) if where else None
-        is_scripted = isinstance(self.module(), torch.jit.ScriptModule)  # Python sees no hooks on it
+        is_scripted = isinstance(self.module(), torch.jit.ScriptModule)  # TorchScript calls no Python hooks
         if self.artefact is None and is_scripted and parsed is not None and self.module_at(parsed.path) is not None:
             self.artefact = parsed.root
         return self.artefact == (parsed.root if parsed is not None else "")
@@ -478,7 +478,7 @@ class Root:
                     if is_leaf:
                         self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:
-            repeat = current.enter("forward", HELD_BY_MODULES)  # greater than 0 where the program has named the step
+            repeat = current.enter("forward", HELD_BY_MODULES)  # above 0 if the program has named the step
             for root in (self, *self._inner_roots):
                 root.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
 

@@ -125,7 +125,7 @@ class HostStager(Stager):
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: HostMeasure) -> None:
         source = tensor.data_ptr()
         if not source:
-            raise ValueError("no memory stands behind the tensor")
+            raise ValueError("the tensor has no memory")
         plan.launch(source, self._address + block.offset, torch.get_num_threads(), _HELD_BYTES)
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
@@ -133,7 +133,7 @@ class HostStager(Stager):
         if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous():  # `plain` has resolved negative and conjugate views
             source = tensor.data_ptr()
             if not source and nbytes:
-                raise ValueError("no memory stands behind the tensor")
+                raise ValueError("the tensor has no memory")
             _memmove(self._address + block.offset, source, nbytes)
             return None
         with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -162,7 +162,7 @@ class XlaStager(Stager):
         self._copying = threading.Lock()
         self._seen: list[weakref.ref[_LazyCopy]] = []
         self._pid = os.getpid()
-        atexit.register(self.close)  # registered last, so that it runs before torch_xla shuts its runtime down
+        atexit.register(self.close)  # runs before torch_xla's own exit functions
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -246,7 +246,7 @@ class _LazyCopy:
         self, tensor: torch.Tensor, block: PoolBlock, copying: threading.Lock, num_boundaries: int, num_graphs: int
     ) -> None:
         self.tensor: torch.Tensor | None = tensor
-        """The tensor, lazy or on the host already; None once the writer has read it."""
+        """The tensor, lazy or already on the host; None after the writer has read the tensor."""
         self.num_boundaries = num_boundaries
         self.num_graphs = num_graphs
         self.is_free = False

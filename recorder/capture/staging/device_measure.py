@@ -165,7 +165,7 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
     total, sum_abs = known.sum(), known.abs_().sum()
     known.mul_(known)
     sum_fourth = known.mul_(known).sum()
-    away = (wide - total / num_finite).masked_fill_(others, 0.0)  # `wide` is the value itself if the value is float64
+    away = (wide - total / num_finite).masked_fill_(others, 0.0)  # `wide` may be the value itself
     deviations = away.mul_(away).sum()
     columns = (num_nonzero, num_nan, num_finite, low, high, total, deviations, sum_abs, sum_fourth)
     return [number.view(torch.int64) for number in columns]

@@ -1,9 +1,9 @@
 """Computes statistics and fingerprint of one tensor, for the writer thread. Never calls torch.
 
 The compiled C loops of `recorder.native` compute all results in one pass, 4 to 9 times as fast as the functions here.
-If the compiled loops are missing, these functions compute the same bits. They use numpy, because its reductions run on
-the calling thread alone, whatever the size. Numpy has no global modes, and cannot touch training's threads or random
-generators.
+If the compiled loops are missing, these functions compute the same bits. They use numpy, because numpy's reductions run
+on the calling thread alone, whatever the size. Numpy has no global modes, and does not touch training's threads or
+random generators.
 
 `recorder/numerics/histogram.py` defines the counts of a histogram. `recorder/numerics/units.py` defines the sums of
 units (neurons or channels).

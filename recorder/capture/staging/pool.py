@@ -29,7 +29,7 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""Block sizes are multiples of this. A record's Python objects are about as large, so the pool bounds them, too."""
+"""Block sizes are multiples of this. It also bounds a record's Python objects, which are about as large."""
 _NAP_S = 0.002
 """The seconds between two attempts to take a block, while a thread waits for room in the pool."""
 
@@ -148,7 +148,7 @@ class Pool:
                 small = self._small.pop()
                 small.num_bytes, small.when_released = nbytes, None
                 return small
-            except IndexError:  # another thread has taken the block first
+            except IndexError:  # another thread took the last free block
                 pass
         size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
         # Ctrl-C and signal handlers interrupt this thread only at calls. Between the lock and `try`, and in `finally`,
@@ -188,7 +188,7 @@ class Pool:
         while returned:
             block = returned.popleft()
             start, size = block.offset, block.size
-            while returned and returned[0].offset == start + size:  # blocks come back in the order of taking
+            while returned and returned[0].offset == start + size:  # blocks mostly come back in order
                 size += returned.popleft().size
             self._used_bytes -= size
             first = last = bisect_left(free, (start, 0))
@@ -204,7 +204,7 @@ class Pool:
     def _collect_small(self) -> None:
         """Move free blocks of `GRAIN_BYTES` to the general free list, where adjacent blocks merge into larger ones."""
         blocks: list[PoolBlock] = []
-        with contextlib.suppress(IndexError):  # raised when no block is left; other threads may take blocks meanwhile
+        with contextlib.suppress(IndexError):  # from `pop`, when no block is left
             while True:
                 blocks.append(self._small.pop())
         self._returned.extend(sorted(blocks, key=lambda block: block.offset))
@@ -215,14 +215,14 @@ class Pool:
     ) -> PoolBlock | None:
         """Return a block, waiting at most ``per_step_s`` in all calls of one step. Return None to drop the value.
 
-        A wait also fails if the writer made no progress for ``stalled_s``, or if all waits exceed a nonzero
-        ``per_run_s``. After a failed wait no call waits until half of the pool is free, because a dead disk must not
-        stop training.
+        A wait also fails if the writer made no progress for ``stalled_s``, or if the sum of all waits exceeds
+        ``per_run_s`` (0: no limit). After a failed wait no call waits until half of the pool is free, because a dead
+        disk must not stop training.
         """
         block = self.take(nbytes)
         if block is not None or nbytes > self.capacity_bytes:
             return block
-        with self._lock:  # while this thread holds the lock, no other thread can be taking
+        with self._lock:  # this thread holds the lock, so no other thread is in `take`
             if self._is_taking:
                 return None
         if self._is_dropping:
@@ -289,7 +289,7 @@ class RingMemory:
 
     def take(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
         """Return a block, or None if there is no room. Waiting would not help: only steps that pass make room."""
-        if not self._is_judged and moment.mode == "train":  # an evaluation is no measure of a training step
+        if not self._is_judged and moment.mode == "train":  # evaluations have other sizes
             if self._first is None:
                 self._first = moment.step
             if moment.step == self._first:

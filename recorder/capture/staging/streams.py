@@ -177,7 +177,9 @@ class StreamStager:
         try:
             room = device.allocate(room_bytes)
         except torch.OutOfMemoryError:
-            self._say(f"device {index} has no {room_bytes} bytes for copies, so training's stream makes them itself")
+            self._say(
+                f"device {index} has no {room_bytes} bytes for copies, so training's stream copies to the host itself"
+            )
             room = device.allocate(0)
         copies = self._by_device[index] = _DeviceCopies(
             device, DevicePool(room), self.release_if_over, self._pinned_by is not None
@@ -256,7 +258,7 @@ class _DeviceCopies:
         device = self.device
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
-            self._launching.add(arrival)  # the entry stays there if the launch fails half-way
+            self._launching.add(arrival)  # the entry stays in the list if the launch fails half-way
             block.when_released = arrival.released
             device.run(stream, lambda: _bring_now(block, made))
             device.record(event, stream)
@@ -299,7 +301,7 @@ class _DeviceCopies:
         while under_way and under_way[0].is_over:
             under_way.popleft()
         if len(under_way) > _MANY:
-            with contextlib.suppress(IndexError):  # other threads pop, too
+            with contextlib.suppress(IndexError):  # other threads pop from this queue, too
                 under_way[0].poll()
                 under_way[1].poll()
 
