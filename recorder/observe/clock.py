@@ -30,13 +30,13 @@ class Slice:
         self.moment = moment
         self.has_gradient = False
         self.used: set[int] = set()
-        """The ids of parameters that the forward used and whose local gradients have not arrived yet."""
+        """Ids of parameters that the forward has used, for which no local gradient has arrived yet."""
         self._first_calls: dict[str, dict[Hashable, object]] = {"forward": {}, "recompute": {}}
-        """By phase, the modules and taps called so far. The garbage collector need not search the values."""
+        """By phase, the modules and taps called so far. The values are of a type that the garbage collector skips."""
         self._more_calls: defaultdict[tuple[str, Hashable], count[int]] = defaultdict(lambda: count(1))
         """The counters of calls after the first one, by phase and key. Two threads never get equal numbers."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
-        """By key, the forward calls that made no graph, and how many recomputes have made a graph for each."""
+        """By key, the forward calls that made no graph, and for each key how many recomputes have made a graph."""
 
     def enter(self, phase: str, key: Hashable) -> int:
         """Count a beginning call of a module or tap, and return its index."""
@@ -80,15 +80,15 @@ class Clock:
         self.num_optimizer_steps = 0
         self._has_stepped = False
         self.going_back: Slice | None = None
-        """The slice (a forward and its backward) whose backward began last. A pipeline may have begun newer ones."""
+        """The slice (a forward and its backward) whose backward began last. A pipeline may have begun newer slices."""
 
     def optimizer_stepped(self) -> None:
-        """Called when the optimizer that counts the steps has attempted a step."""
+        """Note that the optimizer whose steps are counted has attempted a step."""
         self._has_stepped = True
         self.num_optimizer_steps += 1
 
     def advance_if_stepped(self) -> bool:
-        """Begin the next step if the optimizer has stepped since this one began. Return whether a step began."""
+        """Begin the next step if the optimizer has stepped since the last step. Return whether a step began."""
         if not self._has_stepped or self.is_by_hand:
             return False
         self._has_stepped = False
@@ -110,7 +110,7 @@ class _ThreadCall(threading.local):
 
 
 class RootClock:
-    """The slices (a forward and its backward each) of one recorded model. It keeps the newest slice of each mode."""
+    """The slices (a forward and its backward each) of one recorded model. The newest slice of each mode is kept."""
 
     __slots__ = (
         *("_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_slices"),
@@ -178,7 +178,7 @@ class RootClock:
         self.of_thread.active = Slice(StepPosition(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
-        """Called when a gradient has reached an output of the model."""
+        """Note that a gradient has reached an output of the model."""
         slice_.has_gradient = True
         self._clock.going_back = slice_
         self._modes_of_gradients.add(slice_.moment.mode)

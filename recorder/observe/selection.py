@@ -26,11 +26,11 @@ from ..system.text import listed
 NOTHING = 0
 """The rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
-"""The last words of a rule that keeps only statistics, as most rules do."""
+"""The last words in the text of a rule that keeps only statistics, as most rules do."""
 _FIRST_CALLS = 16
 """Masks are remembered for this many calls of a module in a micro-step. Most modules are called once."""
 _MAX_COMPARED = 2000
-"""The most paths that are compared with an unmatched pattern, to suggest similar ones. Each takes 40 us."""
+"""The most paths that are compared with an unmatched pattern, to suggest similar ones. Each comparison takes 40 us."""
 
 
 class NoMasks:
@@ -57,7 +57,7 @@ class RuleSelection:
         self.masks: list[int] = [0]
         """For each rule set, its mask at the current step: bits of KEEP_*. The mask of rule set 0 is always 0."""
         self.limited: set[int] = set()
-        """The rule sets whose mask also depends on the call. `mask_at_call` returns it."""
+        """The rule sets whose mask also depends on the call. `mask_at_call` returns this mask."""
         self._by_name: set[int] = set()
         """The rule sets that select tensors by name."""
         self._of_units: set[int] = set()
@@ -83,7 +83,7 @@ class RuleSelection:
         self._limits_calls += [rule.call != EVERY for rule in rules]
 
     def reschedule(self, schedules: Sequence[Schedule]) -> None:
-        """Replace the steps of all rules, in the rules' order. They apply from the next `at_step` on."""
+        """Replace the steps of all rules, in the rules' order. The new steps apply from the next `at_step` on."""
         self._rules = tuple(
             rule if rule.steps is steps else replace(rule, steps=steps)
             for rule, steps in zip(self._rules, schedules, strict=True)
@@ -229,8 +229,8 @@ class RuleSelection:
             if chosen and not any(one["params"] for one in chosen):
                 shown = listed((repr(one["path"]) for one in chosen), 3)
                 problems.append(
-                    f"the rule {_written(rule)!r} selects no value: none of {shown} holds a parameter of its own; one "
-                    "belongs to the layer that holds it, and module=NAME.* chooses all layers below NAME"
+                    f"the rule {_written(rule)!r} selects no value: none of {shown} holds a parameter of its own; "
+                    f"parameters belong to the layers inside, which module=NAME.* selects"
                 )
         return problems
 

@@ -2,7 +2,7 @@
 
 A path is the name that ``named_modules()`` yields, without the parts that wrappers add. So a module has the same path
 in a plain, DDP, FSDP, compiled or checkpointed run. If each rank has some of the layers or experts, they are numbered
-as in the whole model, where the framework says how.
+as in the whole model, if the framework tells the numbers.
 
 Hooks have no side effects. A copy of a hook does nothing, and hooks keep their positions among the program's hooks. So
 a user may copy, pickle and compile a model with hooks. A `Hook` is copied and pickled as
@@ -63,7 +63,7 @@ class Node:
     aliases: list[str] = dataclasses.field(default_factory=list)
     is_compiled: bool = False
     is_expert: bool = False
-    """True if a framework says that the module is in an expert. An expert gets only some of a batch's rows."""
+    """True if a framework says that the module is in an expert. An expert computes only some rows of a batch."""
     first: int = 0
     """For a list of layers or experts, the number of its first member in the whole model; else 0."""
     hidden: str | None = None
@@ -84,7 +84,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def source_line(module: nn.Module) -> str | None:
-    """Return ``file:line`` of the forward of a module's class. Return None if it is no Python code."""
+    """Return ``file:line`` of the forward of a module's class. Return None if the forward is not Python code."""
     code = getattr(inspect.unwrap(_forward(module)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
@@ -315,7 +315,7 @@ class Signature:
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return each tensor among the arguments with its path, such as ``input`` or ``args.0``."""
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # the usual call of most modules
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # most modules are called with one tensor
             return ((self._first, args[0]),)
         return self._all_leaves(args, kwargs)
 
@@ -335,7 +335,7 @@ _DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
 
 
 class Hook:
-    """A callable that the recorder registers as a hook. A copy of it does nothing."""
+    """A callable that the recorder registers as a hook. A copy of a hook does nothing."""
 
     __slots__ = ()
     _why_not_scripted = (

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 def versions() -> dict[str, str]:
-    """Return the package versions that another process needs in order to work for this one."""
+    """Return the package versions that a worker must have, too."""
     wanted = {"python": ".".join(map(str, sys.version_info[:2]))}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -56,7 +56,7 @@ def check_versions(name: str, installed: Mapping[str, Any], wanted: Mapping[str,
     for package, own_version in wanted.items():
         their_version = installed.get(package)
         if their_version in (None, "None"):
-            raise ClusterError(f"{name}: has no {package}; install {package} {own_version} there, as on this machine")
+            raise ClusterError(f"{name}: has no {package}; install {package} {own_version}, as on this machine")
         if their_version != own_version:
             raise ClusterError(
                 f"{name}: has {package} {their_version}, but this machine has {own_version}; install the same version"
@@ -69,7 +69,7 @@ def worker_name() -> str:
 
 
 _kept: dict[int, tuple[bytes, Any]] = {}
-"""For each thread of a worker, by its id: its latest key, and the object made for that key."""
+"""By thread id of a worker: the thread's latest key, and the object made for that key."""
 
 
 def keep(question: bytes, make: Callable[[], T]) -> T:
@@ -78,7 +78,7 @@ def keep(question: bytes, make: Callable[[], T]) -> T:
     if thread in _kept and _kept[thread][0] == question:
         return _kept[thread][1]  # type: ignore[no-any-return]
     _kept.pop(thread, None)
-    gc.collect()  # rows refer to each other, and to mapped shards, in cycles
+    gc.collect()  # the rows of a run, which refer to mapped shards, form reference cycles
     made = make()
     _kept[thread] = question, made
     return made
@@ -153,11 +153,11 @@ def _open_ray(address: str) -> Iterator[tuple[Executor, int]]:
         connect = partial(ray.init, address, logging_level=logging.CRITICAL, log_to_driver=False)
         client = _connect_ray(address, connect)
     except ValueError as error:
-        raise ClusterError(f"{address}: is no address of a cluster ({error}); it is like ray://host:10001") from error
+        raise ClusterError(f"{address}: is no address of a cluster ({error}); expected ray://host:10001") from error
     except ConnectionAbortedError as error:
         text = f"has started no process for this command in {_RAY_TRIES} tries ({' '.join(str(error).split())})"
-        raise ClusterError(f"{address}: {text}; start its head with GRPC_ENABLE_FORK_SUPPORT=0 set there") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: other versions of Ray or Python
+        raise ClusterError(f"{address}: {text}; start the cluster's head with GRPC_ENABLE_FORK_SUPPORT=0") from error
+    except (OSError, RuntimeError) as error:  # Ray raises RuntimeError for other versions of Ray or Python
         text = f"no Ray cluster that can be used ({' '.join(str(error).split())})"
         raise ClusterError(f"{address}: {text}; `ray start --head` starts one") from error
     with client:
@@ -240,7 +240,7 @@ class _ClusterExecutor(Executor):
                 return
             try:
                 num_workers = self.num_workers()
-            except Exception:  # the connection is being lost, which the client reports to all who wait
+            except Exception:  # the client reports a lost connection to all waiting calls
                 continue
             alone_s = 0.0 if num_workers else alone_s + _LOOK_S
         for future in list(self._pending):
@@ -251,7 +251,7 @@ def _dask_failure(error: BaseException) -> BaseException | str:
     from distributed.scheduler import KilledWorker
 
     if isinstance(error, KilledWorker):
-        return f"{_KILLED}; the last was {error.last_worker.address}"
+        return f"{_KILLED}; the last of them was {error.last_worker.address}"
     is_of_dask = type(error).__module__.startswith(("distributed", "tornado"))
     return _LOST if is_of_dask or isinstance(error, (CancelledError, TimeoutError)) else error
 
@@ -294,8 +294,8 @@ def _connect(address: str) -> Any:
         parse_host_port(host_port)
         return Client(address, timeout=_CONNECT_S, set_as_default=False, name="recorder")
     except ValueError as error:
-        raise ClusterError(f"{address}: is no address of a scheduler ({error}); it is like tcp://host:8786") from error
+        raise ClusterError(f"{address}: is no address of a scheduler ({error}); expected tcp://host:8786") from error
     except (OSError, RuntimeError, TypeError, EOFError) as error:
         raise ClusterError(
-            f"{address}: no Dask scheduler answers there within {_CONNECT_S:.0f} s; start one with `dask scheduler`"
+            f"{address}: no Dask scheduler answers within {_CONNECT_S:.0f} s; start one with `dask scheduler`"
         ) from error

@@ -28,9 +28,9 @@ _WINDOW_S = 300.0
 def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
     """Log a line as `logger.log` does, but to standard error if a handler would write it to standard output.
 
-    The line has the handler's format, and the handler's level and filters apply. If another handler writes it to
-    standard error anyway, it appears once. If logging is not configured, lines of level WARNING or above go to standard
-    error, as Python does, after the package's name. An exception of a program's handler is raised here.
+    The line has the handler's format, and the handler's level and filters apply. If another handler writes the line to
+    standard error anyway, the line appears once. If logging is not configured, lines of level WARNING or above go to
+    standard error, as Python does, after the package's name. An exception of a program's handler is raised here.
     """
     if not logger.isEnabledFor(level):
         return
@@ -61,7 +61,7 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
 
 
 def _write(text: str) -> None:
-    """Write lines to standard error, from the start of a line even if tqdm has drawn a bar there.
+    """Write lines to standard error, from the start of a line even if tqdm has drawn a bar on the current line.
 
     A terminal shows the bar again below the lines. tqdm's own `write` is not used: it takes a lock, for which a thread
     may have to wait.
@@ -132,7 +132,7 @@ class LimitedLog:
         self._clock = clock
         self._max_lines = max_lines
         self._windows: dict[str, tuple[float, int]] = {}
-        """For each kind of line: the start of its current five minutes, and the lines logged since then."""
+        """For each kind of line: the start of the kind's current five minutes, and the number of lines logged since."""
 
     def say(
         self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
@@ -149,7 +149,7 @@ class LimitedLog:
         return True
 
     def begin_anew(self, kind: str) -> bool:
-        """Begin the next five minutes of a kind if the current ones are over. Return whether they were."""
+        """Begin the next five minutes of a kind if the current ones are over. Return True if they were over."""
         now = self._clock()
         if now - self._windows.get(kind, (now, 0))[0] < _WINDOW_S:
             return False
@@ -170,7 +170,7 @@ def has_room(stream: Any, deadline_s: float) -> bool:
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):
-        return True  # a stream of a notebook or a test is no pipe that could be full
+        return True  # a stream of a notebook or a test has no descriptor, and is never full
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     ready = poll.poll(1000 * deadline_s)
@@ -195,7 +195,7 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 
 
 def _stream(handler: logging.Handler) -> Any:
-    """Return the stream of a handler. The handler of rich has it in a console."""
+    """Return the stream of a handler. The handler of rich has its stream in a console."""
     stream = getattr(handler, "stream", None)
     return stream if stream is not None else getattr(getattr(handler, "console", None), "file", None)
 
@@ -214,7 +214,7 @@ def _writes_to_stdout(handler: logging.Handler) -> bool:
 
 _logger = logging.getLogger("recorder")
 _MAX_KEPT_OF_A_KIND = 100
-"""The most events of one kind that the manifest lists. Later ones share one entry with a count."""
+"""The most events of one kind that the manifest lists. Later events share one entry with a count."""
 _REST = "\0rest"
 """The key of the shared entry for events of a kind that have no entry of their own."""
 _MAX_LINES = 5
@@ -262,7 +262,7 @@ class Events:
         num_kept = self._num_kept[kind] = self._num_kept.get(kind, 0) + 1
         is_last = num_kept > _MAX_KEPT_OF_A_KIND
         if is_last:
-            key, message = _REST, "more of this kind, which are only counted"
+            key, message = _REST, "more events of this kind, which are only counted"
         self._kept[kind, key] = {"kind": kind, "message": message, "time_ns": time.time_ns(), "count": 1}
         if not is_last:
             self._unsaid.append((kind, level, whose + message, exception))

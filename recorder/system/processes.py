@@ -41,7 +41,7 @@ def is_program() -> bool:
     The result is False for launchers and compile workers, in which Python runs no file or an installed file. It is also
     False if children used more processor time than an import of torch takes: the user's file is then a launcher.
     """
-    main = Path(next(iter(sys.argv), ""))  # `__main__` has lost its file when exit functions run
+    main = Path(next(iter(sys.argv), ""))  # when exit functions run, `__main__` has no `__file__` any more
     parent = loaded("multiprocessing", "parent_process")
     installed = {"site-packages", "dist-packages"}.intersection(main.parts)
     is_child = parent is not None and parent() is not None
@@ -65,7 +65,7 @@ def runs(host: str, pid: int, process: str | None) -> bool | None:
     """
     if host != os.uname().nodename or pid <= 0:
         return None
-    if process is None:  # version 1.0 wrote no more than the id
+    if process is None:  # manifests of version 1.0 have only the id
         return _exists(pid)
     realm, _, started = process.rpartition(":")
     if realm != _realm():
@@ -74,7 +74,7 @@ def runs(host: str, pid: int, process: str | None) -> bool | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process exists and has not ended. A zombie has ended."""
+    """Whether a process exists and has not ended. A zombie counts as ended."""
     if _stat(pid)[:1] == ["Z"]:
         return False
     try:
@@ -100,7 +100,7 @@ def _started(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on. Empty without /proc or after the process has ended."""
+    """Return the fields of /proc/PID/stat from `state` on. Empty without /proc, or if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -122,7 +122,7 @@ def live_instances(*of: type[_T]) -> list[_T]:
     kinds: list[type] = [*of]
     for one in kinds:
         kinds += type.__subclasses__(one)
-    numbers = set(map(id, kinds))  # a metaclass may forbid hashing
+    numbers = set(map(id, kinds))  # the class's metaclass may forbid hashing
     objects = gc.get_objects()
     return list(itertools.compress(objects, map(numbers.__contains__, map(id, map(type, objects)))))
 
@@ -154,7 +154,7 @@ class CoreShare:
         self._ran_ns = self._waited_ns = 0
 
     def look(self) -> float | None:
-        """Return the fraction of the thread's time since the last result in which it did not wait for a core.
+        """Return the fraction of the thread's time since the last result in which the thread did not wait for a core.
 
         Return None if the kernel does not measure this, or if the thread has not run or waited for a quarter of a
         second yet. A wait for the disk or for the interpreter's lock does not count.
@@ -210,7 +210,7 @@ class Descriptor(int):
         try:
             status = os.fstat(self)
         except OSError as error:
-            return error.errno != errno.EBADF  # other errors (a dead file server) do not prove that it was closed
+            return error.errno != errno.EBADF  # other errors do not prove a close
         return (status.st_dev, status.st_ino) == self._file
 
 
@@ -229,7 +229,7 @@ def locked_folder(folder: Path, work: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise WriteError(f"{folder}: another {work} is at work there; wait for it") from error
+                raise WriteError(f"{folder}: another {work} works in this folder; wait until it has ended") from error
         yield
     finally:
         os.close(descriptor)
@@ -267,7 +267,7 @@ def tls_context(certificate: str | os.PathLike[str], setting: str) -> Any:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, password="")  # without a password OpenSSL would ask at a terminal
+        context.load_cert_chain(certificate, password="")  # otherwise OpenSSL asks for a password
     except OSError as error:  # ssl.SSLError is a subclass of OSError
         why = error.strerror or error
         raise ConfigError(

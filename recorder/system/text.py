@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 MODEL = "(the model)"
-"""What people read for the root module, whose path is an empty text."""
+"""The words that messages use for the root module, whose path is an empty text."""
 MAX_CELL = 200
 """The most characters of a text that `printable` returns."""
 _MAX_MEMBERS = 8
-"""The most numbers in a pattern such as ``{0,2,5}``. If there are more, the middle is left out."""
+"""The most numbers in a pattern such as ``{0,2,5}``. From longer patterns the middle is left out."""
 _MAX_DEPTH = 50
 """The most levels of JSON. Deeper parts of untrusted input become ``...``."""
 
@@ -103,11 +103,11 @@ def number(value: float | int | None) -> str:
         return ""
     if isinstance(value, int):
         return f"{value}"
-    return f"{value + 0.0:.4g}"  # turns -0.0 into 0.0
+    return f"{value + 0.0:.4g}"  # adding 0.0 turns -0.0 into 0.0
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as a range, such as ``0..100``. If some are missing, add the count: ``0..100 (57)``."""
+    """Return sorted numbers as a range, such as ``0..100``. If there are gaps, add the count: ``0..100 (57)``."""
     if not numbers:
         return ""
     first, last = numbers[0], numbers[-1]

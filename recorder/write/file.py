@@ -29,7 +29,7 @@ from ..system.processes import Descriptor, private_memory, require_ours
 GRAIN_BYTES = 4096
 """The alignment in bytes of the addresses, lengths and offsets of direct writes. No common disk needs more."""
 HEAD_BYTES = 2 * GRAIN_BYTES
-"""The bytes of memory kept free before each part of a file. Arrow writes its schema there; the file does not get it."""
+"""The bytes of memory kept free before each part of a file. Arrow writes its schema into them, not the file."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
 """The mode of a new file for each value of the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
@@ -111,7 +111,7 @@ class Disk:
         require_ours(descriptor)
         os.close(descriptor)
         if self.keeps_reserve and self._reserve is None:
-            with contextlib.suppress(OSError):  # a memfd, which no other code can have open, unlike /dev/null
+            with contextlib.suppress(OSError):  # a memfd, as other code may have /dev/null open
                 self._reserve = Descriptor.of(os.memfd_create("recorder-reserve", os.MFD_CLOEXEC))
 
     def release_reserve(self) -> None:
@@ -164,7 +164,7 @@ class Disk:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
-            with contextlib.suppress(OSError):  # an error on closing a directory means nothing
+            with contextlib.suppress(OSError):  # an error on closing a directory has no consequence
                 Disk.close(self, descriptor)
 
     def unlink(self, path: Path) -> None:
@@ -253,7 +253,7 @@ class AppendFile:
         The values must begin at a multiple of `GRAIN_BYTES` in memory. They do so in the file because `lead` ends with
         the padding that `gap` returns.
         """
-        assert address(values) % GRAIN_BYTES == 0, "direct writes refuse such values"
+        assert address(values) % GRAIN_BYTES == 0, "direct writes refuse values at other addresses"
         self._require_linked()
         rest = len(values) - len(values) % self._grain
         head, foot = self._tail + lead, values[rest:].tobytes() + trail
@@ -353,7 +353,7 @@ def publish(disk: Disk, path: Path, final: Path) -> None:
     except OSError:
         if os.path.lexists(final):
             raise
-        disk.replace(path, final)  # nobody else writes in this directory
+        disk.replace(path, final)  # no other process writes in this directory
         return
     if has_both_names:
         # A file with both names is readable, and readers prefer the final name. The final name is made durable first.
@@ -423,7 +423,7 @@ class SyncThread:
             OSError: the sync failed, or (`ETIMEDOUT`) its result is not known yet.
         """
         if self._given_up is not None and not self._given_up.is_done.is_set():
-            raise StuckError(errno.ETIMEDOUT, "an earlier sync has not come back")
+            raise StuckError(errno.ETIMEDOUT, "an earlier sync has not returned")
         self._given_up = None
         if not self._runs():
             sync()
@@ -433,10 +433,10 @@ class SyncThread:
         left_s = self._until_s - time.monotonic()
         longest_s = (
             min(_LONGEST_SYNC_S, max(left_s, _SHORTEST_SYNC_S)) if left_s > 0 else _LONGEST_SYNC_S
-        )  # after `until_s`, `close` waits for this thread no more
+        )  # after `until_s`, `close` no longer waits for this thread
         if not request.is_done.wait(longest_s):
             self._given_up = request
-            raise TimeoutError(errno.ETIMEDOUT, f"a sync has not come back within {longest_s:.1f} s")
+            raise TimeoutError(errno.ETIMEDOUT, f"a sync has not returned within {longest_s:.1f} s")
         if request.error is not None:
             raise request.error
 
@@ -450,7 +450,7 @@ class SyncThread:
     def _runs(self) -> bool:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="recorder-sync", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread can be started: the writer syncs itself
+            with contextlib.suppress(RuntimeError):  # no thread can be started, so the writer thread syncs
                 thread.start()
                 self._thread = thread
         return self._thread is not None

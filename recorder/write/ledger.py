@@ -156,7 +156,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Backoff:
-    """A pause after a failure, twice as long after each further failure. Rows are dropped meanwhile, for `reason`."""
+    """A pause after a failure, doubled after each further failure. During the pause rows are dropped, for `reason`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.reason: str | None = None

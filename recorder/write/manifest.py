@@ -45,7 +45,7 @@ def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsync
             name_newly(disk, temporary, path)
         except FileExistsError:
             return False
-        except OSError:  # the file system has neither links nor exclusive renames: readers may see a part
+        except OSError:  # without links and exclusive renames in the file system, readers may see an incomplete file
             try:
                 _write(disk, path, obj, unsynced)
             except FileExistsError:
@@ -120,13 +120,13 @@ class StatusFile:
                 self._descriptor = self._disk.create(directory / STATUS)
             self._disk.write(self._descriptor, memoryview(encode_status(status)), 0)
         except OSError as error:
-            if error.errno == errno.EBADF:  # other code closed the descriptor: the next write creates a new file
+            if error.errno == errno.EBADF:  # other code has closed the descriptor, so the next write creates a new file
                 self._descriptor = None
                 with contextlib.suppress(OSError):
                     self._disk.unlink(directory / STATUS)
 
     def close(self) -> None:
-        """Close the file. A later `write` does nothing, because the name is taken."""
+        """Close the file. A later `write` does nothing, because the file's name is taken."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):

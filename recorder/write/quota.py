@@ -27,7 +27,7 @@ from .shard import StoredShard
 _SHARDS_PER_QUOTA, _PROBE_SHARDS_PER_QUOTA = 8, 32
 """The fewest shards in the quota of a kind, so that some can be deleted. The probe has more, because it is thinned."""
 _PROBE_SHARE, _TOKENS_SHARE = 72, 32
-"""The probe gets 1/72 of a rank's bytes, so that 8 ranks of 16 GiB keep less than 2 GB. With tokens it gets 1/32."""
+"""The probe gets 1/72 of a rank's bytes, so that 8 ranks of 16 GiB keep less than 2 GB. With tokens: 1/32."""
 _SHARDS_PER_WINDOW = 8
 """The fewest shards for the `keep_newest` newest steps. With more shards, fewer older steps stay along with them."""
 
@@ -123,7 +123,7 @@ class Quota:
         self._used[kind] -= held.shard.num_bytes
 
     def keep_for_good(self, kind: str, held: HeldShard) -> None:
-        """Keep a shard that could not be deleted, and never offer it for deletion again."""
+        """Keep a shard that could not be deleted, and never return it for deletion again."""
         held_of_kind = self._held[kind]
         held_of_kind[held_of_kind.index(held)] = held._replace(is_kept=True)
 
@@ -203,7 +203,7 @@ class Content(NamedTuple):
 
     num_rows: int
     is_kept: bool
-    """True if the shard has a step that is kept for good: its shard is not deleted to make room."""
+    """True if the shard has a step that is kept for good. Such a shard is not deleted to make room."""
     ledger: Mapping[str, Any]
     """The counts of rows of the shard's writer, as of the shard's last batch."""
 
@@ -217,7 +217,7 @@ def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
     writers = []
     for path in _listed(directory.parent, directories=True):
         shards = _shards(path) if path.name != directory.name else []
-        if shards:  # else skip the manifest, which may be large: after many restarts most directories have no shards
+        if shards:  # manifests may be large, and after many restarts most directories have no shards
             with contextlib.suppress(RunError):
                 raw = rundir.read_json(path / rundir.WRITER_MANIFEST)
                 rundir.check_version(raw, str(path))

@@ -19,7 +19,7 @@ from .ledger import DUMP_BYTES, Ledger
 MAX_DUMPS = 256
 """The largest number of dumps of a writer, because the writer's manifest lists all of them."""
 _MAX_PASSED = 1 << 16
-"""The most steps to remember whose values were given up, so that a late trigger can list the steps it missed."""
+"""The most steps without a dump to remember, so that a late trigger can list the steps that it missed."""
 _SET_BACK = 3
 """A record of a step more than this number of steps before the window shows that the program has set its steps back."""
 _SPARE_SHARE = 0.25
@@ -48,7 +48,7 @@ class Dump:
     has_begun: bool = False
     """True once the ring has given the waiting records to the shards."""
     is_over: bool = False
-    """True once a record of a later step has come. All records of the dump were then handed over."""
+    """True once a record of a later step has come, because all records of the dump were handed over before."""
     num_due: int = 0
     """The number of the dump's records that were given to the shards and are not written yet."""
     is_said: bool = False
@@ -184,7 +184,7 @@ class Ring:
         return has_begun
 
     def end(self) -> bool:
-        """Give up the values of all waiting steps, as no trigger can come. Return True if rows are left to write."""
+        """Drop the values of all waiting steps; no trigger can come. Return True if rows are left to write."""
         for step in list(self._steps):
             self._pass(step)
         return bool(self.due)
@@ -210,7 +210,7 @@ class Ring:
         now = self._now
         if now is not None and step < now:
             if step >= now - self.window.before - _SET_BACK:
-                return  # the record is only a little late
+                return  # the record is of an earlier step, because it came late
             self.end()  # the program has set its steps back, so that no waiting step would ever be old
         self._now = step
         self._close_dumps()
@@ -222,7 +222,7 @@ class Ring:
         self._open = [dump for dump in self._open if not dump.is_over]
 
     def _let_pass(self, now: int) -> None:
-        """Give up the steps before the window, except recent steps for which there is room."""
+        """Release the steps before the window, except recent steps for which there is room."""
         old = [step for step in self._steps if step + self.window.before < now]
         if not old:
             return
@@ -238,7 +238,7 @@ class Ring:
             used_bytes -= step_bytes
 
     def _pass(self, step: int) -> None:
-        """Give up the values of a step that has passed, but write the statistics that a rule asks for."""
+        """Release the values of a step that has passed, but write the statistics that a rule asks for."""
         self._passed.append(step)
         num_rows = 0
         for staged, measured in self._steps.pop(step).records:
@@ -256,7 +256,7 @@ class Ring:
         return next((dump for dump in reversed(self.dumps) if dump.first_step <= step <= dump.last_step), None)
 
     def _give(self, record: _HeldRecord, dump: Dump) -> None:
-        """Hand a record with its statistics to the shards, or drop it if the dumps have used up `max_bytes`."""
+        """Pass a record and its statistics to the shards, or drop the record if the dumps have used up `max_bytes`."""
         staged = record.staged
         num_bytes = staged.block.data.nbytes
         if self._asked_bytes + num_bytes > self.max_bytes:

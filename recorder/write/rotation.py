@@ -60,7 +60,7 @@ class RotatingShards:
         self._first_step = self._last_step = 0
         """The lowest and the highest step of the rows in the shard."""
         self._is_kept = False
-        """True if the steps of the batch and the shard are kept for good: the shard is not deleted to make room."""
+        """True if the steps of the shard are kept for good, so that the shard is not deleted to make room."""
         self._step: int | None = None
         self._num_unsynced_rows = 0
         self._oldest_row_s = 0.0
@@ -87,12 +87,12 @@ class RotatingShards:
         elif not self.batch.add_part(staged, measured, part):
             self.flush()
             has_room = self.batch.add_part(staged, measured, part)
-            assert has_room, "an empty batch takes any part"
+            assert has_room, "an empty batch has room for any part"
         if self.batch.num_rows == 1:
             self._oldest_row_s = self.clock()
 
     def add_small(self, records: Sequence[Staged], measured: Sequence[Measured]) -> int:
-        """Take as many of the first records as are of one step and fit into the batch. Return their number.
+        """Take the first records as long as they are of one step and fit into the batch. Return the number taken.
 
         A record with a payload is taken alone.
         """
@@ -120,7 +120,7 @@ class RotatingShards:
         self._step = step
 
     def ran_out_of_memory(self, error: MemoryError) -> str:
-        """Take no rows for a while, as after an error of the disk. Return the drop reason."""
+        """Drop rows for a while, as after an error of the disk. Return the drop reason."""
         self.notices.failed("the writer has no memory; rows are dropped", error)
         self._backoff.failed(NO_MEMORY)
         return NO_MEMORY
@@ -158,7 +158,7 @@ class RotatingShards:
         return dropped_for is None
 
     def sync(self) -> bool:
-        """Make the written rows durable. Return True if they are."""
+        """Make the written rows durable. Return True if all are durable."""
         if self._oldest_unsynced_s is None or self._shard is None:
             return True
         try:
@@ -168,10 +168,10 @@ class RotatingShards:
             self._syncing.failed(drop_reason(error))
             may_sync_again = isinstance(error, StuckError) or error.errno in _MAY_SYNC_AGAIN
             if may_sync_again and not self._shard.is_sick:
-                self.notices.failed(f"{self.directory}: a {self.kind} shard cannot be synced; later", error)
+                self.notices.failed(f"{self.directory}: a {self.kind} shard cannot be synced now", error)
             else:
                 self._give_up_shard(
-                    error, "synced; another is begun, and rows that a loss of power may take are counted"
+                    error, "synced; a new shard is begun, and rows that a loss of power may take are counted"
                 )
             return False
         self._syncing.succeeded()
@@ -204,7 +204,7 @@ class RotatingShards:
         stored = StoredShard(final, shard.num_rows, shard.num_bytes)
         try:
             if index is not None:
-                with self.notices.on_error(f"{final}: its index cannot be written; readers do without", is_aside=True):
+                with self.notices.on_error(f"{final}: its index cannot be written; readers need none", is_aside=True):
                     index_bytes = index.write(self.disk, final, shard.num_bytes, self.memory)
                     self._add_bytes(index_bytes)
                     stored = stored._replace(num_bytes=shard.num_bytes + index_bytes)
@@ -232,13 +232,13 @@ class RotatingShards:
         if reason is not None:
             self._backoff.failed(reason)
             return reason
-        for _ in range(2):  # tried a second time in another shard, because the first may have reached a size limit
+        for _ in range(2):  # tried again in a new shard, because the old file may have reached a size limit
             try:
                 self._append(built)
             except OSError as error:
                 reason = drop_reason(error)
                 self._give_up_shard(
-                    error, "written; another is tried, and rows that none takes are dropped and counted"
+                    error, "written; a new shard is tried, and rows that cannot be written are dropped and counted"
                 )
             else:
                 self._backoff.succeeded()
@@ -284,7 +284,7 @@ class RotatingShards:
             shard.append(batch, ledger, crcs=built.crcs, payload=built.payload)
         except OSError:
             raise
-        except BaseException:  # a footer might now contradict the batches
+        except BaseException:  # after this error a footer could contradict the batches
             self._leave_shard(shard)
             raise
         self.ledger.add_written(batch.num_rows)
@@ -302,14 +302,14 @@ class RotatingShards:
         if self._index is not None:
             try:
                 self._index.add(batch)
-            except MemoryError:  # the rows are written, so they may not count as lost
+            except MemoryError:  # the rows are written, so they must not be counted as lost
                 self._index = None
 
     def _begin_shard(self) -> BatchFile:
         name = shard_name(self.kind, self._next_number)
         path = self.directory / open_name(name)
         is_direct = self.settings.direct_io == "auto"
-        self._next_number += 1  # also after a failure, so that a taken name is not tried again
+        self._next_number += 1  # the number grows after a failure, too, so that a name that is taken is not tried again
         shard = BatchFile(self.disk, path, self.layout, self.memory, is_direct=is_direct)
         self._index = Index() if self.has_index else None
         if self.kind != "tensors" and self.settings.seal_stats_s:

@@ -85,9 +85,9 @@ class RowBatch:
         self._num_rows = 0
         self._ends = [0]
         self._detail_bytes = 0
-        """The bytes that the column `units` (sums of neurons or channels) takes in all rows."""
+        """The bytes that all rows together take in the column `units` (sums of neurons or channels)."""
         self._payload_crc = 0
-        max_bytes = max(batch_bytes, max_encoded_bytes(PART_BYTES))  # an empty batch takes any part
+        max_bytes = max(batch_bytes, max_encoded_bytes(PART_BYTES))  # an empty batch has room for any part
         self._payload = PageMemory(max_bytes).data[:max_bytes]
         self._is_payload_apart = is_payload_apart
 
@@ -125,7 +125,7 @@ class RowBatch:
         begin = self._ends[-1]
         encoding, nbytes = self._encoder.encode(data, item_bytes, self._payload[begin:], staged.origin)
         end = begin + nbytes
-        crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # computed while the bytes are in the cache
+        crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # now, while the CPU caches the bytes
         its = NOT_MEASURED if part else measured
         self._extend([*its, *staged, part, start // item_bytes, encoding, len(data)], [end])
         self._detail_bytes += 0 if its.units is None else len(its.units)
@@ -215,7 +215,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """Return a column of one repeated value, as most columns are. It is cached, because making a column is slower."""
+    """Return a column of one repeated value, as most columns are. Columns are cached, because making one is slower."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 
@@ -258,10 +258,10 @@ def _number_array(values: Sequence[Any], type_name: str) -> pa.Array:
     validity = None
     try:
         data = np.array(values, _NUMPY_NAMES[type_name])
-        has_gaps = bool(np.isnan(data).any())  # numpy turns None into NaN in a float column, and refuses None in others
+        has_gaps = bool(np.isnan(data).any())  # numpy turns None into NaN in a float column only
     except TypeError:
         has_gaps = True
-    if has_gaps:  # a search for None among floats is as slow as making the column
+    if has_gaps:  # to search floats for None is as slow as to make the column
         validity = _validity(values)
         data = np.array([0 if value is None else value for value in values], _NUMPY_NAMES[type_name])
     return pa.Array.from_buffers(_TYPES[type_name], len(values), [validity, pa.py_buffer(data)])

@@ -91,7 +91,7 @@ class IpcFormat:
 
         Return the batch's entry of the footer, with its offset counted from `start`.
         """
-        assert start >= self._schema_bytes, "the schema needs room before the message"
+        assert start >= self._schema_bytes, "Arrow writes the schema into the memory before `start`"
         sink = pa.FixedSizeBufferWriter(pa.py_buffer(memory[start - self._schema_bytes :]))
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
         message_bytes = sink.tell() - self._schema_bytes
@@ -157,7 +157,7 @@ def _batch_fields(message: bytearray) -> tuple[int, int]:
 def _field(message: bytearray, table: int, number: int) -> int:
     (vtable_distance,) = struct.unpack_from("<i", message, table)
     (field,) = struct.unpack_from("<H", message, table - vtable_distance + 4 + 2 * number)
-    assert field, "Arrow writes each field of a batch that has rows"
+    assert field, "a flatbuffer of a batch with rows must have all fields"
     return int(table) + int(field)
 
 
@@ -181,10 +181,10 @@ def _with_checksum(footer: bytes) -> bytes:
         for text in (FILE_CRC_KEY, NO_DIGITS)
     )
     head_bytes = 72 + len(strings)
-    head_bytes += -head_bytes % 8  # keeps the old footer's 8-byte alignment
+    head_bytes += -head_bytes % 8  # the new bytes keep the 8-byte alignment of the old footer
     version = struct.unpack_from("<h", footer, _field(bytearray(footer), old, 0))[0]
     vectors = []
-    for number, slot in enumerate((24, 28, 32), start=1):  # schema, dictionaries, batches
+    for number, slot in enumerate((24, 28, 32), start=1):  # the old fields: schema, dictionaries, batches
         at = _field(bytearray(footer), old, number)
         vectors.append(head_bytes + at + struct.unpack_from("<I", footer, at)[0] - slot)
     value = 72 + 4 + -(-(len(FILE_CRC_KEY) + 1) // 4) * 4
@@ -303,11 +303,11 @@ class BatchFile:
         self._file.publish(final)
 
     def abandon(self) -> StoredShard | None:
-        """Stop writing, and leave the batches for readers to salvage. Without batches delete the file, return None."""
+        """Stop writing, and leave the batches for readers to salvage. Delete a file without batches."""
         if not self.num_rows:
             self.discard()
             return None
-        if not self.is_sick:  # after a failed sync the file is not touched again
+        if not self.is_sick:  # after a failed sync the file must not be used again
             with contextlib.suppress(OSError):
                 self._file.cut_back()
         with contextlib.suppress(OSError):

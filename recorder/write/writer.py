@@ -55,9 +55,9 @@ _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 much as several small records.
 """
 _GATHER_S = 0.2
-"""The longest wait for more small records, which cost less together. Another item or the end of training ends it."""
+"""The longest wait for more small records, which cost less together. Any other item ends the wait."""
 _LOOK_S = 0.1
-"""The seconds between two checks of what is due by the clock. A check is the costliest thing an idle writer does."""
+"""The seconds between two checks of what is due by the clock. Nothing costs an idle writer more."""
 _TELL_S = 1.0
 """The seconds between two updates of a dump's progress in the manifest."""
 _MAX_FAILURES = 3
@@ -240,7 +240,7 @@ class Writer:
         else:
             self._drop(item)
         if self._is_stopped:
-            self._discard_queue()  # the thread may have ended between the check and the put
+            self._discard_queue()  # the writer thread may have ended between the check and the put
 
     def count_drop(self, reason: str, num_rows: int = 1) -> None:
         """Count rows as dropped that were numbered but are never put. Called on any thread; re-entrant, never waits."""
@@ -316,7 +316,7 @@ class Writer:
                 "the recording is incomplete: %s of %s rows were written (%s)",
                 accounts["written"],
                 accounts["observed"],
-                lost or "what could not be sealed is readable as it is",
+                lost or "shards that could not be sealed are readable, too",
             )
         self._report = report
         return report
@@ -362,7 +362,7 @@ class Writer:
             self._failure = error
             self._refusal = WRITER_DEAD
             self._ledger.drop(WRITER_DEAD, self._writer_directory.num_pending_rows)
-            problem = f"the writer gave up, nothing more is recorded ({type(error).__name__}: {error})"
+            problem = f"the writer has stopped, nothing more is recorded ({type(error).__name__}: {error})"
             self._notices.say(WRITER_DEAD, problem, level=logging.ERROR)
             with contextlib.suppress(Exception):
                 self._show("failed")
@@ -412,7 +412,7 @@ class Writer:
     def _handle_small(self, first: Staged) -> None:
         """Take a small record into its batch, together with the small records that follow it in the queue."""
         records, item = [first], self._next_item()
-        waits_s = _LONG_NAP_S if self._ring is not None else _GATHER_S  # dumps of a ring begin between two batches
+        waits_s = _LONG_NAP_S if self._ring is not None else _GATHER_S  # a ring's dumps begin only between two batches
         while len(records) < MOST_TOGETHER:
             if _is_small(item):
                 records.append(item)
@@ -470,7 +470,7 @@ class Writer:
     def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
         has_numbers = [bool(staged.keep & KEEP_STATS) for staged in records]
         if self._measure_small is not None:
-            with contextlib.suppress(Exception):  # then each record is measured alone, which logs the error
+            with contextlib.suppress(Exception):  # after an error each record is measured alone, which logs the error
                 of_measured = iter(self._measure_small(list(compress(records, has_numbers))))
                 return [next(of_measured) if has else NOT_MEASURED for has in has_numbers]
         return [self._measured(staged) for staged in records]
@@ -505,7 +505,7 @@ class Writer:
                     self._ledger.drop(WRITER_ERROR, num_left)
                 item.block.release()
         elif isinstance(item, Due):
-            assert self._ring is not None, "records are due from a ring"
+            assert self._ring is not None, "due records exist only if there is a ring"
             num_bytes = item.staged.block.data.nbytes
             is_written = False
             try:
@@ -547,7 +547,7 @@ class Writer:
         return self._ring is not None and (bool(self._ring.due) or self._ring.end())
 
     def _begin_dumps(self) -> None:
-        """Begin the dumps that were asked for, and from time to time update their progress in the manifest."""
+        """Begin the requested dumps, and from time to time write the progress of the dumps to the manifest."""
         ring = self._ring
         if ring is None:
             return
@@ -558,7 +558,7 @@ class Writer:
             self._writer_directory.mark_stale()
 
     def _refuses(self, kind: str) -> str | None:
-        """Return why records of a kind are dropped now, and publish the reason in `refused`. None: they are taken."""
+        """Return why records of a kind are dropped now, and publish the reason in `refused`. Return None if not."""
         refusal = self._writer_directory.refusal(kind)
         if refusal is not None:
             self.refused[kind] = refusal
@@ -627,11 +627,11 @@ class Writer:
                 staged.block.data, staged.dtype, staged.shape, staged.chunk, staged.keep, staged.origin.unit_dim
             )
         except Exception as error:
-            self._notices.failed("statistics could not be computed; rows go without them", error)
+            self._notices.failed("statistics could not be computed; rows are written without statistics", error)
             return _UNMEASURABLE
 
     def _tick(self) -> None:
-        """Show that the thread is alive, and do work that is due by the clock. Not called within a part of a record."""
+        """Show that the thread is alive, and do work that is due by the clock. Not called within a record."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return

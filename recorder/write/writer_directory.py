@@ -63,7 +63,7 @@ class RunTarget:
     rank: int
     attempt: int
     named: Callable[[str], None] = lambda name: None
-    """Called on the writer thread with the name of the run, which the run's first writer decides."""
+    """A function, called on the writer thread with the name of the run, which the run's first writer decides."""
 
 
 class WriterDirectory:
@@ -208,7 +208,7 @@ class WriterDirectory:
             content = {**_FORMAT, **target.run_manifest}
             manifest = target.run_dir / RUN_MANIFEST
             if not create_manifest(self._disk, manifest, content, unsynced=self._say_unsynced):
-                with contextlib.suppress(RunError):  # an unreadable manifest names no run
+                with contextlib.suppress(RunError):  # a manifest that cannot be read names no run
                     content = read_json(manifest)
             if (name := RunManifest.read(content).name) is not None:
                 target.named(name)
@@ -216,7 +216,7 @@ class WriterDirectory:
             self._make_directories(parent)
             directory = self._make_own_directory(parent, target.attempt)
             try:
-                for made in (parent, target.run_dir, target.run_dir.parent):  # another rank may have made it
+                for made in (parent, target.run_dir, target.run_dir.parent):  # another rank may have made the directory
                     self._sync_directory(made)
                 self.shards_by_kind = self._open_shards(directory, target)
             except OSError:
@@ -280,7 +280,7 @@ class WriterDirectory:
         assert self._target is not None, "claim comes first"
         self._notices.failed(
             f"{self._target.run_dir}: a manifest or a directory cannot be synced; recording goes on, and a loss of "
-            "power may take it",
+            f"power may remove the file",
             error,
             is_aside=True,
         )
@@ -306,7 +306,7 @@ class WriterDirectory:
                     encoder=encoder,
                     batch_bytes=min(settings.batch_bytes, max_batch_bytes),
                     max_rows=min(MAX_ROWS, max(1, max_batch_bytes // _ROW_BYTES)),
-                    is_payload_apart=compression is None,  # else Arrow compresses the payload, which makes a copy
+                    is_payload_apart=compression is None,  # Arrow compresses with a copy
                 ),
                 layout=IpcFormat(SCHEMA, compression),
                 has_index=has_index,
@@ -348,7 +348,7 @@ class WriterDirectory:
             self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
         if self._encoder.has_rested and not self._has_said_rest:
             self._has_said_rest = self._is_manifest_stale = True
-            # One log line for each run is enough, because the manifest of every rank says so.
+            # One log line for each run is enough, because the manifest of every rank has this fact.
             if self._target is not None and self._target.rank == 0:
                 tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
@@ -404,7 +404,7 @@ class WriterDirectory:
         elif self._note_earlier(held.earlier):
             self._delete(kind, held, held.earlier.paths)
         else:
-            assert self._quota is not None, "a claimed directory has a quota"
+            assert self._quota is not None, "the directory was claimed, so it has a quota"
             self._quota.keep_for_good(kind, held)
 
     def _retire(self, kind: str, shards: Sequence[HeldShard], *, is_urgent: bool) -> None:
@@ -420,7 +420,7 @@ class WriterDirectory:
             self._ledger.add_retired(-num_rows, -num_bytes)
             return
         for held in shards:
-            path = held.shard.path  # a shard published while the directory could not be synced has both names
+            path = held.shard.path  # an unsynced directory may have both names
             names = (open_name(path.name), path.name, index_name(path.name))
             self._delete(kind, held, [path.with_name(name) for name in names])
 
@@ -435,11 +435,11 @@ class WriterDirectory:
             noted["rows"] += content.num_rows
             noted["bytes"] += shard.num_bytes
             if content.ledger.get("observed", -1) > noted.get("ledger", {}).get("observed", -1):
-                noted["ledger"] = content.ledger  # only this shard may have a killed writer's newest ledger
+                noted["ledger"] = content.ledger  # the newest ledger of a killed writer may be in this shard alone
         return self._describe()
 
     def _delete(self, kind: str, held: HeldShard, paths: Sequence[Path]) -> None:
-        assert self._quota is not None, "a claimed directory has a quota"
+        assert self._quota is not None, "the directory was claimed, so it has a quota"
         self._quota.remove(kind, held)
         for path in paths:
             with (

@@ -54,8 +54,8 @@ IS_WARNED = {
     "full_for_good": "No space left on device",
     "full_for_good_and_not_shown": "No space left on device",
     "eio_fsync_at_start": "Input/output error",
-    "hung_fsync": "a sync has not come back within",
-    "hung_fsync_at_start": "a sync has not come back within",
+    "hung_fsync": "a sync has not returned within",
+    "hung_fsync_at_start": "a sync has not returned within",
 }
 REASONS = {
     "full": {"disk_full"},

@@ -158,7 +158,7 @@ def test_what_is_still_recorded_is_looked_at_here(
     [
         ({"pyarrow": "1.0"}, ", but this machine has 1.0; install the same version"),
         ({"python": "3.99"}, "has python 3.11, but this machine has 3.99; install the same version"),
-        ({"unknown-package": "2"}, "has no unknown-package; install unknown-package 2 there, as on this machine"),
+        ({"unknown-package": "2"}, "has no unknown-package; install unknown-package 2, as on this machine"),
     ],
 )
 def test_workers_of_other_versions_are_refused(
@@ -195,7 +195,7 @@ def test_no_scheduler_is_said(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPat
         port = server.getsockname()[1]
     result = cli("stats", run, "--scheduler", f"tcp://127.0.0.1:{port}")
     assert result.exit_code == 2
-    assert result.err.startswith(f"recorder: tcp://127.0.0.1:{port}: no Dask scheduler answers there within 1 s")
+    assert result.err.startswith(f"recorder: tcp://127.0.0.1:{port}: no Dask scheduler answers within 1 s")
     assert result.err.count("\n") == 1
 
 

@@ -109,7 +109,7 @@ def test_a_head_that_never_starts_a_process_is_said(
     assert result.exit_code == 2
     last = result.err.splitlines()[-1]
     assert "in 3 tries (Initialization failure from server: Traceback)" in last
-    assert last.endswith("start its head with GRPC_ENABLE_FORK_SUPPORT=0 set there")
+    assert last.endswith("start the cluster's head with GRPC_ENABLE_FORK_SUPPORT=0")
 
 
 def test_without_ray_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,9 +177,7 @@ class StreamStager:
         try:
             room = device.allocate(room_bytes)
         except torch.OutOfMemoryError:
-            self._say(
-                f"device {index} has no {room_bytes} bytes for copies, so training's stream copies to the host itself"
-            )
+            self._say(f"device {index} has no {room_bytes} bytes for copies, so training's stream copies instead")
             room = device.allocate(0)
         copies = self._by_device[index] = _DeviceCopies(
             device, DevicePool(room), self.release_if_over, self._pinned_by is not None
