@@ -137,7 +137,7 @@ def problem_of(command: Command) -> str | None:
     if not _ID.fullmatch(command.id):
         return f"its id is {command.id[:40]!r}, expected 16 hexadecimal digits"
     if command.kind == DUMP and command.to_step is None:
-        return "a dump has a last step"
+        return "a dump needs a last step"
     if (command.kind == UNDO) != (command.undoes is not None):
         return "an undo names the command that it undoes" if command.kind == UNDO else "only an undo has 'undoes'"
     if command.kind in (UNDO, RESUME) and command.to_step is not None:

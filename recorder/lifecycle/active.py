@@ -76,7 +76,7 @@ def start_from_environment() -> None:
         raise SystemExit(2) from None
     os.environ[config.CHECKED_MARK] = "1"
     _current = made
-    _listen(made)  # a graph may be compiled, or an artifact called, before the recording starts
+    _listen(made)  # the program may compile a graph or call an artifact before the recording starts
 
 
 def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]) -> Attachment:
@@ -99,7 +99,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
             if wanted != recorder.settings:
                 raise ConfigError(
                     f"a recording is under way with other settings than {', '.join(sorted(settings))}; "
-                    "close it first, or leave them out"
+                    "close that recording first, or leave these settings out"
                 )
         roots = recorder.capture.roots if recorder.capture is not None else []
         root = next((root for root in roots if root.module() is model), None)
@@ -111,7 +111,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
             _current = recorder
             try:
                 root = recorder.add_root(model, name)
-            except Exception as error:  # for example no memory for the pool, which must not make training fail
+            except Exception as error:  # for example there is no memory for the pool, which must not make training fail
                 recorder.discovery_failed(error)
                 return Inactive()
         # A handle may be dropped without being closed, as by a notebook cell that runs again. Its model stays recorded.
@@ -145,7 +145,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     global _lock
-    _lock = threading.RLock()  # another thread may have held the lock at the fork
+    _lock = threading.RLock()  # another thread of the parent may have held the lock at the fork
     if _current is not None:
         _current.abandon()
     TerminationWatch.release()

@@ -77,4 +77,4 @@ class Inactive(Attachment):
 
     @property
     def _state(self) -> str:
-        return "not recording; enabled=True or RECORDER=1 turns it on"
+        return "not recording; enabled=True or RECORDER=1 turns recording on"

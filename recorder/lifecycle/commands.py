@@ -54,11 +54,11 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most reads a second of the store by all carriers, or of a run's directory by all nodes (512 nodes: each 2 s)."""
+"""The most reads a second of the store by all carriers, or of a run's directory by all nodes (2 s each on 512)."""
 _PATIENCE_S = 5.0
-"""If the store has a command's number but no text for so many seconds, the rank that took the number counts as gone."""
+"""If the store has a number without a command for so many seconds, the rank that took the number counts as gone."""
 _LAST_S = 1.0
-"""The seconds that the end of a recording waits for the last commands, and again after cutting the store off."""
+"""The seconds to wait for the last commands at the end of a recording, and again after the connection was cut."""
 
 
 class Carrier:
@@ -115,7 +115,7 @@ class Carrier:
             if store is None or not self._is_first(store, run_dir):
                 return
             folder = CommandFolder(run_dir)
-            while is_distributed():  # without a group nobody trains, and the process that holds the store may end
+            while is_distributed():  # without a group nobody trains, and the store's process may end
                 is_last = self._is_over.is_set()
                 if not self._is_needed(store):
                     return
@@ -211,7 +211,7 @@ class Carrier:
         if command.kind == UNDO:
             number = self._numbers.get(undone.decode(errors="replace"))
             if number is None:
-                raise CommandError(f"{where}: the command that it undoes is not here")
+                raise CommandError(f"{where}: the command to undo is not in this directory")
             command = replace(command, undoes=number)
         self._numbers[command.id] = send(run_dir, command).number
 
@@ -246,7 +246,7 @@ class Commands:
         self.num_refused = 0
         """The number of refused files. Each had the name of a command, but contained no command."""
         self.has_changed = False
-        """True if an answer has changed since the answers were last shown. The code that shows them resets this."""
+        """True if an answer has changed since the answers were last shown. Reset once they are shown."""
         self._topology = topology
         self._events = events
         self._clock = clock
@@ -302,7 +302,7 @@ class Commands:
             CommandError: the disk refuses, or the run has no directory yet. Nothing was sent.
         """
         if self._run_dir is None:
-            raise CommandError("the run has no directory yet, so that no rank could be told")
+            raise CommandError("the run has no directory yet, so no rank can receive the command")
         sent = send(self._run_dir, replace(command, attempt=max(command.attempt, self._topology.attempt)))
         self._look(is_told=True)
         return sent
@@ -350,7 +350,7 @@ class Commands:
                 self.has_changed = True
                 self._events.add("command_refused", f"a command is not done: {command.why}", key=str(command.number))
             elif command.id in self._ids:
-                self.answer(command, ENDED, why="it has the id of a command before it, and is done once")
+                self.answer(command, ENDED, why="an earlier command with the same id was done")
             else:
                 self._ids.add(command.id)
                 self._take(command)
@@ -358,9 +358,9 @@ class Commands:
     def _take(self, command: Command) -> None:
         take = self._takers.get(command.kind)
         if command.kind == DUMP and command.attempt < self._topology.attempt:
-            self.answer(command, ENDED, why="it was for a launch before this one")
+            self.answer(command, ENDED, why="the command was sent to an earlier launch")
         elif take is None:
-            self.answer(command, REFUSED, why=f"this run keeps nothing that a {command.kind} could take")
+            self.answer(command, REFUSED, why=f"nothing in this run takes commands of kind {command.kind}")
         else:
             self.answer(command, WAITING)
             try:

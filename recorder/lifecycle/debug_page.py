@@ -4,7 +4,7 @@
     from torch.distributed.debug._debug_handlers import default_handlers
     start_debug_server(handlers=[*default_handlers(), RecorderHandler()])  # on every rank
 
-A rank answers on a thread of torch's, even while training hangs in a collective. No answer may wait or raise.
+Each rank answers on a thread of torch's server, even while training hangs in a collective. No answer may wait or raise.
 """
 
 from __future__ import annotations

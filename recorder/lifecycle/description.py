@@ -87,7 +87,7 @@ class Description:
         }
 
     def news(self, events: Events, commands: Commands) -> dict[str, Any]:
-        """Return the members of `_writer.json` that may change until the last row is written."""
+        """Return the members of `_writer.json` that may change while the recording runs."""
         return {"events": events.as_list(), "commands": [answer.members() for answer in commands.answers()]}
 
     def status(self, capture: Capture, commands: Commands, findings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Estimate:
     """Estimates the bytes that a rank will write. All methods are called on the writer thread."""
 
     def __init__(self, rules: Sequence[Rule], *, rank: int, world_size: int, max_bytes: int) -> None:
-        from ..write.quota import probe_bytes  # this loads pyarrow, which `import torch` need not wait for
+        from ..write.quota import probe_bytes  # imported late, because the module loads pyarrow
 
         self._rules = [rule for rule in rules if rank in rule.rank]
         self._whose = f"rank {rank} (of {world_size}) writes " if world_size > 1 else ""
@@ -281,7 +281,7 @@ class Estimate:
         return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
 
     def num_bytes(self, first: int, num_steps: int) -> int:
-        """Return the bytes that `num_steps` steps from step `first` on will write, going by the first step."""
+        """Estimate from the first step the bytes that `num_steps` steps from step `first` on will write."""
 
         @cache
         def times(schedules: frozenset[Schedule]) -> int:
@@ -290,7 +290,7 @@ class Estimate:
         of_rows = sum(
             ROW_BYTES * num * times(self._schedules(site, ~KEEP_PROBE)) for site, num in self._num_rows.items()
         )
-        of_probes = sum(  # a parameter has a second number, of its update
+        of_probes = sum(  # the probe has a second number for a parameter: the size of its update
             PROBE_BYTES * (2 if site == "param" else 1) * num * times(self._schedules(site, KEEP_PROBE))
             for site, num in self._num_rows.items()
         )

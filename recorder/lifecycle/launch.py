@@ -65,7 +65,7 @@ def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         print(
             "recorder: TORCH_DEVICE_BACKEND_AUTOLOAD=0 would keep the recorder from starting; "
-            "it is set to 1 for this command",
+            "this command sets the variable to 1",
             file=sys.stderr,
         )
         environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"

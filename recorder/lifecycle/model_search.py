@@ -57,7 +57,7 @@ class Discovery:
         """Start to look for models to record. `Recorder` describes the functions."""
         self._is_inside_root, self._wants, self._make_root, self._failed = is_inside_root, wants, make_root, failed
         self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
-        """The modules not to record, apart for calls with and without gradients: evaluation may come first."""
+        """The modules not to record. Calls with and without gradients have their own: evaluation may come first."""
         self._handle: Any = None
         self.start()
 
@@ -103,7 +103,7 @@ class Discovery:
             return None
 
     def reconsider(self) -> None:
-        """Forget which modules were rejected. With a new optimizer they may be models to record."""
+        """Forget which modules were rejected. With a new optimizer, rejected modules may be models to record."""
         self._rejected = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
     @property
@@ -134,21 +134,21 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
     """Return the outermost live model around `module`, or `module` itself, and the list of all live optimizers.
 
     The model must be completely trained: if optimizers have only some of its trainable parameters, it may hold another
-    rank's stage. In a process without other ranks, it is enough that they train a parameter of it that is not of
-    `module`, because a parameter may be in no optimizer by mistake. With `of_any`, a model need not be trained if no
-    optimizer trains anything. A module thus has the same path on every rank, whether the program calls the module or a
-    model around it first. If two outermost models contain the module, `module` itself is returned. Transparent wrappers
-    change no path and are skipped.
+    rank's stage. In a process without other ranks, it is enough that optimizers train one of the model's parameters
+    outside of `module`, because a parameter may be in no optimizer by mistake. With `of_any`, a model need not be
+    trained if no optimizer trains anything. A module thus has the same path on every rank, whether the program calls
+    the module or a model around it first. If two outermost models contain the module, `module` itself is returned.
+    Transparent wrappers change no path and are skipped.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return module, find_live()
     optimizers: list[Optimizer] = []
     trained: set[int] = set()
     holders: dict[int, list[Any]] = {}
-    for item in live_instances(Optimizer, nn.Module):  # one scan of all objects for both
+    for item in live_instances(Optimizer, nn.Module):  # one scan of all objects finds both modules and optimizers
         if issubclass(type(item), Optimizer):
             optimizers.append(cast(Optimizer, item))
-            groups = getattr(item, "param_groups", ())  # its __init__ may still be running
+            groups = getattr(item, "param_groups", ())  # the object's __init__ may still be running
             trained |= {id(p) for group in groups for p in group["params"]}
         elif not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
@@ -199,14 +199,14 @@ def is_only_model(model: nn.Module) -> bool:
 
 
 _MAX_LIVE_SCANS = 5
-"""After this many scans of all objects without an optimizer, no more are made. (0.03 s for 361,000 objects.)"""
+"""The most scans of all objects that find no optimizer. Then scanning stops. (0.03 s for 361,000 objects.)"""
 
 
 class EarlyOptimizers:
     """The optimizers that exist before the first root (a model under hooks). Called on training threads."""
 
     def __init__(self, events: Events, *, closure_returned: Callable[[Optimizer], None]) -> None:
-        """Prepare, without a search yet. An optimizer that steps before anything was recorded is an event.
+        """Prepare, without a search yet. An optimizer step before anything was recorded is reported as an event.
 
         `closure_returned` is called when the closure of an optimizer's step returns. The first recorded call may have
         been in the closure.
@@ -255,8 +255,8 @@ class EarlyOptimizers:
         if self.has_stepped or not self._handles or os.getpid() != self._pid:
             return
         if all(not group["lr"] for group in optimizer.param_groups):
-            return  # no step of the program's: `get_state_dict` of torch makes the state of an optimizer by such a step
-        self.has_stepped = True  # the hooks stay: torch is going through them, and raises if one is removed meanwhile
+            return  # this is no training step: torch's `get_state_dict` calls `step` to make the optimizer's state
+        self.has_stepped = True  # the hooks stay, because torch is iterating over them, and raises if a hook is removed
         self._events.add(
             "no_root",
             f"not recording: {type(optimizer).__name__} stepped, but no module with its parameters was seen to run "

@@ -79,8 +79,8 @@ class ProgramCalls:
         if not is_asked or recorder.is_over or is_data_worker():
             return
         what = f"{site} {_shown(name)}"
-        text = f"{what} was given before the model's first call, with which a recording begins: not recorded"
-        recorder.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins it earlier", key=what)
+        text = f"{what} was given before the model's first call, at which a recording begins, and is not recorded"
+        recorder.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins the recording earlier", key=what)
 
     def _failed(self, what: str, error: Exception) -> None:
         if (capture := self._recorder.capture) is not None:
@@ -112,11 +112,11 @@ class ProgramCalls:
         try:
             step = int(number)
             if abs(step) >= MAX_COUNT:
-                raise OverflowError("no reader takes so large a step")
+                raise OverflowError("the number is too large for a step")
         except Exception as error:
             if comes_from_signal_handler(error):
                 raise
-            text = f"recorder.step was given {_shown(number)}, and the step stays as it is: {one_line(error)[:200]}"
+            text = f"recorder.step was given {_shown(number)}, and the step is unchanged: {one_line(error)[:200]}"
             self._recorder.events.add("hook_error", text, key="step")
             return
         if (capture := self._recorder.capture) is None:
@@ -188,7 +188,7 @@ class GraphTaps:
         if is_data_worker():
             return None
         model = module_taps.model_of(where)
-        if model is not None and self._recorder.by_flag:  # without ``RECORDER=1``, `attach` says which models to record
+        if model is not None and self._recorder.by_flag:  # without ``RECORDER=1``, only `attach` chooses models
             return self._recorder.add_root(model, None) if self._recorder.wants(model) else None
         stand_in, capture = nn.Module(), self._recorder.capture
         used = {root.name for root in capture.roots + capture.past_roots} if capture is not None else set()

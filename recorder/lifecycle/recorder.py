@@ -51,7 +51,7 @@ from .signals import TerminationWatch, replaced_interrupts, unhandled_exception
 
 _logger = logging.getLogger("recorder")
 _MAX_RENEWALS = 20
-"""The most searches for modules added after the first call. A step with unknown parameters starts a search."""
+"""The most searches for modules that were added after the first call. A step with unknown parameters starts one."""
 _LAST_S = 5.0
 """The seconds for which the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
@@ -74,7 +74,7 @@ class Recorder:
         self._ring = RingWatch(loaded)
         self.by_flag = by_flag
         self._version = version
-        self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory
+        self._dir = Path(loaded.settings.dir).absolute()  # as the program may change its directory
         self.events = Events()
         self.recording: Recording | None = None
         """The recording; None before the first call of a model to record."""
@@ -148,7 +148,7 @@ class Recorder:
             return None  # TorchScript takes no hooks, so the call's end is unknown, and only taps are recorded
         try:
             root.begins(module)
-        except Exception as error:  # an error counts for the root, as one in the root's own hook, and discovery goes on
+        except Exception as error:  # the error counts as one in the root's own hook, and discovery goes on
             root.failed(error)
             return None
         moved = root.jitter(module, args, kwargs) if root.jitter is not None else None
@@ -168,8 +168,8 @@ class Recorder:
         model, optimizers = model_around(module, of_any=self.settings.roots == "any")
         if capture is None:
             self._stop_for_rules(model)
-            self._early.live = optimizers  # `_start` takes them, without another scan of all objects
-        elif (root := capture.root_of(model)) is not None and self.recording is not None:  # the root has a new module
+            self._early.live = optimizers  # `_start` takes the optimizers, without another scan of all objects
+        elif (root := capture.root_of(model)) is not None and self.recording is not None:  # the root's module is new
             with self._lock, collector_paused():
                 root.renew()
                 self.recording.optimizers.rescan()
@@ -217,7 +217,7 @@ class Recorder:
                 except Exception:
                     self._undo_start()
                     raise
-                except BaseException:  # for example Ctrl-C: the next call starts again, unless the writer already runs
+                except BaseException:  # such as Ctrl-C: the next call tries again, unless the writer already runs
                     if self.recording is None or not self.recording.writer.stats().is_alive:
                         self._forget_start()
                     raise
@@ -233,10 +233,10 @@ class Recorder:
             on_step=self._optimizer_stepped, on_new=self._optimizer_made,
         )  # fmt: skip
         self.capture = capture = recording.capture
-        live = self._early.take()  # the recorder then holds only weak references to the optimizers
+        live = self._early.take()  # from now on the recorder holds only weak references to the optimizers
         for optimizer in live:
             recording.optimizers.know_groups(optimizer)
-        if not self.by_flag:  # an earlier training of the process may have left its optimizer, whose steps are its own
+        if not self.by_flag:  # an earlier training may have left its optimizer, whose steps do not count
             parameters = {id(one) for p in module.parameters() for one in (p, main_parameter(p))}
             live = [o for o in live if any(id(p) in parameters for group in o.param_groups for p in group["params"])]
         capture.every_call_is_a_step = self.settings.roots == "any" and not live
@@ -272,7 +272,7 @@ class Recorder:
     def ask_for_error(self, error: BaseException) -> None:
         """Record that an exception ends the training, and request that the ring (the last steps) is written."""
         reason = f"{type(error).__name__}: {one_line(error)}"
-        self.events.add(EXCEPTION, reason, level=logging.DEBUG)  # the program prints it
+        self.events.add(EXCEPTION, reason, level=logging.DEBUG)  # the program itself prints the exception
         self.ask(EXCEPTION, reason)
 
     def _undo_start(self) -> None:
@@ -371,7 +371,7 @@ class Recorder:
         finally:
             if self.recording is not None:
                 self.recording.stop_carrying()
-        atexit.unregister(self._at_exit)  # not earlier: an interrupt may have left the writer open
+        atexit.unregister(self._at_exit)  # set only now, because an interrupt may have left the writer open
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
@@ -396,7 +396,7 @@ class Recorder:
                 try:
                     self._finish()
                     break
-                except (KeyboardInterrupt, SystemExit):  # raised by a signal handler of the program
+                except (KeyboardInterrupt, SystemExit):  # a signal handler of the program has raised this error
                     interrupted()
         recording = self.recording
         if num_interrupts > 1 and recording is not None and not recording.writer.close(_LAST_S).is_complete:
@@ -414,11 +414,11 @@ class Recorder:
             text = f"{self._turned_down[1]} ran and was not recorded, as no optimizer trained it"
             self.events.add("no_root", f"{text}: an engine that is a second model needs a process of its own")
         self.recording.close()
-        if self._termination is not None:  # last, so that a signal before this line cannot prevent the summary
+        if self._termination is not None:  # set last, so that a signal before this line cannot prevent the summary
             self._termination.uninstall()
 
     def _say_why_nothing(self) -> None:
-        """Log why nothing was recorded. That no module was called is logged on rank 0 alone.
+        """Log why nothing was recorded. Only rank 0 logs that no module was called.
 
         It is not logged if the program failed, or only launched other programs.
         """

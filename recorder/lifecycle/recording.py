@@ -36,7 +36,7 @@ from .signals import blocked_in_new_threads
 
 _logger = logging.getLogger("recorder")
 _MANY_SLICES = 256
-"""So many forwards with a backward each, and no optimizer step: more than programs accumulate gradients over."""
+"""More forwards with a backward each than programs accumulate gradients over without an optimizer step."""
 _START_PATIENCE_S = 1.0
 """The longest wait of the first forward for the writer to make its directory, if the settings allow a wait."""
 
@@ -80,7 +80,7 @@ class Recording:
         """Carries commands between nodes; None for a single rank, or if the ranks have no common name for the run."""
         self._manifest_key: object = None
         self._last_manifest: Mapping[str, Any] = {}
-        """The manifest from just before the hooks were removed. There were still modules to describe then."""
+        """The manifest as of just before the hooks were removed, when there still were modules to describe."""
         self._next_status_s = 0.0
         self._is_closed = False
         kernels = native.load(settings.native)
@@ -200,7 +200,7 @@ class Recording:
             self._answer()
             self._ring.look(capture)
             if capture.probe is not None and 2 * capture.pool.used_bytes < capture.pool.capacity_bytes:
-                capture.probe.flush_old()  # in a full pool this thread would wait for itself
+                capture.probe.flush_old()  # if the pool is full, this thread would wait for itself
             capture.nonfinite.look(self._how_to_learn_more())
             self._look_for_steps()
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
@@ -215,7 +215,7 @@ class Recording:
                 self._events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
-            if time.monotonic() >= self._next_status_s:  # the first status is written even if no later one is
+            if time.monotonic() >= self._next_status_s:  # the first status is due at once
                 self._next_status_s = time.monotonic() + (self._settings.status_interval_s or math.inf)
                 self._show_status()
         except Exception as error:

@@ -90,7 +90,7 @@ class RingWatch:
         """
         settings, self._rank, self._on_trouble = self._settings, rank, on_trouble
         window = ring_window(settings.rules)
-        wanted = settings.trigger_words if window is not None else ("spike", "jump")  # NaN is told without a rule
+        wanted = settings.trigger_words if window is not None else ("spike", "jump")  # NaN is reported without a rule
         rules = [rule for rule in LIVE_RULES if rule.name in wanted]
         if rules or self._own_rules:
             self._checks = LiveChecks(
@@ -204,10 +204,10 @@ _MAX_FINDINGS = 8
 _MAX_ASKED = 64
 """The most triggers that wait for the writer thread, which looks five times a second. More are only counted."""
 _DUE = ("exception", "signal", "user")
-"""The kinds of trigger that are obeyed even soon after another trigger: the process ends, or a person asks."""
+"""The kinds of trigger that count even soon after another trigger: the process ends, or a person requests a dump."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
 """Ranks that find a reason for a dump at once notify the other ranks at different times. The times are fractional parts
-of multiples of the golden ratio. So most ranks hear of the dump before their turn: of 4,096 about 20 send, within 4 s.
+of multiples of the golden ratio. So most ranks hear of the dump before their turn: about 20 of 4,096 send, within 4 s.
 """
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
@@ -304,17 +304,17 @@ class Triggers:
         Raises:
             CommandError: the window is larger than the ring's, or there were too many dumps. The text is the answer.
         """
-        assert command.to_step is not None, "a dump has a last step"
+        assert command.to_step is not None, "a dump needs a last step"
         num_steps, most = command.to_step - command.from_step + 1, sum(self.window) + 1
         if num_steps > most:
             raise CommandError(
-                f"it asks for {num_steps} steps, and the ring has {most} (before={self.window.before}, "
+                f"the dump asks for {num_steps} steps, and the ring holds {most} (before={self.window.before}, "
                 f"after={self.window.after}, and the step itself)"
             )
         dump = self._known(command.from_step, command.to_step)
         if dump is None:
             if len(self._dumps) >= MAX_DUMPS:
-                raise CommandError(f"this launch has had {MAX_DUMPS} dumps, and makes no more")
+                raise CommandError(f"this launch has made {MAX_DUMPS} dumps, which is the most")
             dump = Dump(first_step=command.from_step, last_step=command.to_step, reason=command.reason, by=command.by)
             self._write(dump)
         if dump.command is None:
@@ -326,7 +326,7 @@ class Triggers:
         self.sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
 
     def end(self, step: int) -> None:
-        """Look for triggers a last time. Writer thread, before and after the ring releases its steps."""
+        """Look for triggers a last time. Called before and after the ring releases its steps."""
         self.look(step)
         self._send_due(float("inf"))
         self._look_at_dumps(is_last=True)
@@ -350,7 +350,7 @@ class Triggers:
         self._unsent.append(_Unsent(now + self._turn_s, command, dump))
 
     def _count(self) -> None:
-        self.events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
+        self.events.add(PASSED_EVENT, "triggers soon after another trigger are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
         """Notify the other ranks of each due dump. Skip a dump if another rank has sent a command for its steps."""
@@ -360,9 +360,9 @@ class Triggers:
             self.sender.look()
             if dump.command is None:
                 try:
-                    self.sender.send(command)  # `take` receives the command, as on every rank
+                    self.sender.send(command)  # `take` receives the command on this rank, too
                 except CommandError as error:
-                    text = f"the other ranks were not told of a trigger: {error}"
+                    text = f"the other ranks did not receive the command for a dump: {error}"
                     self.events.add("trigger_unsent", text, key=str(dump.time_ns))
 
     def _known(self, first: int, last: int) -> Dump | None:
@@ -386,14 +386,14 @@ class Triggers:
                 continue
             self._answered.remove(answered)
             is_missed = bool(dump.missed) and not dump.num_rows
-            missed = f"; {dump.missed_text} had been given up already" if dump.missed else ""
+            missed = f"; {dump.missed_text} had been dropped from the ring already" if dump.missed else ""
             why = f"{counted(dump.num_rows, 'row')}, {size(dump.num_bytes)}{missed}"
             state = MISSED if is_missed else ENDED
             self.sender.answer(command, state, since=dump.first_step, until=dump.last_step, why=why)
         for dump in self._dumps:
             if dump.missed and not dump.is_said:
                 dump.is_said = True
-                text = f"{dump.missed_text} had been given up when this rank learned of: {dump.reason} ({dump.by})"
+                text = f"{dump.missed_text} had been dropped when this rank learned of: {dump.reason} ({dump.by})"
                 self.events.add(MISSED_EVENT, text, key=f"{dump.first_step} {dump.time_ns}")
 
     def _look_for_hang(self, step: int) -> None:
@@ -402,5 +402,5 @@ class Triggers:
             self._stepped_s = None if self._step is None else now
             self._step = step
         elif self._stepped_s is not None and 0 < self.settings.hang_s <= now - self._stepped_s:
-            self._stepped_s = None  # so that each step is counted once
+            self._stepped_s = None  # the step is remembered, so that each hang is counted once
             self.ask("hang", f"hang: step {step} has not ended in {self.settings.hang_s:g} s", step=step)

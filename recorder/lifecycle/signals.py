@@ -94,7 +94,7 @@ class _Handler(int):
 
 
 def _die_of(number: int) -> None:
-    ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL, set by C, as signal.signal works only in the main thread
+    ctypes.CDLL(None).signal(int(number), 0)  # C code sets SIG_DFL, because signal.signal works only in the main thread
     os.kill(os.getpid(), number)
 
 
@@ -120,11 +120,11 @@ class TerminationWatch:
     deadline_s: float
     """The seconds for `finish`. The process ends soon after them, whatever `finish` does."""
     ending: Callable[[int], object]
-    """Called with the signal just before `finish`. It must not wait."""
+    """A function that is called with the signal just before `finish`. It must not wait."""
     trigger: int | None
-    """A signal on which `triggered` is called. It ends the process only if the program's own handler does."""
+    """A signal on which `triggered` is called. Only the program's own handler may end the process."""
     triggered: Callable[[], object]
-    """Called on a thread of the recorder or in the main thread, perhaps twice. It must not wait."""
+    """A function that is called on a thread of the recorder or in the main thread, perhaps twice. It must not wait."""
 
     def __post_init__(self) -> None:
         self._handlers: dict[int, tuple[_Handler, int]] = {}
@@ -142,7 +142,7 @@ class TerminationWatch:
         self._pipe = _leftover_pipes.pop() if _leftover_pipes else _Pipe()
         self._pipe.empty()
         other = signal.set_wakeup_fd(self._pipe.write_end, warn_on_full_buffer=False)
-        if other != -1:  # an event loop uses it and needs it more
+        if other != -1:  # an event loop uses the wake-up descriptor, and needs it more
             signal.set_wakeup_fd(other)
         self._thread = threading.Thread(target=self._watch, name="recorder-signals", daemon=True)
         with blocked_in_new_threads():
@@ -170,7 +170,7 @@ class TerminationWatch:
             while self._is_ending:  # the watching thread is ending the process
                 time.sleep(_NAP_S)
             self._is_ending = True
-            if self._pipe is not None:  # the watching thread then bounds the time of what follows
+            if self._pipe is not None:  # the watching thread bounds the time of the code below
                 self._pipe.write(number)
             self.ending(number)
             self.finish()
@@ -191,7 +191,7 @@ class TerminationWatch:
             if _STOP in numbers:
                 return
             if not _ENDING.isdisjoint(numbers):
-                if signal.SIGTERM in numbers:  # the program's own handler ends it, or it is process 1 and is not ended
+                if signal.SIGTERM in numbers:  # the program's handler ends the process, or process 1 goes on
                     self.ending(signal.SIGTERM)
                 with contextlib.suppress(Exception):
                     self.flush()
@@ -219,7 +219,7 @@ class TerminationWatch:
             return
         self._give_back_handlers()
         is_pipe_free = False
-        with contextlib.suppress(ValueError):  # not the main thread
+        with contextlib.suppress(ValueError):  # signal.signal works only in the main thread
             is_pipe_free = _release_wakeup(self._pipe.write_end)
         pipe, self._pipe = self._pipe, None
         pipe.write(_STOP)
@@ -283,7 +283,7 @@ def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
     """Let Ctrl-C call a function instead of raising KeyboardInterrupt, while the interpreter shuts down."""
     is_replaced = False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with contextlib.suppress(ValueError):  # not the main thread
+        with contextlib.suppress(ValueError):  # signal.signal works only in the main thread
             signal.signal(signal.SIGINT, lambda number, frame: handle())
             is_replaced = True
     try:

@@ -21,12 +21,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 FOLDER = "_RECORDER_PROBE"
-"""The environment variable that names the folder for the results. `analyze.prove` sets it, and `STEPS`."""
+"""The environment variable that names the folder for the results. `analyze.prove` sets the variable, and `STEPS`."""
 STEPS = "_RECORDER_PROBE_STEPS"
 RESUME = "_RECORDER_PROBE_RESUME"
 """The environment variable of ``prove --resume``: ``killed`` for the launch that is killed, otherwise ``resumed``."""
 _WAIT_S = 60.0
-"""The most seconds that a rank waits at the end for the other ranks. They would be ended if it left early."""
+"""The most seconds that a rank waits at the end for the other ranks. The launcher would end them if it left."""
 _TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"))
 
@@ -35,7 +35,7 @@ def start() -> None:
     """Begin to watch this process, whose standard output goes to a file from now on."""
     folder, num_steps, resume = os.environ[FOLDER], int(os.environ[STEPS]), os.environ.get(RESUME)
     if resume == "killed" and any(name.endswith(".done") for name in os.listdir(folder)):
-        resume, folder = "resumed", os.path.join(folder, "resumed")  # the launcher has started the ranks anew
+        resume, folder = "resumed", os.path.join(folder, "resumed")  # the launcher has restarted the ranks
         os.makedirs(folder, exist_ok=True)
     descriptor = os.open(os.path.join(folder, f"{os.getpid()}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
@@ -76,7 +76,7 @@ class ProgramProbe:
             self._handle = register_optimizer_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or os.getpid() != self._pid:  # a forked child does not count
+        if torch.compiler.is_compiling() or os.getpid() != self._pid:  # steps in a forked child do not count
             return
         if self._first is None:
             self._first = id(optimizer)
@@ -182,7 +182,7 @@ def _objects() -> list[Any]:
 
 
 def _outermost(instances: list[Any]) -> list[Any]:
-    modules = [module for module in instances if "_modules" in vars(module)]  # half-made modules have none
+    modules = [module for module in instances if "_modules" in vars(module)]  # before `__init__` there are none
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 
@@ -282,9 +282,9 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _add(digest: Any, tensor: Any) -> None:
-    if hasattr(tensor, "to_local"):  # a DTensor: take this rank's part
+    if hasattr(tensor, "to_local"):  # a DTensor has this method: take this rank's chunk
         tensor = tensor.to_local()
-    if hasattr(tensor, "wait"):  # an AsyncCollectiveTensor
+    if hasattr(tensor, "wait"):  # an AsyncCollectiveTensor has this method
         tensor = tensor.wait()
     digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}".encode())
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):

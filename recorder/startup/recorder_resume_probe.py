@@ -63,7 +63,7 @@ class ResumeProbe(base.ProgramProbe):
         self._depth += 1
         if self._depth > 1:
             return
-        is_again = torch._C._current_graph_task_id() != -1  # a forward that is computed again inside a backward
+        is_again = torch._C._current_graph_task_id() != -1  # this forward is a recompute inside a backward
         has_parameters = any(parameter.requires_grad for parameter in module.parameters())
         self._learns = torch.is_grad_enabled() and not is_again and has_parameters
         if self._learns and not self._seen:
@@ -97,7 +97,7 @@ class ResumeProbe(base.ProgramProbe):
         is_first = self._first in (None, id(optimizer))
         if is_first and not self._batches and all(not group["lr"] for group in optimizer.param_groups):
             self._seen = {}  # this step makes the optimizer's state for torch's `get_state_dict`
-        if self._seen:  # else another optimizer wraps this one, and its update was seen
+        if self._seen:  # otherwise another optimizer wraps this one, and the wrapper's update was seen
             super()._after_step(optimizer, args, kwargs)
 
     def _look(self, optimizer: Any) -> dict[str, str]:
@@ -127,7 +127,7 @@ class ResumeProbe(base.ProgramProbe):
                 self._kind_of[type(one)] = _kind(type(one))
             if kind := self._kind_of[type(one)]:
                 found.setdefault(kind, []).append(one)
-        optimizers = [one for one in found.get(_OPTIMIZER, []) if "param_groups" in vars(one)]  # else it wraps another
+        optimizers = [one for one in found.get(_OPTIMIZER, []) if "param_groups" in vars(one)]  # else a wrapper
         self._see_models(seen, optimizers)
         models = {id(reference()) for reference in self._models}
         for module in base._outermost(found.get(_MODULE, [])):
@@ -147,7 +147,7 @@ class ResumeProbe(base.ProgramProbe):
             tensors = [pair for key, value in _attributes(stateful).items() for pair in self._tensors(key, value)]
             _see_other(seen, self._other(stateful), tensors)
         base._see_random_states(seen)
-        generator = torch.Generator()  # shows the next states if new iterators of DataLoaders draw, one number each
+        generator = torch.Generator()  # for the next states, if new iterators of DataLoaders draw one number each
         generator.set_state(torch.get_rng_state())
         for number in range(1, 5):  # more iterators are not expected to begin between two updates
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
@@ -185,7 +185,7 @@ class ResumeProbe(base.ProgramProbe):
         self._generators = [*made.values()]
 
     def _other(self, one: Any) -> str:
-        """Return the name of an object: its type, with a number where an earlier object has the same type."""
+        """Return the name of an object: its type, with a number if an earlier object has the same type."""
         if id(one) not in self._others:
             plain = type(one).__name__
             number = sum(name.partition("#")[0] == plain for name in self._others.values())

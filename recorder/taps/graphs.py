@@ -93,7 +93,7 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
             return through(output, where)
     given = [] if getattr(module, "inplace", False) else list(args)
     if isinstance(output, (list, dict)) and any(value is output for value in given if type(value) is type(output)):
-        return output  # the caller uses this very container
+        return output  # the container is changed in place, because the caller uses it
     if _LISTS_ATTRIBUTES or not torch.compiler.is_compiling():
         attributes = list(module.__dict__.values())
     else:
@@ -142,7 +142,7 @@ def tap_by_hand(tensor: Any, name: str) -> Any:
 
 
 def through(output: Any, where: str) -> Any:
-    """Record a module's output in a graph that runs without compilation. Return the output without a copy."""
+    """Record a module's output in a graph that runs without compilation. Return the output itself."""
     if not torch.compiler.is_compiling() and is_proxy(output):
         return _map(output, "", lambda value, name: _see_proxy(value, name, where))
     return _map(output, "", lambda tensor, name: torch.ops.recorder.see(tensor, name, where))

@@ -153,5 +153,5 @@ def has_scripted_tap(module: nn.Module) -> bool:
     """Return True if the code that torch.jit made of a module contains a tap."""
     try:
         return "recorder::" in str(module.inlined_graph)
-    except Exception:  # the module has no forward
+    except Exception:  # the module's class has no forward
         return False

@@ -31,8 +31,8 @@ from ..system.text import one_line
 from . import graphs, ops
 
 _KEY = 0x7265636F72646572
-"""The key of our hook in a module's dict of hooks. Torch counts its keys and never reaches this one. So no other hook
-can replace ours when a model is loaded from a file.
+"""The key of our hook in a module's dict of hooks. Torch numbers its own keys and never reaches this number. So no
+other hook can replace ours when a model is loaded from a file.
 """
 _PREFIX = "recorder_tap_"
 MAX_NAME_LENGTH = 256
@@ -79,7 +79,7 @@ class Where(NamedTuple):
 
 
 def tap_output_of(module: nn.Module, where: Where) -> None:
-    """Put a tap on a module's output. A module has at most one there."""
+    """Put a tap on a module's output. A module has at most one tap on its output."""
     types = _script_types(module)
     hook: Any = OutputTap(where.text)
     if types is not None:
@@ -212,11 +212,11 @@ def __getattr__(name: str) -> Any:
         where, arguments, result = json.loads(content)
         Where.from_text(where)
         if not all(_is_script_type(kind) for kind in (*arguments, result)):
-            raise ValueError("it names types that TorchScript does not have")
+            raise ValueError("the name contains types that TorchScript does not have")
     except (ValueError, TypeError, RecursionError, zlib.error) as error:
         raise AttributeError(f"module {__name__!r} has no attribute {name[:100]!r}: {error}") from None
     taken = f"Tuple[{', '.join(arguments)}]" if arguments else "Tuple[()]"
-    # TorchScript compiles only the first branch.
+    # TorchScript compiles only the branch under `is_scripting`.
     scripted = "".join(f"        {line}\n" for line in _scripted("output", result, "''", where))
     source = (
         f"def {name}(self, input: {taken}, output: {result}) -> {result}:\n"
@@ -299,7 +299,7 @@ def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
     forward = inspect.unwrap(type(module).forward)
     try:
         hints = typing.get_type_hints(forward)
-    except Exception:  # a hint has a name that only type checkers import
+    except Exception:  # a type hint contains a name that only type checkers import
         hints = {}
     try:
         parameters = list(inspect.signature(forward).parameters.values())[1:]

@@ -168,7 +168,7 @@ def _register() -> torch.library.Library:
         library.impl(name, autograd(op), "Autograd")
         torch.library.register_fake(f"recorder::{name}", fake, lib=library)
         torch.library.register_vmap(f"recorder::{name}", _batched(op, dim), lib=library)
-        has_side_effect(op.default)  # else an op with an unused result is dead code
+        has_side_effect(op.default)  # otherwise compilers remove an op whose result is unused
     library.define('see(Tensor(a) x, str name, str where="") -> Tensor(a)', tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("see", _see, "CompositeImplicitAutograd")
     return library

@@ -31,7 +31,7 @@ from .values import Key, TracedModule, Values
 __all__ = ["Key", "Trace", "Values", "trace"]
 
 _SEEN_SITES = (*OF_CALLS, *OF_MODULES)
-"""The sites whose values need neither an optimizer nor calls of the recorder by the program."""
+"""The sites whose values exist without an optimizer, and without calls of the recorder by the program."""
 _GRADIENTS_OF_CALLS = frozenset(OF_CALLS) & frozenset(GRADIENTS)
 _NO_CLAUSES = ("rank", "steps", "keep", "unit_dim", "before", "after")
 _INLINED = "in a graph of torch.fx or torch.export, where it has no call of its own"
@@ -142,7 +142,7 @@ class Trace:
 
     def __enter__(self) -> Values:
         if self.thread is not None:
-            raise TraceError("a trace is entered once; call recorder.trace(...) for another")
+            raise TraceError("a trace can be entered only once; call recorder.trace(...) again")
         self.thread = threading.get_ident()
         try:
             for probe in self._probes:
@@ -178,7 +178,7 @@ def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:
         around = next((p for p in compiled if p == "" or node.path == p or node.path.startswith(p + ".")), None)
         if around is None and node.is_compiled:
             compiled.append(node.path)
-            around = node.path if node.module is node.owner else None  # the hooks of the wrapper run
+            around = node.path if node.module is node.owner else None  # the hooks of the compile wrapper run
         if node.hidden == "inlined":
             reasons[node.path] = _INLINED
         elif around is not None:
@@ -235,7 +235,7 @@ class _TracedModuleHooks:
 
         def seen(module: nn.Module, *values: Any) -> None:
             if module is not self._module or _is_tracing() is not None:
-                return  # a replica that has our hooks, too, or torch.jit.trace
+                return  # the caller is a replica, which has copies of the hooks, or torch.jit.trace
             try:
                 see(*values)
             except Exception as error:
@@ -319,7 +319,7 @@ class _TracedModuleHooks:
 
 
 def _is_forced_eager() -> bool:
-    """Return True if compiled functions run eagerly. Otherwise our hooks would make a function compile twice."""
+    """Return True if compiled functions run eagerly. Otherwise the hooks would make a function compile twice."""
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
     return getattr(stance, "stance", None) == "force_eager"
 
@@ -343,7 +343,7 @@ class _Hook(tree.Hook):
 
 
 class _GradientArrives:
-    """A tensor hook that keeps a gradient. It refers to the trace weakly, as a trace's graph may refer to the hook."""
+    """A tensor hook that keeps a gradient. Its reference to the trace is weak, as the trace may keep the graph."""
 
     __slots__ = ("_key", "_values", "handle")
     __torch_unserializable__ = True

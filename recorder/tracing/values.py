@@ -97,7 +97,7 @@ class Values(Mapping[Any, torch.Tensor]):
             edge = None
             if self._keeps_graph and tensor.requires_grad:
                 with _disable_current_modes():
-                    edge = get_gradient_edge(tensor)  # now, as an in-place operation would change the gradient edge
+                    edge = get_gradient_edge(tensor)  # now, as in-place operations would change the edge
         except _NotKeptError as error:
             self.skip(key, str(error))
             return
@@ -116,7 +116,7 @@ class Values(Mapping[Any, torch.Tensor]):
             self._edges[key] = edge
 
     def skip(self, key: Key, reason: str) -> None:
-        """Keep the reason why a value is missing."""
+        """Note the reason why a value is missing."""
         self.skipped[key] = reason
 
     @property
@@ -134,7 +134,7 @@ class Values(Mapping[Any, torch.Tensor]):
         if seen.num_calls_elsewhere:
             return "called in another thread only; a trace sees the calls of the thread that entered it"
         if seen.num_recomputed:
-            return "called within a backward only, as a recompute"
+            return "called only within a backward, as a recompute"
         parent = self._seen.get(seen.path.rpartition(".")[0])
         if parent is not None and parent is not seen and parent.num_calls:
             return (
@@ -203,7 +203,7 @@ class Values(Mapping[Any, torch.Tensor]):
             elif key.site in OF_CALLS and key.site in GRADIENTS and key.site not in sites:
                 reason = "no gradient has arrived there: there was no backward yet, or none passed through it"
             elif key.site == "grad" and key.site not in sites:
-                reason = "a parameter's grad is read at the end of the block, and was None"
+                reason = "a parameter's grad is read at the end of the block, and it was None"
         near = self._nearest(key)
         return (
             f"no value at {key.short}"
@@ -251,7 +251,7 @@ class Values(Mapping[Any, torch.Tensor]):
         for key in (of, by):
             if key not in self._edges:
                 raise TraceError(
-                    f"{key.short} has no graph: it needed no gradient when it was seen. Run the model with gradients "
+                    f"{key.short} has no graph: it required no gradient when seen. Run the model with gradients "
                     "on, and call requires_grad_() on an input that you differentiate by"
                 )
         value = self._tensors[of]
@@ -280,7 +280,7 @@ class Values(Mapping[Any, torch.Tensor]):
         finally:
             self.is_asking = False
         if gradient is None:
-            raise TraceError(f"{of.short} does not depend on {by.short}: the graph has no way from one to the other")
+            raise TraceError(f"{of.short} does not depend on {by.short}: the graph has no path between them")
         return gradient.detach()
 
     def __repr__(self) -> str:
@@ -331,13 +331,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if is_lazy(tensor):
         raise _NotKeptError("not initialised yet")
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise _NotKeptError("seen while a CUDA graph was captured")
+        raise _NotKeptError("the hook ran while a CUDA graph was captured")
     if _is_plain(tensor) and not tensor.is_meta and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise _NotKeptError("its memory was freed, as FSDP does between uses")
     # The modes are disabled, too: selective checkpointing counts the operations of a forward, and would not find this
     # copy in the recompute.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
+        if tensor._is_zerotensor():  # autograd creates tensors without memory for gradients that are zero
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return tensor.clone()
 
@@ -370,6 +370,6 @@ def _row(key: Key, tensor: torch.Tensor) -> tuple[str, str, str, str, str]:
             pass  # a dtype that cannot be converted is printed without statistics
     try:
         shape = "x".join(map(str, tensor.shape)) or "()"
-    except RuntimeError:  # nested tensors have none
+    except RuntimeError:  # nested tensors have no such shape
         shape = "nested"
     return _cut(key.short), str(tensor.dtype).removeprefix("torch."), shape, mean, absmax

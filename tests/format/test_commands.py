@@ -76,7 +76,7 @@ def test_the_rules_of_a_command_are_rules() -> None:
         ({"undoes": 1}, "only an undo"),
         ({"kind": "undo", "rules": []}, "names the command"),
         ({"kind": "pause"}, "only a set has rules"),
-        ({"kind": "dump", "to_step": None}, "a dump has a last step"),
+        ({"kind": "dump", "to_step": None}, "a dump needs a last step"),
     ],
 )
 def test_what_no_command_says_is_refused(changed: dict[str, Any], why: str) -> None:

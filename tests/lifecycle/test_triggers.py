@@ -227,7 +227,7 @@ def test_a_rank_that_learns_of_it_too_late_says_so() -> None:
     other.look(90)
     other.ring.pass_all()
     other.look(91)
-    assert other.sender.answers[1] == ("missed", "0 rows, 0 B; steps 26 to 28 had been given up already")
+    assert other.sender.answers[1] == ("missed", "0 rows, 0 B; steps 26 to 28 had been dropped from the ring already")
     assert other.kinds == ["trigger_missed"]
     other.look(92)
     assert other.events.as_list()[0]["count"] == 1, "it is said once"
@@ -252,7 +252,7 @@ def test_a_hang_is_a_step_that_does_not_end_and_is_said_once() -> None:
 
 def test_a_window_larger_than_the_rings_is_refused() -> None:
     rank = Rank()
-    with pytest.raises(CommandError, match="it asks for 8 steps, and the ring has 7"):
+    with pytest.raises(CommandError, match="the dump asks for 8 steps, and the ring holds 7"):
         rank.triggers.take(Command(kind=DUMP, from_step=1, to_step=8))
 
 

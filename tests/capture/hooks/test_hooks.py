@@ -165,7 +165,7 @@ def test_attach_twice_records_once_and_close_and_attach_again_makes_another_writ
 def test_an_attachment_says_what_it_is_and_where_and_a_notebook_shows_it(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     off = recorder.attach(model)
-    assert repr(off) == "<Attachment: not recording; enabled=True or RECORDER=1 turns it on>"
+    assert repr(off) == "<Attachment: not recording; enabled=True or RECORDER=1 turns recording on>"
     folder = tmp_path / "<b>"
     with recorder.attach(model, enabled=True, dir=str(folder), rules="site=output keep=stats") as attachment:
         model(torch.ones(1, 2))
