@@ -1,7 +1,7 @@
 """Finds which findings are consequences of other findings. One fault often breaks several rules.
 
 A consequence keeps its severity, and names its cause. The cause becomes as severe as its worst consequence, so that no
-consequence stands above its cause.
+consequence is sorted before its cause.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .rules.values import SKIPS
 
 
 class Link(Enum):
-    """Where a consequence must be, relative to its cause."""
+    """The step and the place at which a consequence must be, relative to its cause."""
 
     LATER = "at the same step or later"
     TOGETHER = "at the same step, or within the records that a loss is averaged over"
@@ -33,7 +33,7 @@ _MAX_CAUSES = 100
 _SOON = 10
 """A finding of the rule `loss` may be a consequence of a spike or a jump at most this many steps before it."""
 _ANEW = ("nonfinite", "spike", "jump")
-"""A finding of these rules is no consequence of a cause if all spikes were over between the cause and the finding."""
+"""For these rules, a finding after the end of all spikes is no consequence of a cause before that end."""
 _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("not_optimized", Link.SAME, ("unchanged", "no_gradient", "dead")),
     ("initialisation", Link.NEAR, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
@@ -64,13 +64,13 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("saturated", Link.NEAR, ("no_gradient", "vanishing")),
     ("no_gradient", Link.LATER, ("loss",)),
 )  # fmt: skip
-"""The rule of a cause, the place of its consequences, and the rules of these. Causes are looked for in this order."""
+"""A cause's rule, the place of its consequences, and the consequences' rules. Causes are searched in this order."""
 _RULES = list(dict.fromkeys(rule for rule, link, _ in _LINKS if link is not Link.RATE))
 """The rules whose findings can be causes, in the order of causes. A risen learning rate does not count here."""
 
 
 def order_of(step: int, site: str, rule: str) -> tuple[int, bool, int]:
-    """Return the key that sorts causes before consequences: by step, forward values before gradients, by rule."""
+    """Return the key that sorts causes before consequences: by step, forward values before gradients, then by rule."""
     return step, site in GRADIENTS, _RULES.index(rule) if rule in _RULES else len(_RULES)
 
 

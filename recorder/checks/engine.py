@@ -20,7 +20,7 @@ from .rule import CheckRule, Finding, Severity
 _MAX_FINDINGS = 5_000
 """The most findings of one rule that are kept, each on one value on one rank. Further findings are only counted."""
 _ENDLESS = 20_000_000
-"""The number of findings after which a rule is stopped. 4,096 ranks with a thousand bad values each make fewer."""
+"""The number of findings after which a rule is stopped. A thousand bad values on each of 4,096 ranks are fewer."""
 
 
 class Unjudged(NamedTuple):
@@ -52,7 +52,7 @@ class Engine:
         """The rows of the last step so far, which may not be complete yet."""
         self._has_rows: set[str] = set()
         self._lacking: dict[str, set[str]] = {rule.name: set(rule.columns) for rule in rules}
-        """The rule's columns that have had no value so far, by rule."""
+        """By rule, the columns of the rule that have had no value so far."""
         self._failed: set[str] = set()
         self._findings: dict[str, list[Finding]] = {rule.name: [] for rule in rules}
         self._num_more: dict[str, int] = {}
@@ -110,7 +110,7 @@ class Engine:
             # A tensor without a finite element has no statistics, but the run may still have the column.
             is_nan = bool((own["nan_count"] > 0).any())
             if rule.reads_probe and (own[IS_PROBE] == 1).any():
-                lacking.clear()  # a number of the probe is enough
+                lacking.clear()  # a number of the probe counts as a value
             lacking -= {name for name in lacking if not np.isnan(own[name]).all() or (is_nan and "." not in name)}
             if not lacking:
                 self._ask(rule, partial(rule.add, own))
@@ -126,7 +126,7 @@ class Engine:
                     continue
                 num_more = self._num_more[rule.name] = self._num_more.get(rule.name, 0) + 1
                 if num_more >= _ENDLESS:
-                    raise RuntimeError("it says one thing after the other without an end")
+                    raise RuntimeError("it yields findings without an end")
         except Exception as error:  # a user's rule may raise anything, and the other rules must still run
             self._fail(rule, error)
 
@@ -140,7 +140,7 @@ class Engine:
     def _fail(self, rule: CheckRule, error: Exception) -> None:
         if rule.name not in self._failed:
             self._failed.add(rule.name)
-            what = f"the rule raised {type(error).__name__} ({error}), and was left out from there on"
+            what = f"the rule raised {type(error).__name__} ({error}), and was not run after that"
             self._findings[rule.name].append(
                 Finding(
                     rule.name, Severity.WARNING, step=-1, root="", module_path="", site="", name="", ranks=(),

@@ -35,7 +35,7 @@ from .rules.curves import Jump, Spike
 from .rules.values import NonFinite
 
 LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
-"""The cheap rules: each costs a few additions for each record, and remembers a few numbers for each value."""
+"""The cheap rules: a rule costs a few additions per record, and remembers a few numbers per value."""
 _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
 _MAX_PROBED = 1024
@@ -78,7 +78,7 @@ class LiveChecks:
         self._probed: deque[ProbedStep] = deque(maxlen=_MAX_PROBED)
         """The probe's numbers of steps that the writer thread has not reached yet."""
         self._probed_lanes: Integers = np.zeros(0, np.int64)
-        """The lane (the index on this rank) of each series of the probe; `_UNWANTED` if no rule reads the series."""
+        """For each series of the probe, its lane (index on this rank); `_UNWANTED` if no rule reads the series."""
         self._due: list[Rows] = []
         """The rows of finished steps that are not judged yet."""
         self._judged_s = time.monotonic()

@@ -1,9 +1,9 @@
 """The facts that rules take from other runs: normal ranges in sound runs, and sizes of outputs at other widths.
 
 A sound run is one that the user knows to have gone well. `Normal` holds the range of each statistic, by value and phase
-of training, and the conditions that held in every record. A *phase* is a range of steps: 0 to 7, 8 to 15, 16 to 31, and
-so on, each twice as long as the one before. The memory grows with the values, the statistics and the logarithm of the
-steps, not with the ranks. No file is opened.
+of training, and the conditions that were true in every record. A *phase* is a range of steps: 0 to 7, 8 to 15, 16 to
+31, and so on, each twice as long as the one before. The memory grows with the values, the statistics and the logarithm
+of the steps, not with the ranks. No file is opened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Statistic(NamedTuple):
     is_log: bool
     """Whether the number is the decimal logarithm of the named quantity."""
     floor: float
-    """The least standard deviation to assume. Another random seed alone causes as much."""
+    """The least standard deviation to assume. Changing only the random seed causes such a deviation."""
     floor_of_one: float = 0.0
     """For a value of n elements, this number over the root of n is added to `floor`."""
     only_above: bool = False
@@ -54,7 +54,7 @@ STATISTICS = (
 _SIZE, _LARGEST, _OFFSET, _ZEROS, _UPDATE, _RANKS, _LOSS, _NUMBER = range(len(STATISTICS))
 
 HELD = ("equal on all ranks", "different on all ranks", "changes from record to record", "never changes")
-"""Conditions that may hold for a value in every record."""
+"""Conditions that may be true for a value in every record."""
 _EQUAL, _DIFFERENT, _CHANGES, _STAYS = range(len(HELD))
 _LEAST_HELD = 8
 """The number of records in which a condition must hold before it is expected to hold in other runs."""
@@ -105,7 +105,7 @@ class Measures:
             yield self._over_ranks(rows, rms)
 
     def held(self, rows: Rows) -> Iterator[tuple[int, Integers, Flags]]:
-        """Yield each condition of `HELD`, the indices of the rows to which it applies, and whether it holds there."""
+        """Yield each condition of `HELD`, the indices of the rows to which it applies, and for which it holds."""
         is_candidate = rows.at("input", *_STATE, "grad") & rows.where("once", lambda key: key.phase != "recompute")
         indices = np.flatnonzero(is_candidate & ~np.isnan(rows["sum_sq"]))
         rows = rows.take(indices)
@@ -174,8 +174,8 @@ class Normal:
         self.num_runs = 0
         self.last_step = -1
         self.said: set[tuple[str, str, str, str, str]] = set()
-        """The findings of rules on the sound runs themselves, as (rule, root, module, site, name)."""
-        self._grow(1)  # room for index -1, which stands for a series that no sound run has
+        """The findings that rules yielded for the sound runs, as (rule, root, module, site, name)."""
+        self._grow(1)  # one more place for index -1, which stands for a series that no sound run has
 
     def __len__(self) -> int:
         return len(self._number_of)
@@ -216,7 +216,7 @@ class Normal:
         return Ranges(np.where(is_known, low, np.nan), np.where(is_known, high, np.nan), spread)
 
     def always(self, series: Integers, what: int) -> Flags:
-        """Return, for each series, whether a condition held in all records of all sound runs, and in enough records."""
+        """Return, for each series, whether a condition held in all records of all sound runs, if enough."""
         holds, asked = self._held[:, series, what]
         return np.asarray((series >= 0) & (asked >= _LEAST_HELD) & (holds == asked))
 
@@ -348,7 +348,7 @@ class Sizes:
 
 
 EXACT = ("sum", "sum_sq", "min", "max")
-"""The statistics that are compared to find equal tensors. Other tensors hardly ever agree in all of them."""
+"""The statistics that are compared to find equal tensors. Different tensors hardly ever agree in all of these."""
 
 
 class Movement:

@@ -81,7 +81,7 @@ class ModuleFacts(NamedTuple):
 
 
 class Catalog:
-    """The series (values over the steps) and the lanes (series on one rank) so far, by index. None is ever removed."""
+    """The series (values over the steps) and the lanes (series on one rank) so far, by index. Entries stay."""
 
     def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
         self.modules = dict(modules or {})
@@ -102,7 +102,7 @@ class Catalog:
         self.recovered_at: list[int] = []
         """The steps at which all spikes before them had been over for some records in a row."""
         self.is_at_end = False
-        """Whether only the rows of the last step are still to be judged. That step may have ended halfway."""
+        """Whether only the rows of the last step are still to be judged. The last step may be incomplete."""
 
     @property
     def whole_numel(self) -> Floats:
@@ -246,13 +246,13 @@ class Rows:
 
     @property
     def rms(self) -> Floats:
-        """The root mean square of the finite elements, for each row: of the whole tensor if a rank has only a chunk."""
+        """For each row, the root mean square of the finite elements: of the whole tensor, not of a rank's chunk."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
 
     def over_chunks(self, values: Floats) -> Floats:
-        """Return the values, with each chunk's value replaced by the sum over all ranks' chunks at the same step.
+        """Return the values. A chunk's value is replaced by the sum over the chunks of all ranks at the same step.
 
         The sum is NaN if a chunk is missing.
         """
@@ -260,7 +260,7 @@ class Rows:
         is_chunk = whole > 0
         if not is_chunk.any():
             return values
-        from ..numerics.moments import sum_of_chunks  # loads pyarrow, as `grouped` does
+        from ..numerics.moments import sum_of_chunks  # imported late, because the module loads pyarrow
 
         ids, firsts = grouped(self.series[is_chunk], self.steps[is_chunk])
         sums = sum_of_chunks(values[is_chunk], self["numel"][is_chunk], ids, whole[is_chunk][firsts])
@@ -395,7 +395,7 @@ class Streaks:
         return lengths, since
 
     def since(self, lane: int) -> int:
-        """Return since which step the condition has held in a lane (series on a rank); meaningless if it does not."""
+        """Return since which step the condition has held in a lane (series on a rank), if the condition holds."""
         return int(self._since.of(lane))
 
     def length(self, lane: int) -> int:
@@ -422,7 +422,7 @@ class Spells:
     """Finds conditions that hold for a long time, by value and rank. Remembers whether such a condition has ended."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Take `weight`, the number of records with a reported condition that one record without it cancels."""
+        """Take `weight`: one record without a reported condition cancels this many records with the condition."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
@@ -456,7 +456,7 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Return whether a reported condition has ended: `weight` times its records without it exceed those with it."""
+        """Return whether a reported condition has ended: `weight` times the records without it exceed the others."""
         return self._balance.of(lane) < 0
 
 
@@ -464,7 +464,7 @@ HARMLESS = "what was recorded after it in this step is finite, as behind a mask"
 
 
 def harmless(are_masked: Flags, are_bad: Flags, are_told: Flags, ids: Integers) -> Flags:
-    """Return which rows of `are_masked` are followed, in their group, by finite rows of `are_told` and no bad ones."""
+    """Return which rows of `are_masked` are followed in their group by rows of `are_told`, all of them finite."""
     indices, last_told, last_bad = np.arange(len(ids)), *np.full((2, len(ids)), -1)
     np.maximum.at(last_told, ids, np.where(are_told & ~are_bad, indices, -1))
     np.maximum.at(last_bad, ids, np.where(are_bad & ~are_masked, indices, -1))
@@ -497,7 +497,7 @@ def grouped(*columns: Integers) -> tuple[Integers, Integers]:
 
     The groups are sorted by the values of the columns, first by the first column.
     """
-    from ..numerics.keys import mix  # loads pyarrow, which a training loads with its writer and not before
+    from ..numerics.keys import mix  # imported late, because a training loads pyarrow only with its writer
 
     _, firsts, ids = np.unique(mix(columns), return_index=True, return_inverse=True)
     return ids.reshape(-1).astype(np.int64), firsts.astype(np.int64)

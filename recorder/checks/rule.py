@@ -19,7 +19,7 @@ from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, begins
 
 _MOST_WAITING = 5_000
-"""The most findings that a rule holds back until the end of the run. No sound training has so many."""
+"""The most findings that a rule holds back until the end of the run. No sound training causes as many findings."""
 
 
 class Severity(IntEnum):
@@ -75,7 +75,7 @@ class Finding(NamedTuple):
     detail: str = ""
     """Further numbers, in words, that explain the finding."""
     since: int | None = None
-    """The step at which the condition began, if the rule waits for several records in a row; else None."""
+    """The step at which the condition began, for a rule that waits for several records in a row; else None."""
     cause: str = ""
     """The finding of which this finding is a consequence, in words; empty for a cause."""
 
@@ -98,7 +98,7 @@ class Finding(NamedTuple):
 
     @property
     def size(self) -> str:
-        """The measured number in words, to be put behind `what`. Empty if nothing was measured, or `what` says it."""
+        """The measured number in words, to be put behind `what`. Empty without a measurement, or if `what` says it."""
         value, share = text.number(self.value), f"{text.number(self.value * 100)} %"
         if not self.measure or (self.measure in ("share of zeros", "std") and self.value == self.threshold):
             return ""
@@ -118,7 +118,7 @@ _SIZES = {
     "cosine": "", "of the norm at first": " ({2} is left)", "momentum, at least": " (at least {0})",
     "share of zeros": " ({2} of them)", "groups of equal ranks": " ({0} {1})",
 }  # fmt: skip
-"""By measure, how `Finding.size` says it, with the value, the measure, the value in per cent and the limit."""
+"""By measure, the text of `Finding.size`, with the value, the measure, the value in per cent and the limit."""
 
 
 class Replicas(NamedTuple):
@@ -126,7 +126,7 @@ class Replicas(NamedTuple):
 
     findings: Sequence[Finding]
     why_not_compared: str
-    """Why no replica was compared; empty if at least one was."""
+    """Why no replica was compared; empty if a replica was compared."""
     notes: Sequence[str] = ()
 
 
@@ -156,11 +156,11 @@ class CheckRule(ABC):
         self.catalog = catalog
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
         self.normal: Normal | None = None
-        """The normal ranges in sound runs; None where the user named no sound run."""
+        """The normal ranges in sound runs; None if the user named no sound run."""
         self.other_widths: Sequence[Sizes] = ()
-        """The sizes of outputs in runs of the same training at other widths; empty where the user named no such run."""
+        """The sizes of outputs in runs of the same training at other widths; empty if the user named no such run."""
         self.replicas: Replicas | None = None
-        """The result of comparing the replicas; None where nobody compared them."""
+        """The result of comparing the replicas; None if the replicas were not compared."""
         self.why_not_judged = ""
         """The reason why the rule judged nothing in a run with its columns, such as too few records; else empty."""
         self.set_up()
@@ -241,7 +241,7 @@ class StreakRule(CheckRule):
 
     def finish(self) -> Iterable[Finding]:
         if self._most < self.records:
-            self.why_not_judged = f"it needs {self.records} records of a value, and there are {self._most}"
+            self.why_not_judged = f"it needs {self.records} records of a value, and the run has {self._most}"
         return ()
 
     def _count(self, lanes: Integers) -> None:

@@ -28,7 +28,7 @@ _PAYS = 0.92
 _MATCHES_PAY = 1.05
 """zstd is chosen only if it compresses better by this factor than the Huffman code, which is at least twice as fast."""
 _SAMPLED_EACH = 16
-"""One in this many payloads of a kind is sampled (25 us). So is the next one if the compression changes by `_ALIKE`."""
+"""One in this many payloads of a kind is sampled (25 us). If the compression changes by `_ALIKE`, so is the next."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 
@@ -44,7 +44,7 @@ class _Known:
     def __init__(self, choice: tuple[str, Kernels | None], share: float) -> None:
         self.choice = choice
         self.share = share
-        """The encoded size of the sampled payload as a fraction of its size."""
+        """The encoded size of the sampled payload as a fraction of the payload's size."""
         self.num_left = _SAMPLED_EACH - 1
 
 
@@ -105,7 +105,7 @@ class Encoder:
         return encoding, num_written
 
     def _choose(self, data: Bytes, item_bytes: int) -> tuple[str, Kernels | None]:
-        """Return the encoding, and the compiled loops if they compress; None in their place means zstd.
+        """Return the encoding, and the compiled loops if they compress; Without compiled loops (None), zstd compresses.
 
         The Huffman code is assumed to take at least one bit per byte, because a plane that is constant in the sample
         may vary elsewhere.

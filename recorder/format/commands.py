@@ -56,7 +56,7 @@ class Command:
     from_step: int
     to_step: int | None = None
     rules: tuple[str, ...] = ()
-    """The capture rules of a ``set``. Each is a text that `rules.parse_rules` reads."""
+    """The capture rules of a ``set``. Each rule is a text that `rules.parse_rules` reads."""
     undoes: int | None = None
     """The number of the command that an ``undo`` ends. That command's last step is the one before `from_step`."""
     reason: str = ""
@@ -67,7 +67,7 @@ class Command:
     created_ns: int = field(default_factory=time.time_ns)
     """The time at which the command was made, by the sender's clock."""
     id: str = field(default_factory=lambda: os.urandom(8).hex())
-    """A random id. A command copied to another node may get a second number there; by its id it is done only once."""
+    """A random id. A command copied to another node may get a second number there, but is done once per id."""
     number: int = 0
     """The command's number in the run, from its file's name; 0 before it is sent."""
 
@@ -131,7 +131,7 @@ def problem_of(command: Command) -> str | None:
     if command.kind not in KINDS:
         return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
     if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
-        return f"steps go from 0 to {_MAX_STEP - 1}; it has from_step {command.from_step}, to_step {command.to_step}"
+        return f"steps go from 0 to {_MAX_STEP - 1}; not from_step {command.from_step}, to_step {command.to_step}"
     if command.to_step is not None and command.to_step < command.from_step:
         return f"its last step, {command.to_step}, lies before its first, {command.from_step}"
     if not _ID.fullmatch(command.id):
@@ -139,7 +139,7 @@ def problem_of(command: Command) -> str | None:
     if command.kind == DUMP and command.to_step is None:
         return "a dump needs a last step"
     if (command.kind == UNDO) != (command.undoes is not None):
-        return "an undo names the command that it undoes" if command.kind == UNDO else "only an undo has 'undoes'"
+        return "an undo must name the command to undo" if command.kind == UNDO else "only an undo has 'undoes'"
     if command.kind in (UNDO, RESUME) and command.to_step is not None:
         return f"a command of kind {command.kind} has no last step"
     if command.kind == SET:
@@ -268,7 +268,7 @@ _UNFINISHED_S = 5.0
 """The seconds for which a damaged file is read again before it is refused. On a file system without links, a new
 command is incomplete at first."""
 _FRESH_S = 2.5
-"""For this many seconds after a change, `look` lists the directory each time, as file times may have steps of 2 s."""
+"""For this many seconds after a change, `look` lists the directory each time, as file times may be 2 s off."""
 _RELIST_S = 5.0
 """After so many seconds, `look` lists the directory even without a visible change: network file systems lag."""
 
@@ -301,7 +301,7 @@ def _make_folder(folder: Path) -> None:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is no directory", str(folder)) from None
     else:
-        os.chmod(folder, stat.S_IMODE(above.st_mode))  # the mode of the run's directory, whatever the umask
+        os.chmod(folder, stat.S_IMODE(above.st_mode))  # the mode of the run's directory, not the umask's
         _give_to_owner(folder, above)
         sync_directory(folder.parent)
 
@@ -395,7 +395,7 @@ class CommandFolder:
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
-        """Return the commands since the last call, by number. `is_told`: the caller knows that there is a new one."""
+        """Return the commands since the last call, by number. `is_told`: the caller knows of a new command."""
         now = self._clock()
         try:
             folder_stat = os.stat(self._folder, follow_symlinks=False)
@@ -408,7 +408,7 @@ class CommandFolder:
                 return []
             self._listed_s = now
             new = [number for number in _numbers(self._folder) if number not in self._seen]
-        except OSError:  # no command was sent yet, or the disk is gone, which the writer notices itself
+        except OSError:  # no command was sent yet, or the disk is gone, which the writer notices by other means
             return []
         return [one for number in new if (one := self._read(number, now)) is not None]
 

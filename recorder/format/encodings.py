@@ -1,4 +1,4 @@
-"""The registry of payload encodings, and the Zstandard frames and byte planes that payloads are made of.
+"""The registry of payload encodings, and the Zstandard frames and byte planes of which payloads consist.
 
 FORMAT.md, section 4, specifies them. All code that reads or writes payloads finds the encodings here. To add an
 encoding in a minor version, add an entry to `ALL_ENCODINGS` and a line to FORMAT.md. To write it too, choose it in
@@ -239,7 +239,7 @@ Bytes = npt.NDArray[np.uint8]
 FRAME_BYTES = 1 << 20
 """The most content bytes of a Zstandard frame. So scratch memory is bounded, and a frame's content fits the cache."""
 _JOIN_ITEMS = 1 << 15
-"""The number of elements that are joined from byte planes at a time. They fit in the cache."""
+"""The number of elements that are joined from byte planes at a time. These elements fit in the cache."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _MAGIC = 0xFD2FB528
 

@@ -49,7 +49,7 @@ def fingerprint(
         if words != weights.num_words:
             raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} with {item_bytes} bytes an element")
         at_origin = kernels.fingerprint(data, words, weights)
-        assert at_origin is not None, "weights give a fingerprint"
+        assert at_origin is not None, "a fingerprint exists if there are weights"
     else:
         word_bytes = min(item_bytes, _WORD_BYTES)
         at_origin = _fingerprint_at_origin(data.view(np.dtype(f"<i{word_bytes}")), _word_shape(item_bytes, shape))
@@ -101,7 +101,7 @@ def constant(dim: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """How words are cut into blocks for summing. Each index of the outer dims has a run, and a run has blocks."""
+    """How words are cut into blocks for summing. Each index of the outer dims has a run of words, cut into blocks."""
 
     block_shape: tuple[int, ...]
     outer_shape: tuple[int, ...]

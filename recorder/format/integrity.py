@@ -124,7 +124,7 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
             raise CorruptError(f"{where}: metadata lacks number, ledger or crc32c")
     if num_batches is not None and (num_batches != number + 1 or fields.get("rows") != 0):
         raise CorruptError(
-            f"{where}: a seal numbered {number} that says {num_batches} batches, {fields.get('rows')} rows"
+            f"{where}: a seal numbered {number} that claims {num_batches} batches, {fields.get('rows')} rows"
         )
     is_seal = num_batches is not None
     return BatchHeader(number, ledger, crcs, is_seal, num_batches, is_seal and fields.get("file_crc32c") is True)
@@ -184,7 +184,7 @@ def joined_crc(crc: int, next_crc: int, next_bytes: int) -> int:
 
 
 def _power_of_x(exponent: int) -> int:
-    power = 1 << 31  # the highest bit is the coefficient of 1
+    power = 1 << 31  # the highest bit stands for the constant term of the polynomial
     for bit in range(exponent.bit_length()):
         if exponent >> bit & 1:
             power = _product(_squared_x(bit), power)

@@ -344,7 +344,7 @@ class RetiredEarlier:
     shards: Mapping[str, RowCounts]
     """For each deleted shard, by its sealed name: its rows and bytes, as `retired_rows` and `retired_bytes`."""
     balance: RowCounts
-    """The earlier writer's latest row counts if they stood in a deleted shard; else all 0."""
+    """The earlier writer's latest row counts if only a deleted shard had them; else all 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def parse_rank_dir(name: str) -> int | None:
 
 
 def is_writer_dir(name: str, files: Callable[[], Iterable[str]]) -> bool:
-    """Return whether a directory in a rank's directory is a writer's. `files` is called if its name does not tell.
+    """Return whether a directory in a rank's directory is a writer's. `files` is called if the name does not tell.
 
     The directory of another program has no file whose name begins with ``_``, and no file with the name of a shard.
     """
@@ -165,7 +165,7 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
 
 
 NODES = "_nodes"
-"""A folder in runs that lie in object stores. Its file of a node repeats the statuses of the node's writers."""
+"""A folder of runs in object stores, with a file for each node, which repeats the statuses of the node's writers."""
 STATUS = "_status.json"
 STATUS_BYTES = 4096
 """The size of a status file in bytes: one block, which the kernel replaces atomically on most file systems."""
@@ -194,7 +194,7 @@ def encode_status(facts: Mapping[str, object]) -> bytes:
         if len(text) <= STATUS_BYTES:
             break
     else:
-        raise ValueError(f"a status of {len(text)} bytes: {STATUS_BYTES} are what it may have")
+        raise ValueError(f"a status of {len(text)} bytes: at most {STATUS_BYTES} are allowed")
     return encode_manifest({**members, "padding": " " * (STATUS_BYTES - len(text))})
 
 

@@ -35,7 +35,7 @@ _BLOCK_ITEMS = 1 << 15
 
 
 class PayloadPart(NamedTuple):
-    """A part of a tensor's encoded payload, as one row holds it. The buffers in `data` are to be concatenated."""
+    """A part of a tensor's encoded payload, as stored in one row. The buffers in `data` are to be concatenated."""
 
     encoding: str
     data: list[memoryview]
@@ -107,7 +107,7 @@ class Assembler:
         try:
             self._fill(out.view(_items(dtype)), 0, plan, positions, dtype)
         finally:
-            self._decoded.clear()  # the next value needs none of these parts
+            self._decoded.clear()  # the next value needs no part of this value
         return out
 
     def local(self, position: int) -> npt.NDArray[np.uint8]:
@@ -200,7 +200,7 @@ class Assembler:
         # A factor that is a power of two changes only the exponent, so float32 gives the same product as float64.
         is_exact = len(terms) == 1 and of_first in ("float32", "bfloat16", "float16")
         is_exact &= math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
-        with np.errstate(all="ignore"):  # overflow gives inf, a signalling NaN becomes a quiet one
+        with np.errstate(all="ignore"):  # an overflow gives inf, and a signalling NaN becomes a quiet NaN
             for start in range(0, len(out), _BLOCK_ITEMS):
                 total: npt.NDArray[Any] | None = None
                 for values, kind, factor in terms:
@@ -224,7 +224,7 @@ class Assembler:
         return decoded
 
     def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
-        """Check the sizes in the rows against the headers of the encoded parts, before memory is allocated."""
+        """Compare the sizes in the rows with the headers of the encoded parts, before memory is allocated."""
         sources = self._sources(plan, positions)
         self._payloads.prepare(sources)
         for position in sources:
@@ -242,7 +242,7 @@ class Assembler:
         ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
-        """Decode a part. Raise CorruptError if the length is not the row's `payload_bytes`, as with a wrong index."""
+        """Decode a part. Raise CorruptError if its length is not the row's `payload_bytes`: the index is wrong."""
         decoded = self._payloads.decoded(position)
         if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
@@ -252,7 +252,7 @@ class Assembler:
         """Return the tensor of a row. Raise CorruptError if its parts are missing or contradict each other."""
         tensor = self.tensor(position)
         if tensor is None:
-            raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")
+            raise CorruptError(f"{self._where(position)}: some of its parts are missing, or contradict each other")
         return tensor
 
     def _where(self, position: int) -> str:

@@ -24,7 +24,7 @@ from .assembler import Assembler
 from .planner import GlobalValue
 
 NO_VALUES = "no_values"
-"""The member of a row's note that says why the row has no payload. It is set only if some rank recorded one."""
+"""The member of a row's note that says why the row has no payload. Set only if a rank recorded a payload."""
 _MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
 """The columns that have no meaning for a tensor of the complete model."""
 
@@ -146,7 +146,7 @@ class GlobalColumns:
         return columns, reasons
 
     def _or_reason(self, i: int, name: str, value: bytes | str | None) -> bytes | None:
-        """Return `value` if it is bytes. A text says why the column is null: it is put in the row's note instead."""
+        """Return `value` if it is bytes. A text, why the column is null, goes into the row's note."""
         if isinstance(value, str):
             self._lacking[i, f"no_{name}"] = value
             return None
@@ -212,7 +212,7 @@ class GlobalColumns:
         else:
             x = float(sum(mean * term.factor for mean, term in zip(known, terms, strict=True)))
             dtype = plan.dtype or self._metadata.text("dtype", value.positions[0]) or ""
-            with np.errstate(over="ignore"):  # the row's own dtype may not hold the sum
+            with np.errstate(over="ignore"):  # the sum may not fit into the row's own dtype
                 x = float(np.float64(x).astype(numpy_dtype(dtype)))
             sets = {"nan_count": 0, "inf_count": int(not np.isfinite(x)), "zero_count": int(x == 0)}
             if np.isfinite(x):

@@ -53,7 +53,7 @@ class Observation(Enum):
     """The values are equal, and each value is one slice repeated along a dim that may be the batch."""
     UNEQUAL = 2
     PERHAPS = 3
-    """The values are equal. Values of different batches could be equal too, but there is no sign of it."""
+    """The values are equal. Values of different batches could be equal, too, but nothing suggests it."""
     EQUAL = 4
     """The values are equal, and values of different batches could not be equal."""
 
@@ -76,10 +76,10 @@ class Sample(Protocol):
     grouped: GroupedRows
     leaves: Mapping[Leaf, Integers]
     calls: Integers
-    """For each value, the number of its moment (step, micro-step, stage) and the number of its module call."""
+    """For each value, the index of its moment (step, micro-step, stage) and the index of its module call."""
     order: Integers
     apart: Callable[[], Set[tuple[str, int, str]]]
-    """Returns root, stage and path of each module whose parameters differ from rank to rank."""
+    """Return root, stage and path of each module whose parameters differ from rank to rank."""
 
     def look(self, number: int, some: ChunkKeys | None) -> Observation:
         """Compare all or some chunks of a value. Return what the comparison says about the layout."""
@@ -88,7 +88,7 @@ class Sample(Protocol):
         """Return the ranks' batch sizes and the dims of a value with these sizes. None if the batch is unknown."""
 
     def cut(self, number: int, some: ChunkKeys) -> int | NoPlan | None:
-        """Return the dim along which ranks that share a batch cut a value. None if a chunk is missing."""
+        """Return the dim along which ranks that share a batch cut a value. Return None if a chunk is missing."""
 
 
 class Leaves:
@@ -97,7 +97,7 @@ class Leaves:
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         self._make = sample
         self._loaded: tuple[Sample | None, Flags, Flags] | None = None
-        # Each of these questions is answered once, as its answer holds for the complete run.
+        # Each method's answer is cached, because it is valid for the complete run.
         self.replication = cache(self._replication)
         self.batch_dim = cache(self._batch_dim)
         self.cut_dims = cache(self._cut_dims)
@@ -169,7 +169,7 @@ class Leaves:
     def _load(self) -> tuple[Sample | None, Flags, Flags]:
         if self._loaded is None:
             sample, nothing = self._make(), np.zeros(0, bool)
-            self._loaded = sample, nothing, nothing  # already while `_find_void` asks which arguments vary
+            self._loaded = sample, nothing, nothing  # set early, because `_find_void` asks which arguments vary
             if sample is not None:
                 self._loaded = sample, *_find_void(sample)
         return self._loaded
@@ -275,13 +275,13 @@ class _VoidSearch:
         self.is_seed = self.is_void | grouped.is_zero
         """True for void values and for zeros. Zeros may differ in sign, but a module's outputs for them are equal."""
         self.is_open = self._is_equal & ~self.is_void & ~grouped.has_nan
-        """True for the values that `judge` may still flag, depending on the values before them."""
+        """True for values that `judge` may still flag, depending on earlier values."""
         dtypes = [grouped.chunks[code].dtype for code in grouped.codes[grouped.starts].tolist()]
         self._is_float = [dtype.startswith(("float", "bfloat", "complex")) for dtype in dtypes]
         self._fingerprints, self._statistics = grouped.fingerprints[grouped.starts], grouped.statistics[grouped.starts]
         self._inputs_of_call: dict[int, _Inputs] = {}
         self._origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
-        """For a moment and a content: were the values with this content void, and were they doubtful?"""
+        """For a moment and a content: whether values with this content were void, or doubtful."""
         self._num_void: dict[int, int] = {}
         """For each moment: how many float values are void or doubtful. Integers are masks, which no layer computes."""
 
@@ -332,7 +332,7 @@ def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
 
 
 class LeafAcrossSteps(ChunkValues):
-    """What the sampled steps say about the layout of a value, which need not be recorded itself."""
+    """What the sampled steps say about the layout of a value, even if the value itself was not recorded."""
 
     def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:
         self.leaves, self.leaf, self.chunks = leaves, leaf, chunks
@@ -367,7 +367,7 @@ class Comparison(LeafAcrossSteps):
         rows: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
     ) -> None:
-        """Read nothing yet. `rows` are the indexes in `grouped` of value `number`'s rows, by data-parallel order."""
+        """Read nothing yet. `rows` are the indexes in `grouped` of value `number`'s rows, in data-parallel order."""
         super().__init__(leaves, leaf, chunks)
         self.judged_by: set[str] = set()
         """The evidence, besides the value's own rows, that was used: ``payloads``, ``statistics`` or ``other rows``."""
@@ -375,12 +375,12 @@ class Comparison(LeafAcrossSteps):
         self._rows = rows
         are_equal = None if grouped.equal[number] == NONE else bool(grouped.equal[number])
         self.known = are_equal, bool(grouped.has_same_statistics[number])
-        """Two flags from the rows: are all chunks equal (None: unknown), and are all statistics equal?"""
+        """From the rows, whether all chunks are equal (None: unknown), and whether all statistics are."""
         self._is_same = is_same
         self._equal: dict[tuple[int, ...], bool | None] = {}
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each row, the index of the first row with its fingerprint, and again with its statistics."""
+        """Return, for each row, the index of the first row with the same fingerprint, and with the same statistics."""
         patterns = []
         for column in (self._grouped.fingerprints, self._grouped.statistics):
             numbers = column[self._rows].tolist()

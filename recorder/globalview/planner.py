@@ -91,7 +91,7 @@ class Planner:
         self._loss = loss
         self._findings = findings
         self._decided: dict[Any, tuple[Plan | NoPlan, Batch, Plan | NoPlan | None]] = {}
-        """Decisions, keyed by all facts that they depend on. The forward plan is kept, as its `id` is in the key."""
+        """Decisions, keyed by all facts that they depend on. Keeps the forward plan, whose `id` is in the key."""
 
     def plan(
         self, grouped: GroupedRows, number: int, forward: GlobalValue | None, *, is_gradient: bool, is_micro_batch: bool
@@ -172,12 +172,12 @@ class Planner:
         return plan, batch
 
     def _infer_sharding(self, value: ValueRows, comparison: Comparison, chunks: Sequence[RankChunk]) -> int | NoPlan:
-        comparison.judged_by.add("other rows")  # other rows of this step, so the decision holds for no other step
+        comparison.judged_by.add("other rows")  # valid for this step only
         dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         dim = self._reader.sharding.infer(wanted, chunks, dims)
         if not isinstance(dim, NoPlan):
-            text = f"taken for pieces along dim {dim}, by their shapes alone; --layout '...=per_rank' if they are none"
+            text = f"taken for pieces along dim {dim}, by their shapes alone; --layout '...=per_rank' if that is wrong"
             self._add_finding("inferred", value, tuple(chunk.rank for chunk in chunks), text)
         elif value.group.source == "assumed" and self._reader.leaves.inputs_vary(value.key.root, value.key.mode):
             ranks = listed(sorted({chunk.rank for chunk in chunks}))
@@ -296,10 +296,10 @@ def _batch_of_ranks(forward: GlobalValue, ranks: tuple[int, ...]) -> Batch:
 
 
 LOCAL_GRADIENT = "local_grad"
-"""What the layout rules call a `grad` in phase `backward`: a gradient before any reduction over ranks."""
+"""The layout rules' name for a `grad` in phase `backward`: a gradient before any reduction over ranks."""
 KNOWN_SITES = frozenset((*SITES, LOCAL_GRADIENT))
-_OF_A_CALL = "it is of the call of one rank, which a replay runs again as that rank ran it"
-_UNKNOWN_SITE = "this version does not know what stands at the site: it may be of a later one"
+_OF_A_CALL = "it belongs to the call of one rank, which a replay runs again exactly"
+_UNKNOWN_SITE = "this version does not know the site: a later version may have added it"
 Decided = tuple[Plan | NoPlan, Batch]
 
 
@@ -321,7 +321,7 @@ class Question(NamedTuple):
     """The batches that the value may belong to, the most likely first."""
     forward: Plan | NoPlan | None
     unrecorded: LeafAcrossSteps | None
-    """For a gradient without a recorded activation: what other steps say about the activation's layout."""
+    """For a gradient whose activation was not recorded: what other steps show of the activation's layout."""
     is_gradient: bool
     loss: str
     infer: Infer
@@ -338,7 +338,7 @@ def decide(question: Question) -> Decided:
     keys = [(chunk.rank, chunk.micro_step) for chunk in value.chunks]
     if len(set(keys)) < len(keys):
         twice = next(key[0] for i, key in enumerate(keys) if key in keys[:i])
-        text = f"rank {twice} has several rows with one and the same key, so nobody can tell which value is which"
+        text = f"rank {twice} has several rows with the same key, so the values cannot be told apart"
         return NoPlan("inconsistent", text), batch
     if override is None and (decided := _without_layout_rule(question)) is not None:
         return decided, batch
@@ -480,7 +480,7 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 def parse_overrides(layouts: Sequence[str]) -> Overrides:
     """Parse ``PATTERN=LAYOUT`` texts. A pattern without a colon is for modules.
 
-    Raise LookupFailedError for a wrong text, and for what is no text.
+    Raise LookupFailedError for a wrong text, and for an object that is no text.
     """
     overrides = []
     try:

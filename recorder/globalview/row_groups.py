@@ -49,7 +49,7 @@ class GroupedRows(NamedTuple):
     """For each value: 1 if the ranks' tensors are equal, 0 if they differ, `NONE` if only the payloads could tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
-    """For each value: True if all rows' statistics show a constant, NaN or nothing finite. That fits any layout."""
+    """For each value: True if all rows' statistics show a constant, NaN or nothing finite. Any layout fits."""
     is_zero: npt.NDArray[np.bool_]
     """For each value: True if every row's statistics show only zeros, of either sign."""
     has_nan: npt.NDArray[np.bool_]
@@ -131,7 +131,7 @@ class RowGrouper:
         columns = [self._rows.keys(name, chosen).codes for name in _CHUNK]
         local = pack([*columns, rows.numbers("rank")[chosen], micro_steps])
         _, first_of_code = np.unique(local, return_index=True)
-        numbers = []  # so that chunks have the same indexes in every later query
+        numbers = []  # sorted, so that chunks have the same indexes in every later query
         for at in first_of_code:
             chunk = self.chunk(int(chosen[at]), int(micro_steps[at]))
             numbers.append(self._numbers.setdefault(chunk, len(self._chunks)))
@@ -238,7 +238,7 @@ _COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements"
 
 
 class Wanted(NamedTuple):
-    """The tensors whose sharded dim is wanted: those of a module at one site and step."""
+    """The tensors of a module at one site and step, whose sharded dim is to be found."""
 
     root: str
     module_path: str
@@ -299,8 +299,8 @@ class ShardingInference:
         if len(dims) == 1:
             (dim,) = dims
             others = {(*chunk.shape[:dim], *chunk.shape[dim + 1 :]) for chunk in chunks}
-            return dim if len(others) == 1 else NoPlan("per_rank", f"{why} in other dims than {dim}, which is cut")
-        more = f"values beside them are cut along dims {sorted(dims)}" if dims else "nothing says how they are one"
+            return dim if len(others) == 1 else NoPlan("per_rank", f"{why} in other dims than the cut dim {dim}")
+        more = f"related values are cut along dims {sorted(dims)}" if dims else "nothing says how they join"
         return NoPlan("per_rank", f"{why}; {more}; --layout '...=shard(DIM)' can")
 
     def _cuts_at(self, step: int) -> _StepCuts:
@@ -381,7 +381,7 @@ def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
         if kind == "Replicate" or num == 1:
             continue
         if kind == "StridedShard" and len(placements) == 1:
-            return []  # the ranks' parts lie among each other, not end to end
+            return []  # the ranks' parts are interleaved, not end to end
         if kind not in ("Shard", "StridedShard") or type(dim) is not int or chunk.global_shape is None:
             return []
         if not 0 <= dim < len(chunk.global_shape):

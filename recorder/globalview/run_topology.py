@@ -111,7 +111,7 @@ class Topology:
         return f"{writer.name} of rank {writer.rank} (run {writer.manifest.run_id})"
 
     def counting(self) -> bool:
-        """Return True if a writer counted steps from 0. Equal steps of two launches are then different steps."""
+        """Return True if a writer counted steps from 0. Launches then share no steps."""
         return any(writer.is_counted for writer in self._writers)
 
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
@@ -274,7 +274,7 @@ Ranks = tuple[int, ...]
 
 
 class RankStatement(NamedTuple):
-    """What one rank's manifest says about a root (a module under hooks): which ranks train it, and how."""
+    """What one rank's manifest says about a root (a module under hooks): which ranks train the root, and how."""
 
     rank: int
     source: str
@@ -341,7 +341,7 @@ def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, .
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
     """Return the model-parallel groups in data-parallel order, and why they form no grid (empty if they do)."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
-    if known is None:  # every instance has a rank without a manifest
+    if known is None:  # each instance of the model has a rank without a manifest
         first = next(iter(data.values()))
         index_of = {rank: i for i, rank in enumerate(first)}
         return tuple(sorted(models, key=lambda some: min(index_of.get(rank, len(first)) for rank in some))), ""
@@ -361,7 +361,7 @@ _ENDS = ("root", "module_path", "site", *_CONTENT)
 
 
 def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
-    """Return why modules of one name are not one module on all ranks. Empty if there is no sign of it.
+    """Return why modules of one name are not one module on all ranks. Empty if nothing suggests this.
 
     The signs are different classes, and an input of a rank's root that is the output of another rank's root.
     """
@@ -375,8 +375,8 @@ def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
             if name != module.class_name:
                 what = f"{module.path!r} is a {name} and a {module.class_name}"
                 return f"ranks {rank} and {writer.rank} have different modules of one name: {what}"
-        text = root.encode("utf-8", "backslashreplace").decode()  # as the writer writes it
-        firsts = writer.shards[:2]  # of payloads, and of statistics alone
+        text = root.encode("utf-8", "backslashreplace").decode()  # the output is compared as the writer has written it
+        firsts = writer.shards[:2]  # the digests are of payloads, or of statistics alone
         for batch in (batch for shard in firsts for batch in shard.columns(_ENDS)):
             is_end = pc.and_(pc.equal(batch.column("module_path"), ""), pc.equal(batch.column("root"), text))
             for row in batch.filter(pc.and_(is_end, pc.less(batch.column("min"), batch.column("max")))).to_pylist():
@@ -432,7 +432,7 @@ class OwnParameters:
         self._claimed: _Names = {(root, full) for root, full, _ in reasons} - self._experts
         """Parameters that a manifest says belong to one rank alone."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
-        """Parameters that the program itself says belong to one rank. A wrapper that ignores one does not say so."""
+        """Parameters that the program itself says belong to one rank. Those that a wrapper ignores do not count."""
 
     @cached_property
     def _names(self) -> _Names:
@@ -444,7 +444,7 @@ class OwnParameters:
 
     @cached_property
     def _alike(self) -> _Names:
-        """Parameters that a wrapper ignores, if all parameters of the expert or module began equal on all ranks."""
+        """Parameters that a wrapper ignores, and whose expert or module began with equal parameters on all ranks."""
         is_open = self._claimed - self._stated
         if not is_open:
             return set()

@@ -71,7 +71,7 @@ def global_tensor(
 def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
     """Return the value that some ranks' rows hold. Raise LookupFailedError if they hold several values."""
     chosen = values.values_of(tensor_rows.positions, tensor_rows.related, is_micro_batch=tensor_rows.is_micro_batch)
-    if len(chosen) > 1:  # a tensor between stages has the name of the model's input or output
+    if len(chosen) > 1:  # between stages, a tensor is named like the model's input or output
         chosen = [value for value in chosen if not value.is_between_stages]
     numbers = [value.stage.number for value in chosen if value.stage is not None]
     if len(chosen) > 1 and len(set(numbers)) == len(chosen):
@@ -177,7 +177,7 @@ _POSITIONS = {"dtensor": "the placements of DTensors", "marked": "the framework'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChunk:
-    """The chunk of a tensor that one rank had."""
+    """One rank's chunk of a tensor."""
 
     rank: int
     shape: Ints
@@ -188,7 +188,7 @@ class LayoutChunk:
     placements: str
     """The placements on the device mesh, such as ``Shard(0) Replicate``. Empty for a plain tensor."""
     offsets: Ints | None
-    """The index of the chunk's first element in the global tensor. None if there is none, or the chunk is no box."""
+    """The index of the chunk's first element in the global tensor. None if the chunk is empty or no box."""
     micro_step: int
     """The index of the micro-batch, in a pipeline."""
     is_copy: bool
@@ -299,7 +299,7 @@ class TensorLayout:
 
 
 def _together(chunks: Sequence[LayoutChunk]) -> str:
-    """Describe the ranks of one region of the tensor: ``0,2``, or ``0+1`` for partial sums (without their copies)."""
+    """Describe the ranks of one region of the tensor: copies as ``0,2``, partial sums as ``0+1``."""
     summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
     return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
 
@@ -340,7 +340,7 @@ def describe(
         for fill in made.fills:
             if len(fill.terms) > 1:
                 ops |= {term.chunk: ops[term.chunk] or _op_of(fill, made) for term in fill.terms}
-        again = {i for i, op in ops.items() if op and i not in starts}  # the mesh has the complete sum twice
+        again = {i for i, op in ops.items() if op and i not in starts}  # the mesh has two copies of the complete sum
         copies |= again
         starts |= {i: _beside(chunks, i, starts) for i in again}
     meshes = [parse_mesh(chunk.mesh) for chunk in chunks]

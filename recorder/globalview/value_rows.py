@@ -41,7 +41,7 @@ class _Args(NamedTuple):
 
 
 class RootBatches:
-    """The batches of every call of a root (a module under hooks). `varies` says if an argument differs by rank."""
+    """The batches of every call of a root (a module under hooks). `varies`: whether an argument differs by rank."""
 
     def __init__(
         self, rows: MetadataRows, counts: npt.NDArray[np.bool_], varies: Callable[[str, str, str], bool]
@@ -61,7 +61,7 @@ class RootBatches:
         """
         calls = self._calls.get(when)
         if calls is None:
-            return NO_BATCH  # another step may have another batch, and no answer may depend on the loaded rows
+            return NO_BATCH  # other steps may have other batches, and no answer may depend on the loaded rows
         if seqs is None:
             numbers = [tuple(min(k, len(calls.get(rank, ())) - 1) for rank in expected) for k in range(_MAX_BATCHES)]
         else:
@@ -294,7 +294,7 @@ class ValueReader:
     ) -> tuple[int, ...]:
         ranks = tuple(chunk.rank for chunk in chunks)
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
-        if key.site in NUMBERS:  # the program decides which ranks report a number
+        if key.site in NUMBERS:  # the program decides which ranks record a scalar
             reporting = self._reporting_ranks.get((key.root, key.name), set())
             return tuple(rank for rank in expected if rank in reporting or self.topology.last_step(rank) < step)
         if all(chunk.rank_bound == OF_ONE_RANK for chunk in chunks):

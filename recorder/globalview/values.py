@@ -29,7 +29,7 @@ _MAX_LOOKED_UP = 100_000
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
-    """Flag the rows that count. Rows of another run do not, nor rows of steps that a later attempt recorded again."""
+    """Flag the rows that count. Not those of another run, nor of steps that a later attempt recorded again."""
     writers = rows.writer_numbers(np.arange(rows.num_rows, dtype=np.int64))
     counts: npt.NDArray[np.bool_] = ~np.isin(writers, topology.foreign_writers)
     for number in topology.foreign_writers:
@@ -42,7 +42,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
     launches = np.array(topology.launch_indices(), np.int64)[writers]
     is_superseded = counts & find_superseded(winners, launches, steps)
     if is_superseded.any():
-        text = f"{is_superseded.sum()} rows of earlier attempts at steps that a later one recorded are left out"
+        text = f"{is_superseded.sum()} rows of earlier attempts are left out: a later attempt recorded their steps"
         findings.add("superseded", int(np.flatnonzero(is_superseded)[0]), (), text)
     counts &= ~is_superseded
     return counts
@@ -232,7 +232,7 @@ def _choose(
 ) -> list[int]:
     """Return up to four steps: two with the most payloads that are neither constant nor NaN, and two far apart.
 
-    The latter are the first and the last step with at least half as many such values as the step that has most.
+    The steps far apart are the first and the last step with at least half as many such values as the best step.
     """
     known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
@@ -370,7 +370,7 @@ class Sampler(Sample):
         first = min(dims, default=None)
         if shapes[0] and any(all(shape[0] == size * factor for shape, size in both) for factor in batch.factors):
             if 0 not in dims and (max(batch.sizes) > 1 or len(shapes[0]) < 3):
-                first = None  # a later dim of the batch's size is none, where dim 0 has the rows of all samples
+                first = None  # if dim 0 has the rows of all samples, a later dim of the batch's size is not the batch
             dims.add(0)
         are_single = len(batch.sizes) > 1 and {*batch.sizes} == {1} and not batch.is_shared
         return BatchDims(batch.sizes, frozenset(dims), first, are_single), batch.is_shared
@@ -391,7 +391,7 @@ def _are_of_one_batch(value: ValueRows, numbers: Sequence[int]) -> bool:
 
 
 def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
-    """Return the indexes of the chunks with the keys `some` (None: all chunks). Empty if one of them is missing."""
+    """Return the indexes of the chunks with the keys `some` (None: all chunks). Empty if a chunk is missing."""
     if some is None:
         return list(range(len(chunks)))
     at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}

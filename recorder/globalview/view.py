@@ -253,7 +253,7 @@ class GlobalRows:
         """Return how the ranks' chunks form the tensor of row `i`, and how this is known, both in words.
 
         Returns:
-            None for a rank's own row beside the global row of the same value.
+            None for a single rank's row of a value that also has a global row.
         """
         source = self._sources[i]
         if isinstance(source, int):
@@ -264,7 +264,7 @@ class GlobalRows:
         dim = plan.dim if plan.across is None else plan.across.dim
         placements = in_words(self._metadata.text("placements", at))
         grounds = [self._metadata.text("layout_source", at) or "", plan.source]
-        if placements and grounds[0] in ("marked", "zero"):  # the framework's word, not that of the kind of placement
+        if placements and grounds[0] in ("marked", "zero"):  # the framework's name, not the kind of placement
             grounds = [ground for ground in grounds if ground not in ("dtensor", "fsdp")]
             placements = re.sub(r"FlatShard\(\d+\)", "partition", placements)
         elif len(source.positions) > 1:
@@ -347,7 +347,7 @@ class GlobalRows:
             if (stage := self._handed_on.get(source)) is not None:
                 members[HANDED_ON] = [stage.number, stage.num_stages]
             if is_cut[i]:
-                members[NO_VALUES] = "a part of it is missing"
+                members[NO_VALUES] = "a part of the tensor is missing"
             if members:
                 changed[i] = as_json(note_members(notes[i].as_py()) | members)
         is_changed = np.zeros(len(self._sources), bool)
@@ -374,7 +374,7 @@ def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
 
 
 def _rows_of_values(values: Sequence[GlobalValue]) -> Iterator[GlobalValue | int]:
-    """Yield the global row of each value that has one, and the ranks' rows where it does not say everything."""
+    """Yield the global row of each value that has one, and the ranks' rows if the global row lacks facts."""
     for value in values:
         plan = value.plan
         if isinstance(plan, Plan):

@@ -17,7 +17,7 @@ Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
 """Returns what is known about the values of some chunks, given their indexes."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Returns the dim along which plain chunks are cut that differ although their ranks share a part of the batch."""
+"""Returns the dim along which plain chunks are cut. The chunks differ, and their ranks share a part of the batch."""
 
 
 class BatchGroup(NamedTuple):
@@ -199,7 +199,7 @@ def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
     for plan in plans:
         if plan.global_shape != base.global_shape:
             shapes = f"{list(base.global_shape)} and {list(plan.global_shape)}"
-            return NoPlan("inconsistent", f"copies of it are of different shapes: {shapes}")
+            return NoPlan("inconsistent", f"copies of the tensor have different shapes: {shapes}")
         for fill in plan.fills:
             chosen = fills.setdefault(fill.region, fill)
             for k, term in enumerate(fill.terms if len(fill.terms) == len(chosen.terms) else ()):
@@ -210,7 +210,7 @@ def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
     except OverflowError as error:
         return NoPlan("per_rank", str(error))
     if not is_alike:
-        return NoPlan("per_rank", "copies of it are cut in different ways, and their chunks cannot be compared")
+        return NoPlan("per_rank", "copies of the tensor are cut in different ways, so their chunks cannot be compared")
     is_whole = base.is_complete or (
         sum(region.numel for region in regions) == math.prod(base.global_shape)
         and all(len(fill.terms) == 1 for fill in fills.values())
@@ -226,7 +226,7 @@ def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
     tensors, and their terms are indexes of chunks.
     """
     if len({plan.op for plan in wholes}) > 1:
-        return NoPlan("inconsistent", f"they are reduced in different ways: {', '.join(plan.op for plan in wholes)}")
+        return NoPlan("inconsistent", f"tensors are reduced in different ways: {', '.join(plan.op for plan in wholes)}")
     source = _source(across, wholes)
     if across.copies:
         base = _overlay(wholes, source)
@@ -263,7 +263,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
     start = fill.region.start if across.dim is not None else (0,) * len(across.global_shape)
     if start is None and fill.region.boxes:
         if len(plan.fills) > 1 or plan.fills[0].region.numel != fill.region.numel:
-            return NoPlan("per_rank", "its batch lies in blocks, of which ranks that share a batch have parts")
+            return NoPlan("per_rank", "its batch lies in blocks, and ranks that share a batch have parts of each block")
         return [fill._replace(terms=tuple(Term(i, factor * term.factor) for i, factor in plan.fills[0].terms))]
     if start is None:
         return []
@@ -272,7 +272,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
         if inner.region.run is not None and any(start):
             return NoPlan("per_rank", "slices of a flattened tensor are no part of a batch")
         terms = tuple(
-            # A product is multiplied by the factor once, so only its first term is.
+            # The factor multiplies a product once, so only the first term of the product gets it.
             Term(i, factor * term.factor if plan.op != "product" or k == 0 else factor)
             for k, (i, factor) in enumerate(inner.terms)
         )
@@ -283,7 +283,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
 def _reduced(fill: Fill, wholes: Sequence[Plan]) -> list[Fill] | NoPlan:
     chosen = [wholes[term.chunk] for term in fill.terms]
     if any(plan.op != "sum" for plan in chosen):
-        return NoPlan("per_rank", f"a sum of what is reduced by {chosen[0].op} cannot be computed in one go")
+        return NoPlan("per_rank", f"a sum of tensors that are reduced by {chosen[0].op} cannot be computed in one step")
     regions = [{inner.region: inner for inner in plan.fills} for plan in chosen]
     if any(some.keys() != regions[0].keys() for some in regions):
         return NoPlan("per_rank", "tensors that would be added up are cut in different ways")

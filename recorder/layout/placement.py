@@ -1,6 +1,6 @@
 """Plans that make a global tensor of chunks, and the planning of chunks whose rows name their position.
 
-These are chunks of DTensor and slices of FSDP1. No chunk is trusted alone: its placements, mesh and offsets are
+Such rows have chunks of DTensors and slices of FSDP1. No chunk is trusted alone: its placements, mesh and offsets are
 compared with those of the other chunks, and with DTensor's rules.
 """
 
@@ -103,7 +103,7 @@ _KINDS = ("Shard", "StridedShard", "Replicate", "Partial", "FlatShard")
 def _by_axis(
     same: list[int], kinds: list[str], coordinates: list[Ints], chunks: Sequence[RankChunk]
 ) -> tuple[list[int], Ints, str | NoPlan | None]:
-    """Split the chunks of one region into summands and replicas. Also return the reduction, or the problem."""
+    """Split the chunks of one region into summands and replicas. Also return the reduction, or a problem as text."""
     op = reduce_op(chunks[0].placements)
     if op and op not in REDUCE_OPS:
         return [], (), NoPlan("per_rank", f"Partial({op}) cannot be reduced")
@@ -125,7 +125,7 @@ def _by_axis(
 
 
 def _region_of(chunk: RankChunk) -> Region | str:
-    """Return the region of the global tensor that a chunk covers. Return a text if its row is wrong."""
+    """Return the region of the global tensor that a chunk covers. If the row is wrong, return the error."""
     assert chunk.global_shape is not None
     placements = parse_placements(chunk.placements)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]

@@ -142,7 +142,7 @@ def shard(ranges: Sequence[Range], num_chunks: int, index: int) -> list[Range]:
 
 
 def strided_shard(ranges: Sequence[Range], num_chunks: int, index: int, split_factor: int) -> list[Range]:
-    """Cut `ranges` as ``_StridedShard`` does: cut into `split_factor` parts, then return chunk `index` of each part."""
+    """Cut `ranges` as ``_StridedShard`` does: into `split_factor` parts, of each of which chunk `index` is returned."""
     parts = [shard(ranges, split_factor, i) for i in range(split_factor)]
     return [chunk for part in parts for chunk in shard(part, num_chunks, index)]
 

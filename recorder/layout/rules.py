@@ -44,7 +44,7 @@ class Replication(Enum):
     """Whether the tensors of one name are copies on all ranks, according to their values at all steps."""
 
     REPLICATED = "copies"
-    """The ranks' values are equal although they could have differed."""
+    """The ranks' values are equal, although different values were possible."""
     DISTINCT = "own"
     """The ranks' values differ, and no step suggests that they should be equal."""
     UNKNOWN = "unknown"
@@ -112,7 +112,7 @@ def decide_activation(
         return decide_scalar(chunks, values)._replace(needs_all=True)
     if len(chunks) == 1 and values.replication() is Replication.REPLICATED:
         return replicas(chunks, "inferred")
-    known, values = values, values if len(chunks) > 1 else ChunkValues()  # one rank's values say nothing about others
+    known, values = values, values if len(chunks) > 1 else ChunkValues()  # one rank's values prove nothing about others
     has_one_shape, sizes = _unequal_shapes(chunks) is None, batch.sizes
     note = ((BATCH_OR_ONE, True),) if has_one_shape and _may_be_batch_or_one(chunks, batch, values) else ()
     if has_one_shape and values.replication() is Replication.REPLICATED:
@@ -121,8 +121,8 @@ def decide_activation(
     if sizes is None:
         return _as_in_other_calls(chunks, usual)
     fits, factor = _dims_of_batch(chunks, sizes), _rows_per_sample(chunks, sizes, batch.factors)
-    # With several samples, a dim 0 of exactly their number of rows is no accident. A later dim as large as the batch
-    # may be one, unless the batch of the module's inputs lies there.
+    # With several samples, a dim 0 of exactly their number of rows is no accident. A later dim may have the batch's
+    # size by accident, unless the module's inputs have their batch in that dim.
     may_be_rows = factor is not None and fits[:1] != [0] and max(sizes) > 1
     if fits and not (may_be_rows and (len(chunks[0].shape) < 3 or not known.is_sequence_first())):
         dim = usual if usual in fits else fits[0]
@@ -132,9 +132,9 @@ def decide_activation(
             return concatenated(chunks, 0, (("batch_factor", factor),))
         if batch.factors == (factor,) and factor * len(chunks) <= _MAX_BLOCKS:
             return concatenated(chunks, 0, (("batch_blocks", factor),), factor)
-        return NoPlan("per_rank", "nothing says how its rows lie: it is made of tensors whose batch is not dim 0")
+        return NoPlan("per_rank", "the order of its rows is unknown: it is made of tensors whose batch is not dim 0")
     if has_one_shape and values.replication() is Replication.UNKNOWN and values.are_equal():
-        return replicas(chunks, "inferred")  # no other relation is possible
+        return replicas(chunks, "inferred")  # every other relation was excluded above
     of_batch = ", ".join(map(str, dict.fromkeys(sizes)))
     return NoPlan("per_rank", f"no dim of {_shapes(chunks)} is the batch of {of_batch}")
 

@@ -54,7 +54,7 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most reads a second of the store by all carriers, or of a run's directory by all nodes (2 s each on 512)."""
+"""The most reads a second of the store by all carriers, or of a run's directory by all nodes: every 2 s on 512."""
 _PATIENCE_S = 5.0
 """If the store has a number without a command for so many seconds, the rank that took the number counts as gone."""
 _LAST_S = 1.0

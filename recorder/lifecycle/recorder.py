@@ -371,7 +371,7 @@ class Recorder:
         finally:
             if self.recording is not None:
                 self.recording.stop_carrying()
-        atexit.unregister(self._at_exit)  # set only now, because an interrupt may have left the writer open
+        atexit.unregister(self._at_exit)  # done last, because an interrupt may have left the writer open
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
@@ -414,7 +414,7 @@ class Recorder:
             text = f"{self._turned_down[1]} ran and was not recorded, as no optimizer trained it"
             self.events.add("no_root", f"{text}: an engine that is a second model needs a process of its own")
         self.recording.close()
-        if self._termination is not None:  # set last, so that a signal before this line cannot prevent the summary
+        if self._termination is not None:  # done last, so that a signal before this line cannot prevent the summary
             self._termination.uninstall()
 
     def _say_why_nothing(self) -> None:

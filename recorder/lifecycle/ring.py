@@ -402,5 +402,5 @@ class Triggers:
             self._stepped_s = None if self._step is None else now
             self._step = step
         elif self._stepped_s is not None and 0 < self.settings.hang_s <= now - self._stepped_s:
-            self._stepped_s = None  # the step is remembered, so that each hang is counted once
+            self._stepped_s = None  # each hanging step is counted once
             self.ask("hang", f"hang: step {step} has not ended in {self.settings.hang_s:g} s", step=step)

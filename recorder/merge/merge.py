@@ -40,12 +40,12 @@ from .unit import (
 )
 
 _SHARDS_PER_UNIT = 200
-"""A task gets one more unit per this many shards, because a worker opens the run per task, at 0.3 ms a shard."""
+"""A task gets one more unit per this many shards, because opening the run for a task takes 0.3 ms a shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
 """The seconds between attempts to find the output folder. A network file system may show it a few seconds late."""
 _TASKS_PER_WORKER = 2
-"""The number of tasks per worker. The second one waits, in case this thread is too busy to submit another."""
+"""The number of tasks per worker. The second task waits in case this thread is too busy to submit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ def _hand_out(
 
 
 def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
-    """Open the run in this process or thread, and build units. Return units that differ in the run opened here."""
+    """Open the run in this process or thread, and build units. Return units that differ from this run."""
     builder, output = (_open_once if job.is_alone else _open)(job)
     left = []
     for unit in units:
@@ -277,8 +277,8 @@ def _report_of(output: Output, name: str) -> UnitReport:
 _MAX_SHOWN = 3
 _KINDS = {
     "corrupt": "not readable",
-    "inconsistent": "refused, because the ranks' chunks do not fit",
-    "layout_changes": "alike on all ranks at some steps, and not at others",
+    "inconsistent": "not joined, because the ranks' chunks do not fit",
+    "layout_changes": "equal on all ranks at some steps, and not at other steps",
     "replicas_differ": "replicas that differ",
     "buffers_differ": "buffers that differ between ranks (the first rank's is taken)",
     "partial": "partial, because ranks are missing",

@@ -36,7 +36,7 @@ _PRIVATE = 0o700
 """The mode of directories. Only the owner may enter them, as in a recording."""
 _DISK = Disk()
 _SOURCE = "source"
-"""The name of a writer that has no rows, but a manifest that stands for those of the source run's writers."""
+"""The name of a writer that has no rows, but whose manifest replaces the manifests of the source run's writers."""
 
 
 class Output:
@@ -122,7 +122,7 @@ class Output:
         for folder in self._debris(wanted):
             self._remove(folder)
         for name in waiting:
-            if name in published:  # built again: the global directory, which marks a unit as published, is removed last
+            if name in published:  # built again: the global directory marks a published unit, and is removed last
                 of_ranks = (self.path / rank / name for rank in self._ranks())
                 for folder in (*filter(Path.is_dir, of_ranks), self.path / GLOBAL_DIR / name):
                     self._remove(folder)
@@ -133,7 +133,7 @@ class Output:
         for name in (GLOBAL_DIR, *self._ranks()):
             _DISK.sync_directory(self.path / name)
             with contextlib.suppress(OSError):
-                os.rmdir(self.path / name)  # only if it is empty
+                os.rmdir(self.path / name)  # `rmdir` removes only an empty folder
         shutil.rmtree(self._merging, ignore_errors=True)
         replace_manifest(_DISK, self.path / RUN_MANIFEST, run)
 

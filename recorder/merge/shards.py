@@ -32,7 +32,7 @@ _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""A batch of statistics is written once its payloads reach this many bytes. Only scalars have payloads there."""
+"""A batch of statistics is written once its payloads reach this many bytes. Only scalars have such payloads."""
 _SMALL_BYTES = 1024
 """A scalar's payload of at most this many bytes is stored with the statistics."""
 

@@ -38,7 +38,7 @@ UNIT_ROWS = 100_000
 ROWS_PER_WRITER = 4096
 """The rows per writer that a unit of work may always have, even above `UNIT_ROWS`. Shards are read batch by batch."""
 UNIT_FORMAT = 3
-"""The version of what a merge makes of given inputs. Units of an earlier version are built again."""
+"""The version of the result that a merge makes from its inputs. Units of an earlier version are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
 Counts = npt.NDArray[np.int64]
@@ -89,7 +89,7 @@ class Inputs:
             for shard in writer.shards:
                 sizes.append(StepSizes.of(shard.columns(SIZE_COLUMNS)))
                 shards.append(np.full(len(sizes[-1].steps), len(self._shards), np.int64))
-                size_bytes = shard.size_bytes if shard.is_sealed else None  # an open shard grows with later steps
+                size_bytes = shard.size_bytes if shard.is_sealed else None  # only later steps make an open shard grow
                 self._shards.append((number, shard.path.name, size_bytes))
         self.shards = [shard for writer in run.writers for shard in writer.shards]
         step, rows, num_bytes = map(np.concatenate, zip(*sizes, strict=True))
@@ -252,13 +252,13 @@ class UnitBuilder:
                 merge |= {name: getattr(report, name) for name in UnitReport.__dataclass_fields__}
             directory.describe({**self._manifest, "writer": unit.name, "rank": rank, "merge": merge})
         for shard in self._inputs.shards_of(unit.window):
-            shard.release()  # pages of the mapped shard count as memory of the process
+            shard.release()  # the pages of a mapped shard count as memory of the process
         return report
 
     def _load(self, window: Window) -> tuple[GlobalRows, Any]:
         if self._loaded is None or self._loaded.window != window:
             self._loaded = None
-            gc.collect()  # rows and mapped shards refer to each other in cycles
+            gc.collect()  # rows and mapped shards form reference cycles
             rows = self._view.rows(window.first, window.last)
             self._loaded = _Loaded(window, rows, as_batch(rows.table))
         return self._loaded.rows, self._loaded.batch
@@ -364,7 +364,7 @@ def _of_run(texts: Sequence[str], count: int, num_problems: int) -> Entry:
 
 
 def combine(summaries: Iterable[Summary]) -> Summary:
-    """Add up summaries. Of examples that differ only in the step, the first is kept."""
+    """Add up summaries. If examples differ only in the step, the first one is kept."""
     total: Summary = {}
     for summary in summaries:
         for kind, entry in summary.items():

@@ -207,7 +207,7 @@ class Kernels:
             AttributeError: the library lacks a function.
             ValueError: the library is of another version, or cut short.
         """
-        _check_whole(path)  # the loader maps what is missing, and a look at it ends the process
+        _check_whole(path)  # the loader maps even missing parts of a file, and reading them ends the process
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         """Calls of `held` keep the interpreter's lock, because to hand it over takes longer than some of the work."""
         if (abi := library.recorder_native_abi()) != ABI:

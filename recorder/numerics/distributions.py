@@ -38,7 +38,7 @@ class Bins(NamedTuple):
 
 
 def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | None:
-    """Return the histogram in a row; None without one. The names of the row's columns end in `suffix`."""
+    """Return the histogram in a row, or None without one. The names of the row's columns end in `suffix`."""
     data = row[f"histogram{suffix}"]
     if data is None:
         return None
@@ -91,7 +91,7 @@ def _num_all(histogram: Histogram) -> int:
 
 
 def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
-    """Return the counts in the bins of the wider histogram `frame`, then of -inf, inf, zeros and NaN."""
+    """Return a histogram's counts in the bins of the wider `frame`, then those of -inf, inf, zeros and NaN."""
     counts = np.zeros(frame.counts.shape)
     at = histogram.first - frame.first
     counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
@@ -323,7 +323,7 @@ def histogram_line(shares: Sequence[float]) -> str:
 
 
 def histogram_lines(histograms: Sequence[Histogram | None]) -> tuple[list[str], str]:
-    """Draw histograms in common bins, and say in words which magnitudes the lines cover."""
+    """Draw histograms in common bins, and return in words the magnitudes that the lines cover."""
     known = [one for one in histograms if one is not None]
     if not known:
         return [], ""

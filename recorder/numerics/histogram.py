@@ -26,7 +26,7 @@ _HEAD = struct.Struct("<BBh")
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the lowest and of the highest possible bin."""
 _SUBNORMAL = {-127: -149, -1023: -1074}
-"""For the bin of a dtype's subnormal values, by its exponent: the exponent of the smallest subnormal value."""
+"""By the exponent of the bin of a dtype's subnormal values: the exponent of the smallest subnormal value."""
 NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
 NORMAL_EXPONENTS |= {"bfloat16": NORMAL_EXPONENTS["float32"]}
 """The exponents of a type's least normal number and of its largest numbers."""
@@ -199,12 +199,12 @@ class Histogram:
         width, layout, first = _HEAD.unpack_from(data)
         num_bytes = len(data) - _HEAD.size
         if width not in (1, 2, 4, 8) or layout or num_bytes % (2 * width) or num_bytes < 2 * width:
-            raise CorruptError(f"a histogram of {len(data)} bytes begins with {width}, {layout}: this is none")
+            raise CorruptError(f"a histogram of {len(data)} bytes begins with {width}, {layout}: this is no histogram")
         numbers = np.frombuffer(data, f"<u{width}", offset=_HEAD.size).astype(np.int64)
         num_bins = len(numbers) // 2 - 1
         is_inside = not num_bins or LOWEST <= first <= HIGHEST + 1 - num_bins
         if ((numbers < 0) | (numbers >= MAX_COUNT)).any() or not is_inside:
-            raise CorruptError(f"a histogram of {num_bins} bins from exponent {first} on: these are none")
+            raise CorruptError(f"a histogram of {num_bins} bins from exponent {first} on: these are no valid bins")
         return cls(
             first=first if num_bins else 0,
             counts=numbers[2:].reshape(2, num_bins),
@@ -268,7 +268,7 @@ def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
 
 
 def of_row(measured: Measured) -> Histogram | None:
-    """Return the histogram in measured statistics. Return None if they have none."""
+    """Return the histogram in measured statistics. Return None if no histogram was measured."""
     if measured.histogram is None:
         return None
     counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}

@@ -1,6 +1,6 @@
 """Turns columns into integers, to find rows that are equal in some columns and to match rows of two tables.
 
-`by_key` does the first for a few Python objects.
+`by_key` groups a few Python objects.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def group_rows(table: Any, names: Sequence[str]) -> Groups:
 
 
 def by_distinct(table: Any, names: Sequence[str], of: Callable[..., Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return `of` of each row's cells in some columns. `of` is called once for each distinct row."""
+    """Return the result of `of` for each row's cells in some columns. `of` is called once for each distinct row."""
     groups = group_rows(table, names)
     cells = (table.column(name).take(pa.array(groups.firsts)).to_pylist() for name in names)
     return np.array([of(*row) for row in zip(*cells, strict=True)], dtype)[groups.ids]

@@ -1,9 +1,9 @@
 """Combines statistics of a tensor's pieces, of its chunks on several ranks, or of any rows.
 
-`Combine` in `columns` says which columns are added, and of which the least or greatest value is taken. This module has
-the formulae of `Combine.MOMENTS`, and adds up histograms and units (channels). Means and standard deviations are exact
-to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque, Updating formulae and a
-pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
+`Combine` in `columns` says for which columns values are added, and for which the least or the greatest value is taken.
+This module has the formulae of `Combine.MOMENTS`, and adds up histograms and units (channels). Means and standard
+deviations are exact to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque,
+Updating formulae and a pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def measured(moments: Moments) -> Measured:
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
     """Combine the values of each group of rows by `how`: `SUM`, `MIN` or `MAX`.
 
-    A group is a range of rows, and `starts` has the index at which each nonempty group begins. If `values` has more
-    axes than one, they are combined element by element. Rows whose `has_values` is False do not count.
+    A group is a range of rows, and `starts` has the index at which each nonempty group begins. If `values` has several
+    axes, values are combined element by element. Rows whose `has_values` is False do not count.
     """
     if has_values is not None:
         values = np.where(has_values.reshape(-1, *(1,) * (values.ndim - 1)), values, _OF_NONE[how])
@@ -166,7 +166,7 @@ def combine_chunks(
 
 
 def norm_of_parts(norms: npt.NDArray[Any], axis: int) -> Floats:
-    """Return the norms of tensors from the norms of their parts, which lie along `axis`. NaN stays NaN."""
+    """Return the norms of tensors from the norms of their parts, which lie along `axis`. NaN if a part is."""
     return np.asarray(np.sqrt(np.square(norms.astype(np.float64, copy=False)).sum(axis=axis)))
 
 

@@ -146,7 +146,7 @@ class Units:
         if num and not ((zeros >= 0) & (zeros <= min(num_values, MAX_COUNT))).all():
             raise CorruptError(f"units of {num_values} values each have {zeros.max()} zeros")
         if np.isnan(sums[1:]).any() or (sums[1:] < 0).any():
-            raise CorruptError("units have sums of squares or magnitudes that are none")
+            raise CorruptError("units have negative or NaN sums of squares or magnitudes")
         return cls(dim=dim, sum=sums[0], sum_sq=sums[1], absmax=sums[2], zero_count=zeros, num_values=num_values)
 
 
@@ -178,7 +178,7 @@ def signs(width: int) -> npt.NDArray[np.float32]:
 
 
 class TokenRows(NamedTuple):
-    """Says to which tokens of a model's call the rows of a tensor belong, by the tensor's shape."""
+    """The tokens of a model's call to which the rows of a tensor belong, by the tensor's shape."""
 
     kind: str
     """``all``: all tokens in order. ``columns``: one row for each position, which all samples share. ``last``: the last

@@ -182,7 +182,7 @@ def _objects() -> list[Any]:
 
 
 def _outermost(instances: list[Any]) -> list[Any]:
-    modules = [module for module in instances if "_modules" in vars(module)]  # before `__init__` there are none
+    modules = [module for module in instances if "_modules" in vars(module)]  # no half-built module
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 

@@ -123,7 +123,7 @@ class Client:
             "allow_http": url.scheme == "http",
             "connect_timeout": timedelta(seconds=_ROLE_TIMEOUT_S if asks_for_role else _CONNECT_TIMEOUT_S),
             "read_timeout": timedelta(seconds=self._silence_s),
-            "timeout": timedelta(days=1),  # limits a complete answer; `read_timeout` limits each pause in it
+            "timeout": timedelta(days=1),  # limits a complete answer; `read_timeout` limits each pause in the answer
         }
         retries = {"max_retries": self._num_tries - 1, "retry_timeout": timedelta(minutes=1)}
         options: dict[str, Any] = {"client_options": client, "retry_config": retries}
@@ -148,12 +148,12 @@ class Client:
         endpoint = self.kind.endpoint(os.environ) or self.kind.title
         code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
         if _is_without_credentials(text) or (status in ("401", "403") and not self._names_credentials):
-            text = f"{bucket}: no credentials were found, and {endpoint} wants some: set {advice}"
+            text = f"{bucket}: no credentials were found, and {endpoint} needs credentials: set {advice}"
             return StoreError(text, "anonymous")
         if happened := text.partition("HttpError {")[2]:
             reason = next((cause for word, cause in _UNREACHED.items() if word in happened), "the connection was lost")
             name = self.kind.endpoints.split()[-1]
-            text = f"{bucket}: the store at {endpoint} cannot be reached: {reason}; {name} says where it is"
+            text = f"{bucket}: the store at {endpoint} cannot be reached: {reason}; {name} sets the address"
             return StoreError(text, "unreachable")
         if code in ("NoSuchBucket", "ContainerNotFound"):
             return StoreError(f"{bucket}: no such bucket in the store at {endpoint}", "refused")
@@ -161,7 +161,7 @@ class Client:
             reason = _REFUSED.get(code, "access is denied")
             return StoreError(f"{bucket}: {endpoint} refuses the credentials: {reason}; see {advice}", "refused")
         if status == "404":
-            return StoreError(f"{bucket}: no such bucket at {endpoint}, or that is no store of this kind", "refused")
+            return StoreError(f"{bucket}: no such bucket at {endpoint}, or no store of this kind", "refused")
         if status == "416":
             return changed(path)
         if code == "PermanentRedirect" or "BareRedirect" in text:
@@ -180,7 +180,7 @@ def bare_e_tag(e_tag: str | None) -> str:
 
 def changed(path: object) -> StoreError:
     """Return the error for an object that was replaced after the listing."""
-    text = f"{path}: there is another object in its place since the run was listed; open the run again"
+    text = f"{path}: the object was replaced since the run was listed; open the run again"
     return StoreError(text, "changed")
 
 
@@ -192,7 +192,7 @@ def _is_without_credentials(text: str) -> bool:
 
 
 def _last(pattern: str, text: str) -> str:
-    """Return the last match in an error's text. Earlier in the text stands the path, which may contain anything."""
+    """Return the last match in an error's text. The text begins with the path, which may contain anything."""
     return next(reversed(re.findall(pattern, text)), "")
 
 
@@ -227,7 +227,7 @@ class StoreKind:
         return next(filter(None, map(environ.get, self.endpoints.split())), "")
 
     def names_credentials(self, environ: Mapping[str, str]) -> bool:
-        """Return True if a setting or a file has credentials. A machine with a role works without."""
+        """Return True if a setting or a file has credentials. A machine with a role needs no credentials."""
         return any(map(environ.get, self.credentials.split())) or Path(self._file(environ)).expanduser().is_file()
 
     def has_no_role(self, environ: Mapping[str, str]) -> bool:
@@ -326,5 +326,5 @@ def _profile(environ: Mapping[str, str]) -> dict[str, str]:
             parser.read(Path(file).expanduser())
             settings |= parser[section]
         except (ConfigParserError, KeyError, OSError, RuntimeError, UnicodeDecodeError):
-            continue  # if the credentials were in this file, the store's refusal says so
+            continue  # if the credentials are missing, the store's refusal says so
     return settings

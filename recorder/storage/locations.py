@@ -34,7 +34,7 @@ _WHOLE_BYTES = 512 << 10
 _BLOCK_BYTES = 64 << 10
 """The least bytes of a request. They cover a shard's schema, footer and seal, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
-"""The least bytes of a request to an object without payloads. Most of such an object is needed sooner or later."""
+"""The least bytes of a request to an object without payloads. Most bytes of such objects are needed later."""
 _MAX_KEPT_BYTES = 256 << 20
 """The most bytes that a store keeps for later reads. Larger blocks are payloads, which their readers keep."""
 
@@ -209,7 +209,7 @@ class ObjectStore:
             return self._nodes[path.key][1]
         try:
             shown = Members(self.read_json(path)).all_inner("writers")
-        except RunError:  # the next look reads it again
+        except RunError:  # the next call reads the file again
             return {}
         last_ns = max((one.count("changed_ns") for one in shown.values()), default=0)
         ahead_ns = seen.changed_ns - last_ns  # the store's clock may differ from the node's
@@ -306,7 +306,7 @@ class ObjectStore:
                 parts = meta["path"].split("/")
                 for stop in range(len(folder.parts), len(parts) - 1):
                     self._folder("/".join(parts[:stop])).folders.add(parts[stop])
-                if len(parts) > len(folder.parts):  # else it is the empty object that web consoles create for a folder
+                if len(parts) > len(folder.parts):  # else an empty object, which web consoles create for a folder
                     self._folder("/".join(parts[:-1])).files[parts[-1]] = object_facts(meta)
             for entries in self._folders.values():
                 for name in entries.folders & entries.files.keys():
@@ -406,7 +406,7 @@ class LocalStore:
             except OSError as error:
                 if is_last_try or error.errno != errno.ESTALE:
                     raise NotARunError(f"{path}: cannot be listed ({error.strerror})") from error
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def look_at(self, path: Path) -> FileFacts:
         return FileFacts.of(os.stat(path, follow_symlinks=False))
@@ -428,7 +428,7 @@ def _is_wanted(entry: os.DirEntry[str], directories: bool, is_part: IsPart) -> b
     is_directory, is_file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
     if entry.is_symlink() and is_part(entry.name):
         raise NotARunError(
-            f"{entry.path}: is a symbolic link, and none is followed in a run; put what it leads to in its place, "
+            f"{entry.path}: is a symbolic link, and links in a run are not followed; replace the link by its target, "
             "or copy the run with `cp -rL`"
         )
     if not is_directory and not is_file and is_part(entry.name):

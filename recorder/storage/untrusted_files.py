@@ -106,7 +106,7 @@ class ByteSource(Protocol):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the file. A source that holds nothing open needs no more than this."""
+        """Close the file. A source without an open file need not override this method."""
         return
 
 
@@ -116,7 +116,7 @@ def open_regular(path: Path) -> int:
     Raises FileNotFoundError if the file is gone, or if NFS reports a stale handle; the directory must then be listed
     again. Raises NotARunError if the file cannot be read, or is a link, a device or anything else that no run contains.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without it, opening a FIFO would block
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without O_NONBLOCK, opening a FIFO would block
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:

@@ -107,7 +107,7 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
             why = f"process {pid} runs on this host"
         elif host:
             why = f"it wrote on host {host!r} within the last minute"
-        else:  # the writer has just begun, or was killed before it wrote its manifest
+        else:  # without a manifest, the writer has just begun, or was killed before it wrote one
             why = "it began within the last minute and has not said on which host"
         return f"may be alive: {why}"
     if assume_dead:
@@ -162,7 +162,7 @@ class _Repair:
                 yield Outcome(what="failed", path=path, text=str(error))
             except RunError as error:
                 yield Outcome(what="lost", path=path, text=str(error))
-        for name in names:  # these are indexes of shards that retention removed
+        for name in names:  # the remaining indexes are those of shards that retention removed
             if name.startswith("_tensors-") and name.endswith(".index"):
                 shard_path = self._directory / f"{name[1:].removesuffix('.index')}.arrow"
                 if index_name(shard_path.name) == name and not os.path.lexists(shard_path):
@@ -201,14 +201,14 @@ class _Repair:
         if not self._disk.is_same(path, final):
             missing = _rows_missing(path, salvaged, final)
             if missing:
-                text = f"{missing} rows of it are not in {final.name}, which is in the way; both are left as they are"
+                text = f"{missing} of its rows are not in {final.name}, which has the final name; both files stay"
                 yield Outcome(what="lost", path=path, text=text, rows=missing)
                 return
             shard = Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)
             if damage or any(_payload_problem(shard, number) for number in salvaged.blocks):
                 yield self._set_aside(path)
                 return
-        yield self._remove(path, f"{final.name} has all of it")
+        yield self._remove(path, f"{final.name} has all of its rows")
 
     def _seal(self, path: Path, final: Path, salvaged: Salvaged) -> tuple[int, list[str]]:
         """Copy an open shard's batches into a sealed shard. Return the number of rows, and texts on lost payloads."""
@@ -249,7 +249,7 @@ class _Repair:
         if not is_new:
             self._report(num_bytes)
         index_path = path.with_name(index_name(path.name))
-        metadata = [name for name in shard.schema.names if name != "data"]  # even columns unknown to this version
+        metadata = [name for name in shard.schema.names if name != "data"]  # all, even unknown columns
         problem = _index_problem(index_path, num_bytes, metadata)
         if not path.name.startswith("tensors") or not problem:
             return
@@ -272,7 +272,7 @@ class _Repair:
             with contextlib.suppress(FileNotFoundError):
                 self._disk.unlink(path)
             self._disk.sync_directory(self._directory)
-        return Outcome(what="kept", path=aside, text="as it was, because it holds damage; readers pass over it")
+        return Outcome(what="kept", path=aside, text="as it was, because it is damaged; readers ignore the file")
 
     def _remove(self, path: Path, why: str) -> Outcome:
         num_bytes = path.stat(follow_symlinks=False).st_size
@@ -350,7 +350,7 @@ def _without_payloads(batch: Any, schema: Any) -> pa.RecordBatch:
 
 def repair_reply(path: str | None, *, is_dry: bool, assume_dead: bool, progress: Progress) -> Reply:
     """Repair a run as `repair_run` does, and return the reply of `recorder repair`."""
-    if path is not None and scheme_of(path) is not None:  # before any request to the store
+    if path is not None and scheme_of(path) is not None:  # this check comes before any request to the store
         raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
     run = open_run(path)
     open_bytes = sum(shard.size_bytes for writer in run.writers for shard in writer.all_shards)

@@ -46,7 +46,7 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Verify
     """Read every byte of a run, and yield the findings. The run may still be recording."""
     is_over = all(writer.state != "recording" for writer in run.writers)
     store = store_of(run.path)
-    with _threads() if store is LOCAL else nullcontext(map) as each:  # a store has its own threads
+    with _threads() if store is LOCAL else nullcontext(map) as each:  # an object store has threads of its own
         verify_one = partial(_verify_writer, report=report, is_over=is_over, each=each)
         for findings in store.each(lambda writer: list(verify_one(writer)), run.writers):
             yield from findings
@@ -122,7 +122,7 @@ def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_o
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[VerifyResult]:
     file = _SealedFile(rows.path)
     report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
-    names = [name for name in file.shard.schema.names if name != "data"]  # even columns unknown to this version
+    names = [name for name in file.shard.schema.names if name != "data"]  # all, even unknown columns
     index, findings = _read_index(rows, names, report)
     metadata: dict[int, Any] = {}
     num_damaged = 0
@@ -159,7 +159,7 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
     readable = f"{batches} with {num_rows} {'row' if num_rows == 1 else 'rows'} can be read"
     text = f"{rows.path}: not sealed, {readable}{rest}"
     if writer.state == "closed":
-        yield VerifyResult(False, f"{text}; the disk refused it while its writer went on with another")
+        yield VerifyResult(False, f"{text}; the disk refused the shard, and its writer went on with another one")
     elif writer.state == "unclosed":
         yield VerifyResult(False, f"{text}; its writer was killed or is on another host")
     elif rest:
@@ -208,7 +208,7 @@ class _SealedFile:
             written_digits = bytes(rest[digits_slice])
             rest[digits_slice] = NO_DIGITS[: len(written_digits)]
             if written_digits != b"%08x" % crc32c(rest, self._crc):
-                raise CorruptError(f"{source.where}: a byte beside the rows is not the one that was written (CRC32C)")
+                raise CorruptError(f"{source.where}: a byte outside of the rows has changed (CRC32C)")
 
 
 def _check_footer(
@@ -253,9 +253,9 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
         report(file.num_bytes)
     except FileNotFoundError:
         is_missed = rows.path.name.startswith("tensors")  # only an index of tensors saves time
-        return None, [VerifyResult(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
+        return None, [VerifyResult(False, f"{path}: missing; readers are slower without")] if is_missed else []
     except RunError as error:
-        return None, [VerifyResult(True, f"{error}; it is derived: readers go on without it")]
+        return None, [VerifyResult(True, f"{error}; readers work without the index")]
     if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % rows.size_bytes:
         return None, [VerifyResult(True, f"{path}: was made for a shard of another size")]
     schema = pa.schema([index.schema.field(name) for name in names])
@@ -267,26 +267,26 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
     start = 0
     for number in numbers:
         if number not in metadata:
-            return  # the damage was reported already
+            return  # the damage of the batch was reported already
         batch = metadata[number]
         if not _is_same(index.slice(start, batch.num_rows), _as_listed(number, batch)):
-            yield VerifyResult(True, f"{path}: differs from batch {number} of the shard; delete it, it is derived")
+            yield VerifyResult(True, f"{path}: differs from batch {number} of the shard; delete the index")
             return
         start += batch.num_rows
     if start != index.num_rows:
-        text = f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived"
+        text = f"{path}: lists {index.num_rows} rows, the shard has {start}; delete the index"
         yield VerifyResult(True, text)
 
 
 def _apart(batch: Any, path: Location) -> Any:
-    """Return the batch without a hold on its payload. A batch from a store is copied, so that its message is freed."""
-    if store_of(path) is LOCAL:  # the file is mapped
+    """Return the batch without its payload's memory. A batch from a store is copied, so that its message is freed."""
+    if store_of(path) is LOCAL:  # the file is mapped, so nothing has to be copied
         return batch
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
 
 
 def _as_listed(number: int, batch: Any) -> Any:
-    """Return the rows of a batch as the index of its shard lists them, with the places of the rows."""
+    """Return the rows of a batch as the index of its shard lists them, with the positions of the rows."""
     rows = np.arange(batch.num_rows, dtype=np.int32)
     listed = pa.Table.from_batches([batch]).append_column("batch", pa.array(np.full_like(rows, number)))
     return listed.append_column("row", pa.array(rows))
@@ -308,7 +308,7 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
         try:
             batches = shard.columns(["seq", "rank"])
         except RunError:
-            return  # the damage was reported already
+            return  # the damage of the batch was reported already
         seqs += [batch.column("seq").to_numpy() for batch in batches]
         ranks = {rank for batch in batches for rank in batch.column("rank").unique().to_pylist()}
         if ranks - {writer.rank}:

@@ -597,7 +597,7 @@ class TestState:
             assert same(found.array(i), run.array("layers.0", site="param", step=0, rank=0))
         else:
             assert (found.payload_bytes[1], found.table.column("encoding")[1].as_py()) == (0, None)
-            assert json.loads(found.table.column("note")[1].as_py())["no_values"] == "a part of it is missing"
+            assert json.loads(found.table.column("note")[1].as_py())["no_values"] == "a part of the tensor is missing"
             with pytest.raises(LookupFailedError, match="no values"):
                 found.array(1)
 

@@ -279,6 +279,6 @@ def test_a_step_that_is_named_again_is_told(tmp_path: Path, cli: Cli) -> None:
     (event,) = recording.events("step_went_back")
     assert "recorder.step was given 0 after step 1" in event and "numbers that only grow" in event
     told = cli("doctor", recording.run.path, "--strict")
-    assert told.exit_code == 1 and "rank 0 has several rows with one and the same key" in told.out
+    assert told.exit_code == 1 and "rank 0 has several rows with the same key" in told.out
     with pytest.raises(recorder.errors.LookupFailedError, match="several rows have one and the same key"):
         recording.run.array("", site="output", step=0)

@@ -232,7 +232,7 @@ def test_an_object_that_changed_since_it_was_listed_is_said(
     content = (path / SHARD).read_bytes()
     changed = {"shorter": content[: len(content) // 2], "longer": content + content, "other": bytes(len(content))}
     store.put(f"{key}/{SHARD}", changed[change])
-    with pytest.raises(StoreError, match="another object in its place since the run was listed"):
+    with pytest.raises(StoreError, match="the object was replaced since the run was listed"):
         run.array("layers.0", step=1, rank=0)
     assert run.problems == []
 

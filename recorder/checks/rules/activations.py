@@ -141,7 +141,7 @@ class DeadUnits(StreakRule):
 
 class _Above(StreakRule):
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the first column of the rule, which must not exceed the limit."""
+        """Judge by the first of the rule's columns, whose values must not exceed the limit."""
         values = rows[self.columns[0]]
         return np.nan_to_num(values) > self.thresholds[self.limit], values
 

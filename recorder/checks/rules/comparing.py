@@ -27,7 +27,7 @@ class Replica(CheckRule):
     advice = "find what one rank did without the others; `recorder first` shows what each rank holds"
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Report nothing. `finish` reports the caller's comparison, as statistics cannot prove that bits are equal."""
+        """Report nothing: statistics cannot prove that bits are equal. `finish` reports the caller's comparison."""
         return ()
 
     def finish(self) -> Iterable[Finding]:
@@ -56,7 +56,7 @@ class OutlierRank(StreakRule):
     def set_up(self) -> None:
         self._most_ranks = self._most_changes = 0
         self._distance, self._total, self._num = Memory(), Memory(0.0), Memory(0.0)
-        """By value and rank of few ranks: the last distance from the peers, the sum of its changes, their number."""
+        """By value and rank, for few ranks: the last distance from the peers, the sum and number of its changes."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.differs_by_batch
@@ -64,8 +64,8 @@ class OutlierRank(StreakRule):
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the distance from the median of the peers, in units of the peers' usual distance.
 
-        Of fewer ranks than `ranks`, the unit is how far the distance usually changes from one record to the next, and
-        two ranks are judged by the distance from each other: both are named.
+        With fewer ranks than `ranks`, the unit is the usual change of the distance from one record to the next. Two
+        ranks are judged by the distance from each other, and both are named.
         """
         peers = self.catalog.peers_of[rows.lanes]
         ids, firsts = grouped(rows.series, peers, rows.steps)
@@ -118,7 +118,7 @@ def medians(groups: Integers, values: Floats) -> Floats:
 
 
 RUNNING_VARIANCE = "running_var"
-"""How the name of a batch norm's buffer ends that has the variances of the channels."""
+"""The end of the name of a batch norm's buffer that has the variances of the channels."""
 
 
 class _Variance(CheckRule):
@@ -186,7 +186,7 @@ class _Still(_Variance, StreakRule):
         return super().wants(key) or (key.site == "buffer" and key.name.endswith("num_batches_tracked"))
 
     def batches(self, rows: Rows) -> tuple[Flags, Floats, Floats]:
-        """Return which rows are variances, and by row the batches counted so far, and since the record before."""
+        """Return which rows are variances, and by row the batches counted so far, and since the previous record."""
         norms: dict[tuple[str, str], int] = {}
         series, own = np.unique(rows.series, return_inverse=True)
         keys = [self.catalog.series[number] for number in series]
@@ -209,9 +209,9 @@ class _Forgetful(_Still):
     measure, limit, records = "momentum, at least", "momentum", 1
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by how far the variance falls: a batch leaves at least the share 1 - momentum of the value before.
+        """Judge by how far the variance falls: a batch keeps at least the fraction 1 - momentum of the previous value.
 
-        A norm that averages over all batches has a momentum of 1/3 at the third one.
+        A norm that averages over all batches has a momentum of 1/3 at the third batch.
         """
         values, (is_variance, num, num_new) = rows["mean"], self.batches(rows)
         with np.errstate(all="ignore"):

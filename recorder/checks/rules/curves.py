@@ -29,7 +29,7 @@ _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
-"""The first words of a finding's detail about the learning rate that rose before the finding."""
+"""The first words of a finding's detail if a learning rate rose before the finding."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -66,7 +66,7 @@ class CurveRule(CheckRule):
     columns: ClassVar[tuple[str, ...]] = ("mean", "sum_sq")
     reads_probe: ClassVar[bool] = True
     needs_more_than: ClassVar[str] = ""
-    """The setting that a curve's number of samples must exceed before the rule judges it; empty if there is none."""
+    """The setting that a curve's number of samples must exceed before the rule judges the curve; empty without one."""
 
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []
@@ -117,13 +117,13 @@ class CurveRule(CheckRule):
         """Judge the samples of one step, at most one sample of each curve."""
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
-        """Return each sample's curve, step and value. By row, return how a gradient's sum of squares grew."""
+        """Return each sample's curve, step and value. Also return by row the growth of a gradient's sum of squares."""
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
         counts = np.bincount(ids)
         losses, norms = np.bincount(ids, means) / counts, np.sqrt(np.bincount(ids, squares))
-        by_count = np.argsort(counts, kind="stable")  # of several steps of a curve, the one with the most comes last
+        by_count = np.argsort(counts, kind="stable")  # the last of several steps of a curve has the most values
         curves = curve_of[starts][by_count]
         self.num_values[curves] = np.maximum(self.num_values[curves], counts[by_count])
         values = np.where(rows.at("scalar")[starts], losses, norms)
@@ -132,7 +132,7 @@ class CurveRule(CheckRule):
         shares[order] = squares[order] - np.nan_to_num(previous(rows.lanes[order], squares[order], self._before))
         all_curves = curve_of[starts]
         least = previous(all_curves, counts.astype(np.float64), self._num_before)
-        if self.catalog.is_at_end:  # of several losses, as of a GAN, the last step may have some
+        if self.catalog.is_at_end:  # if there are several losses, as in a GAN, the last step may lack some
             least = self.num_values[all_curves]
         is_sample = ~(counts < least) | ~rows.at("scalar")[starts]
         starts, values = starts[is_sample], values[is_sample]
@@ -179,7 +179,7 @@ class Rings:
     def __init__(self, size: int) -> None:
         self._size = size
         self.values: Floats = np.full((0, size), np.nan)
-        """An array of shape (curves, size), in no order within a curve; NaN until a curve has had `size` values."""
+        """An array of shape (curves, size), unordered within a curve; NaN until a curve has had `size` values."""
 
     def grow(self, curves: Integers) -> None:
         missing = int(curves.max()) + 1 - len(self.values)
@@ -228,7 +228,7 @@ class _Recent:
             before = sizes[:line]
             middle = np.median(before, axis=0)
             usual = np.abs(before - middle).max(axis=0)
-            # A value that moved and came back before the finding did not cause the finding.
+            # A value that moved and returned to its range before the finding did not cause the finding.
             is_moved = (np.abs(sizes[line:] - middle) > np.fmax(_MOVED, 3 * usual)).all(axis=0)
             indices = np.flatnonzero((lines == line) & is_moved[columns])
             if len(indices):
@@ -324,7 +324,7 @@ class Spike(CurveRule):
                 yield JudgedSample(index, what, kind, value, limit, Severity.NOTE if is_mild else None)
         if self._spiking:
             for curve, value in zip(curves.tolist(), values.tolist(), strict=True):
-                if curve in self._spiking:  # a loss that is NaN is no sample, so that its spike is never over
+                if curve in self._spiking:  # a NaN loss is no sample, so its spike never ends
                     limit, num_below = self._spiking[curve]
                     self._spiking[curve] = limit, num_below + 1 if value <= limit else 0
             if min(num_below for _, num_below in self._spiking.values()) >= _RECOVERED:
@@ -423,7 +423,7 @@ class LossStuck(CurveRule):
             spread = np.nan_to_num((ring.max(axis=1) - ring.min(axis=1)) / np.abs(now), posinf=0.0)
         is_late = num >= 2 * self._window
         limit = began * self.thresholds["rise"]
-        is_risen = is_late & (middle > limit) & (limit > 0)  # one bad batch moves the mean, and not the median
+        is_risen = is_late & (middle > limit) & (limit > 0)  # one bad batch moves the mean, but not the median
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
         is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
         limits = np.full(len(curves), self.thresholds["spread"])
@@ -470,7 +470,7 @@ class Overfitting(CurveRule):
     def set_up(self) -> None:
         super().set_up()
         self._facts: Integers = np.zeros((0, 2), np.int64)
-        """By curve, the rank plus 1, and 1 if the curve is of a validation, else 0."""
+        """By curve, the rank plus 1; and 1 for a validation curve, else 0."""
         self._total, self._num_trained = Memory(0.0), Memory(0.0)
         """By rank plus 1, the sum and the number of the training losses since the rank's last validation."""
         self._trained: dict[int, float] = {}

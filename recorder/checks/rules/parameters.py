@@ -223,9 +223,9 @@ class NoGradient(StreakRule):
 
 
 def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
-    """Return the parameters that alone of four or more layers alike have no gradient, but not the first or last layer.
+    """Return parameters without a gradient, if three or more like layers have one, and the layer is not first or last.
 
-    Who freezes layers on purpose freezes the first ones, or all but the last.
+    If layers are frozen on purpose, they are the first ones, or all but the last one.
     """
     kinds: dict[_Param, list[_Param]] = {}
     for root, path, name in params:
@@ -279,7 +279,7 @@ class Objectives(StreakRule):
 
 @dataclass(slots=True)
 class _Agreement:
-    """The cosines between the gradients of two objectives. Those below zero at the end are counted separately."""
+    """The cosines between the gradients of two objectives. Cosines below zero at the end are counted separately."""
 
     first_step: int
     num_records: int = 0
@@ -292,7 +292,7 @@ class _Agreement:
     num: int = 0
     cosine: float = 0.0
     positive: float = 0.0
-    """The fraction of cosines above zero. Like `cosine`, it is a running mean, later mostly of the last records."""
+    """The fraction of cosines above zero. As `cosine`, a running mean, later mostly of the last records."""
     latest: tuple[int, float, float] = (0, 0.0, 0.0)
     """`num`, `cosine` and `positive`, with the cosines below zero at the end included."""
     num_below: int = 0
@@ -446,7 +446,7 @@ class _Large(_Update, StreakRule):
         return updates.take(numbers >= self.thresholds["updates"])
 
     def _look_up(self, rows: Rows, ratio: Floats) -> None:
-        """Replace the ratio by the measured one where the probe has measured the size of a parameter's update."""
+        """Replace a parameter's ratio by the measured ratio if the probe has measured the size of the update."""
         updates = self._updates
         if updates is None or not len(updates) or not len(rows):
             return
@@ -466,7 +466,7 @@ class _Large(_Update, StreakRule):
 
 
 class _Shrinking(_Large):
-    """A weight that has lost most of its norm. An update takes its whole length from it only if it points at zero."""
+    """A weight that has lost most of its norm. Its updates point at zero."""
 
     what = "the weight has lost most of its norm, because its updates do little but shrink it"
     measure, limit = "of the norm at first", "left"
@@ -478,7 +478,7 @@ class _Shrinking(_Large):
         self.thresholds["records"] = self.thresholds["shrinking"]
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by how much of the length of the update before a record the norm has lost at the record."""
+        """Judge by the norm's loss at a record, as a fraction of the length of the update before the record."""
         lanes, steps, norm = rows.lanes, rows.steps.astype(np.float64), np.sqrt(rows["sum_sq"])
         ratio = np.full(len(rows), np.nan)
         self._look_up(rows, ratio)
@@ -558,7 +558,7 @@ class Unchanged(StreakRule):
                     yield one._replace(detail=self._rate_at(one))
 
     def _note_rates(self, rows: Rows) -> None:
-        """Remember the last learning rates, and the largest one of those before."""
+        """Remember the last learning rates, and the largest rate before these."""
         for start, end in zip(np.flatnonzero(begins(rows.lanes)), np.flatnonzero(ends(rows.lanes)) + 1, strict=True):
             lane = int(rows.lanes[start])
             key = self.catalog.key_of(lane).name, int(self.catalog.rank_of[lane])
@@ -629,7 +629,7 @@ class Unchanged(StreakRule):
                                    self.thresholds["rounded"], Severity.WARNING, since)  # fmt: skip
 
     def _note_gradients(self, rows: Rows) -> None:
-        """Remember which parameters have a gradient. An expert without samples has none, and need not change."""
+        """Remember which parameters have a gradient. An expert without samples has no gradient, and need not change."""
         lanes, steps = self._had
         is_last = steps == steps.max(initial=-1)
         self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]

@@ -59,8 +59,8 @@ class NotCleared(_ProgramRule):
 class EvaluationMode(_ProgramRule):
     """Dropouts and batch norms that are in evaluation mode while the optimizer steps.
 
-    If only some modules of a kind are in this mode, they were probably forgotten. If all modules of the kind are, but
-    the model is not, this is meant.
+    If only some modules of a kind are in this mode, they were probably forgotten. If all modules of the kind are in
+    evaluation mode, but the model is not, this is intended.
     """
 
     name = "evaluation_mode"

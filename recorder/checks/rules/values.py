@@ -40,7 +40,7 @@ from ..rows import (
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 
 _MOST_SKIPPED = 20
-"""How many skipped steps bring a scale of 2^16 down to 1. No further halving can help then."""
+"""The number of skipped steps that halve a scale of 2^16 to 1. Further halving cannot help."""
 
 SKIPS = "GradScaler skipped the update"
 """The words in a finding that say that its non-finite values changed no parameter."""
@@ -56,7 +56,7 @@ class NonFinite(CheckRule):
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
-        """By value, rank and number of elements, the most infinities in the first such record and in harmless ones."""
+        """By value, rank and number of elements, the most infinities in the first record or in harmless ones."""
         self._is_known = Memory(0.0)
         """By value and rank: 0 before its first record, 2 if this record had infinities and no NaN, else 1."""
         self._bad_step: int | None = None
@@ -97,7 +97,7 @@ class NonFinite(CheckRule):
         self._is_known[lanes] = np.where(self._is_known[lanes] == 0, began, self._is_known[lanes])
         is_masked = is_mask(nan, inf, rows.where("may_mask", lambda key: may_mask(key.site, key.name)))
         if not is_masked.any():
-            return is_masked, is_masked  # grouping the rows costs time
+            return is_masked, is_masked  # most rows need no grouping, which costs time
         is_told = rows.where("by batch", lambda key: key.differs_by_batch) & (rows["nan_count"] >= 0)
         is_training = rows.where("in training", lambda key: key.mode == "train").astype(np.int64)
         is_harmless = harmless(is_masked, nan + inf > 0, is_told, grouped(rows.steps, rows.ranks, is_training)[0])
@@ -117,7 +117,7 @@ class NonFinite(CheckRule):
         return thrown_away(is_bad, rows.at("grad_output", "grad_input"), is_final, steps, ids)
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Report consecutive bad steps once, on the value that was bad first. Yield a finding for each rank with it."""
+        """Report consecutive bad steps once, on the value that was bad first. Yield a finding for each such rank."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
@@ -136,7 +136,7 @@ class NonFinite(CheckRule):
             earliest = bad[(indices[bad] == indices[first]) & (one_step.series[bad] == one_step.series[first])]
             now, nans, infs = is_bad[start:end], nan[start:end], inf[start:end]
             found = [self._found(one_step, now, index, nans[index], infs[index]) for index in earliest.tolist()]
-            for one in [one for one in found if one.detail] or found:  # one rank's chunk of a parameter spoils all
+            for one in [one for one in found if one.detail] or found:  # a rank's bad chunk spoils all
                 if one.severity > Severity.NOTE:  # a skipped step does not affect later values
                     self._bad_step = step
                 yield one
@@ -221,7 +221,7 @@ _LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
 _IGNORED = -100
 """The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
 _LEAST_ELEMENTS = 8
-"""The least number of elements of a tensor that is judged. The elements of smaller ones may be equal by chance."""
+"""The least number of elements of a tensor that is judged. The elements of a smaller tensor may be equal by chance."""
 
 
 class Data(CheckRule):
@@ -263,7 +263,7 @@ class Data(CheckRule):
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at) > 1:
                 yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
-        sizes = told["l2"].astype(np.float32).astype(np.float64) + 0.0  # the probe has no more digits
+        sizes = told["l2"].astype(np.float32).astype(np.float64) + 0.0  # digits of the probe
         yield from self._repeated(*_batches(told, sizes.view(np.uint64)))
         yield from self._emptied(rows.take(rows.where("first argument", self._is_first)).by_lane())
         yield from self._constant(rows.without_probe().by_lane())

@@ -135,7 +135,7 @@ def test_rules_of_installed_packages_are_asked_and_broken_ones_are_notes(
     assert [note.split()[3] for note in found.notes] == ["nothing", "number", "twice", "wrong"]
     unmade = next(one for one in found.findings if one.rule == "unmade")
     assert (unmade.severity, unmade.what) == (
-        Severity.WARNING, "the rule raised KeyError ('of mine'), and was left out from there on",
+        Severity.WARNING, "the rule raised KeyError ('of mine'), and was not run after that",
     )  # fmt: skip
     sound = recorder.open_run(made(tmp_path / "sound", num_steps=13))
     beside = check(recorder.open_run(made(tmp_path / "beside")), baselines=[sound])

@@ -111,7 +111,7 @@ def compare(run: recorder.Run, values: dict[Any, torch.Tensor], layout: str = ""
                 if what == "wrong":
                     problems.append(f"{path} {site} {name} at step {step}: {row['shape']}, not {list(value.shape)}")
                 continue
-            if stays_per_rank(layout, site, path) and "nothing says how they are one" in str(error):
+            if stays_per_rank(layout, site, path) and "nothing says how they join" in str(error):
                 counts[site]["per rank"] += 1
                 continue
             counts[site]["missing"] += 1
