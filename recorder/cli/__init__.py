@@ -15,7 +15,7 @@ class _Hidden:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if name == "pandas":
-            raise ModuleNotFoundError("the command line does without pandas", name=name)
+            raise ModuleNotFoundError("the command line does not use pandas", name=name)
 
 
 def show_pandas() -> None:

@@ -31,7 +31,7 @@ from .output import LineHandler, print_json, print_reply
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
 _READER_GONE = 141
-"""The exit code if the reader of the output is gone. A shell shows this code for any program that SIGPIPE ends."""
+"""The exit code if the reader of the output is gone. A shell shows it for any program that SIGPIPE has ended."""
 _MISUSE = 2
 _INTERRUPTED = 130
 _COMPLETION = ("--install-completion", "--show-completion")
@@ -116,7 +116,7 @@ def main(
 def run_command(arguments: list[str]) -> NoReturn:
     """Run one command and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for sparklines on a terminal without Unicode
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode cannot print sparklines
     library = logging.getLogger(_PACKAGE)
     library.handlers = [LineHandler()]
     library.propagate = False
@@ -128,7 +128,7 @@ def run_command(arguments: list[str]) -> NoReturn:
     except SystemExit:
         if sys.stdout is stdout:
             raise
-        sys.exit(_READER_GONE)  # typer has replaced stdout, and would exit with 1, which means a finding
+        sys.exit(_READER_GONE)  # typer has replaced stdout, and would exit with 1, the code of a finding
     except typer.Abort:
         sys.exit(_INTERRUPTED)
     except _UsageError as error:

@@ -42,7 +42,7 @@ def _complete_module(context: typer.Context, incomplete: str) -> list[str]:
 
 def _offered(incomplete: str, words: Callable[[str], Iterable[str]]) -> list[str]:
     before = logging.root.manager.disable
-    logging.disable()  # a log line would spoil the line that the user is typing
+    logging.disable()  # a log line would break the line that the user is typing
     try:
         candidates = dict.fromkeys(words(incomplete))
     except (RecorderError, OSError):
@@ -56,7 +56,7 @@ def _runs(incomplete: str) -> Iterator[str]:
     from ..run.finding import default_folder, has_manifest, runs_in, scheme_of
 
     if scheme_of(incomplete) is not None:
-        return  # listing a directory would cost a request
+        return  # to list a folder in a store costs a request
     folder, slash, _ = incomplete.rpartition("/")
     typed = folder + slash
     for folder_path in dict.fromkeys([Path(typed)] if typed else [Path(default_folder()), Path()]):
@@ -129,13 +129,13 @@ CatalogPlace = Annotated[
 ]
 RunOrModule = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=_complete_run_or_module)]
 KeyFile = Annotated[
-    str | None, typer.Option("--key-file", metavar="FILE", help="For a run in a store: the key that its daemons want.")
+    str | None, typer.Option("--key-file", metavar="FILE", help="For a run in a store: its daemons' key.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 _MODULES = "a path, globs or re:... with commas, !... to leave out; '' is the root"
 ModulePatterns = Annotated[
     str | None,
-    typer.Argument(metavar="MODULE", help=f"Modules: {_MODULES}. Without: all.", autocompletion=_complete_module),
+    typer.Argument(metavar="MODULE", help=f"Modules: {_MODULES}. By default all.", autocompletion=_complete_module),
 ]
 ModuleOption = Annotated[
     str | None, typer.Option(help=f"Only these modules: {_MODULES}.", autocompletion=_complete_module)
@@ -149,7 +149,7 @@ RankOption = Annotated[str | None, typer.Option(help="Ranks, written like steps.
 LossOption = Annotated[
     str,
     typer.Option(
-        help="What a rank's loss is of its batch: mean (activation gradients are divided by the ranks), "
+        help="How a rank's loss follows from its batch: mean (activation gradients are divided by the ranks), "
         "sum (they are taken as they are) or weighted (mean over ragged batches)."
     ),
 ]
@@ -157,19 +157,17 @@ LayoutOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN=LAYOUT",
-        help="How the ranks' values of some leaves lie, whatever was inferred: PATTERN is written like modules, and "
+        help="The layout of some values over ranks, instead of the inferred one: PATTERN is written like modules, and "
         "matches module_path:site:name; LAYOUT is shard(DIM), replicate, partial(sum), "
         "partial(avg) or per_rank. Repeatable; of several that fit a value the last holds.",
     ),
 ]
-PartialOption = Annotated[
-    bool, typer.Option("--partial", help="Take values of which ranks are missing as the other ranks have them.")
-]
+PartialOption = Annotated[bool, typer.Option("--partial", help="Compute values that lack ranks from the other ranks.")]
 SchedulerOption = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Have the workers of a Dask or Ray cluster do it: the address of its scheduler, such as tcp://host:8786 "
+        help="Use the workers of a Dask or Ray cluster: the address of its scheduler, such as tcp://host:8786 "
         "or ray://host:10001. They need the same file system and the same versions; the result is the same to the "
         "last byte.",
     ),

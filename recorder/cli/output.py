@@ -136,9 +136,9 @@ class _ColumnWidths(NamedTuple):
     column: TableColumn
     natural: int
     of_words: int
-    """The column's width if the title is folded between words."""
+    """The width of the column if its title is folded between words."""
     least: int
-    """The column's width if cells are folded as well. Equal to `of_words` for columns that must not fold."""
+    """The width of the column if its cells are folded, too. Equal to `of_words` for columns that must not fold."""
 
     @classmethod
     def of(cls, column: TableColumn, cells: Sequence[str]) -> _ColumnWidths:

@@ -25,7 +25,7 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
             raise error from None
         if Selection(module=run).modules(list(newest.known_paths)):
             return newest, run
-        if Path(run).exists():  # `run` is this path
+        if Path(run).exists():  # the word in `run` is a path
             raise
         near = hint(run, newest.known_paths)
         raise LookupFailedError(f"{error}; and {newest.name}, the newest, has no module {run!r}{near}") from None
@@ -39,7 +39,7 @@ def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
             run = open_run(a)
             raise LookupFailedError(f"{a}: is {run.name}, one run; name a second one, or a folder to take its last two")
         if len(runs_in(folder)) == 1:
-            raise LookupFailedError(f"{a} holds 1 run; name a second one, or a folder with two")
+            raise LookupFailedError(f"{a} holds 1 run; name a second run, or a folder with two")
         a, b = str(folder / "@-2"), str(folder / "@-1")
     first = open_run(a or "@-2")
     return first, other_run(b or "@-1", {"A": first})

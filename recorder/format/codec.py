@@ -105,7 +105,7 @@ class Encoder:
         return encoding, num_written
 
     def _choose(self, data: Bytes, item_bytes: int) -> tuple[str, Kernels | None]:
-        """Return the encoding, and the compiled loops if they compress; Without compiled loops (None), zstd compresses.
+        """Return the encoding, and the compiled loops if they compress. None instead of the loops means zstd.
 
         The Huffman code is assumed to take at least one bit per byte, because a plane that is constant in the sample
         may vary elsewhere.

@@ -131,7 +131,7 @@ def problem_of(command: Command) -> str | None:
     if command.kind not in KINDS:
         return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
     if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
-        return f"steps go from 0 to {_MAX_STEP - 1}; not from_step {command.from_step}, to_step {command.to_step}"
+        return f"steps go from 0 to {_MAX_STEP - 1}; got from_step {command.from_step}, to_step {command.to_step}"
     if command.to_step is not None and command.to_step < command.from_step:
         return f"its last step, {command.to_step}, lies before its first, {command.from_step}"
     if not _ID.fullmatch(command.id):

@@ -375,8 +375,8 @@ def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
             if name != module.class_name:
                 what = f"{module.path!r} is a {name} and a {module.class_name}"
                 return f"ranks {rank} and {writer.rank} have different modules of one name: {what}"
-        text = root.encode("utf-8", "backslashreplace").decode()  # the output is compared as the writer has written it
-        firsts = writer.shards[:2]  # the digests are of payloads, or of statistics alone
+        text = root.encode("utf-8", "backslashreplace").decode()  # the writer escapes names in this way
+        firsts = writer.shards[:2]  # a shard of payloads, and one of statistics alone
         for batch in (batch for shard in firsts for batch in shard.columns(_ENDS)):
             is_end = pc.and_(pc.equal(batch.column("module_path"), ""), pc.equal(batch.column("root"), text))
             for row in batch.filter(pc.and_(is_end, pc.less(batch.column("min"), batch.column("max")))).to_pylist():

@@ -65,7 +65,7 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
 
 
 def shortest_text_of(location: Location, name: str) -> str:
-    """Return the shortest text that names a run here: its name, FOLDER/NAME, or its path. It is not quoted."""
+    """Return the shortest text that names a run in a command: name, FOLDER/NAME or path. The text is not quoted."""
 
     def refuse(*words: object) -> None:
         raise LookupFailedError("several runs have the name, of which the newest would be taken")
@@ -82,7 +82,7 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | N
 
     `path` is the user's text; None means `default_folder()`. With `may_be_empty`, a folder without runs is returned
     too. A missing folder may also be returned then: `default_folder()`, or a folder in an object store whose parent has
-    no runs (a store has no empty folders). The result for any other missing path is None: it may be the name of a run.
+    no runs (a store has no empty folders). Any other missing path gives None: it may be a run's name.
     """
     location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
     store = store_of(location)
@@ -138,7 +138,7 @@ def first_modules(run: Path) -> list[str]:
 
 
 def is_shipped(run: Location) -> bool:
-    """Return whether a run lies in a place to which daemons upload runs, and not where it was recorded."""
+    """Return whether a run lies where daemons upload runs, and not where the run was recorded."""
     return not isinstance(run, Path) or any(store_of(one).is_directory(one / FLEET) for one in run.parents[:2])
 
 
@@ -163,7 +163,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
         folders = [location.parent] if location.name and store.is_directory(location.parent) else []
     except OSError as error:
         raise NotARunError(f"{location}: cannot be opened ({error.strerror})") from error
-    if str(typed) == location.name:  # the user's text has no folder
+    if str(typed) == location.name:  # without a folder in the user's text
         folders += [other for other in _default_folders() if not is_same_folder(other, location.parent)]
     if match := _LATEST.fullmatch(location.name):
         if str(typed) == location.name and not any(map(runs_in, folders[-1:])):
@@ -185,7 +185,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
     _refuse_pruned(location, folders)
     where = " or ".join(map(str, dict.fromkeys(folders)))
     if re.fullmatch(r"@[+-]?\d*", location.name):
-        raise NotARunError(f"{location}: no such run; @-1 is the newest, @-2 the one before")
+        raise NotARunError(f"{location}: no such run; @-1 is the newest run, @-2 the run before")
     raise NotARunError(f"{location}: no such directory{_nearest(location, runs, where)}")
 
 
@@ -259,7 +259,7 @@ def _nearest(location: Location, runs: Sequence[ListedRun], where: str) -> str:
 
 def _raise_no_run(folder: Location) -> NoReturn:
     parents: Sequence[Location] = folder.absolute().parents
-    for parent in list(parents)[:2]:  # the path may be the directory of a rank or a writer
+    for parent in list(parents)[:2]:  # the path may be the directory of a rank or of a writer
         if has_manifest(parent):
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
     if (command := command_of_merge(folder)) is not None:
@@ -269,8 +269,8 @@ def _raise_no_run(folder: Location) -> NoReturn:
     names = store_of(folder).list_directory(folder, directories=True)[:_MAX_LOOKED]
     if below := [name for name in names if runs_in(folder / name)]:
         raise NotARunError(f"{folder}: no run here, but in {listed(below, _MAX_LISTED)}: name {folder / below[0]}")
-    why = "RECORDER=1 in front of a training command records one; where it does not, `recorder doctor`, without a path"
-    why += ", says what keeps it from it"
+    why = "RECORDER=1 in front of a training command records a run; if it does not, `recorder doctor`, without a path"
+    why += ", gives the reason"
     raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
 
 
@@ -346,7 +346,7 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
         is_stale = time.time() - _count(document.get("time_ns")) / 1e9 > _QUIET_S
         runs = document.get("runs")
         for path, summary in runs.items() if isinstance(runs, dict) else ():
-            if isinstance(summary, dict) and path.partition("/")[0] in there:  # else the run was just pruned
+            if isinstance(summary, dict) and path.partition("/")[0] in there:  # otherwise the run was just pruned
                 one = _checked(path, summary, is_stale)
                 summaries[path] = _added(summaries[path], one) if path in summaries else one
     return summaries

@@ -44,11 +44,11 @@ class _ShardsOfKind:
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)
-    """By shard number: True if the shard was open (not sealed) at the last listing."""
+    """By shard number: whether the shard was open (not sealed) at the last listing."""
     next_shard: int = 0
     shard: ShardRows | None = None
     waiting: list[int] = field(default_factory=list)
-    """The numbers of the batches of `shard` that were found, but not yet added to the writer's `pending` batches."""
+    """The numbers of `shard`'s batches that were found, but not yet added to the writer's `pending` batches."""
     size_bytes: int = -1
     """The size in bytes of the open shard when it was last read."""
     reached: int = -1
@@ -96,10 +96,10 @@ class GrowingRun:
         Raises NotARunError if the run is gone, or the directory holds another run.
         """
         before = self._said
-        self.ranks = self._watch.look()  # also refreshes the store
+        self.ranks = self._watch.look()  # this also refreshes the store
         now = RunManifest.read(self._store.read_json(self.location / RUN_MANIFEST))
         if (now.run_id, now.created_ns) != (self.manifest.run_id, self.manifest.created_ns):
-            raise NotARunError(f"{self.location}: another run lies there by now")
+            raise NotARunError(f"{self.location}: the directory holds another run now")
         at_work = {rank.rank for rank in self.ranks if rank.state not in (*ENDED, "silent")}
         newest_of: dict[int | None, str] = {rank.rank: rank.status.writer for rank in self.ranks}
         has_more = False
@@ -135,7 +135,7 @@ class GrowingRun:
             if kind == PROBE:
                 name = shard_name(kind, number)
                 if number >= (followed.probe or (0, 0))[0]:
-                    with suppress(OSError):  # the shard was sealed, which the next look finds
+                    with suppress(OSError):  # the shard was sealed; the next call finds the sealed shard
                         found = self._store.look_at(followed.directory / (open_name(name) if is_open else name))
                         followed.probe = number, found.size_bytes
                 continue
@@ -152,7 +152,7 @@ class GrowingRun:
         if lane.shard is None or lane.shard.is_complete:
             return False
         if not lane.known.get(lane.next_shard - 1, False):
-            return True  # sealed since the last look
+            return True  # the shard was sealed since the last call
         try:
             return self._store.look_at(lane.shard.path).size_bytes != lane.size_bytes
         except OSError:
@@ -169,7 +169,7 @@ class GrowingRun:
             followed, lane = lanes[index]
             try:
                 lane.is_read = not self._take(followed, lane)
-            except (FileNotFoundError, NotARunError):  # the shard was removed or sealed, which the next look finds
+            except (FileNotFoundError, NotARunError):  # the shard was removed or sealed; the next call notices this
                 lane.shard, lane.waiting, lane.is_read = None, [], True
             if lane.is_read:
                 heappop(behind)

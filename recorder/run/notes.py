@@ -36,8 +36,8 @@ from .status import CHANGED, UNCHANGED, Proof, RankNow
 def jitter_note(run: Run) -> str:
     """Return a note that the setting `jitter` changed a run's inputs on purpose, or that it changed nothing."""
     if run.jitter_moved == ():
-        return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
-    return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
+        return f"note: jitter = {run.jitter} was set, but no value of the model was changed: this run is no twin"
+    return f"note: the model's inputs were changed in the last place on purpose (jitter = {run.jitter})"
 
 
 def proof_state(proof: Proof) -> str:
@@ -46,7 +46,7 @@ def proof_state(proof: Proof) -> str:
 
 
 def sent_note(run: Run) -> str | None:
-    """Return a note that commands were sent to a run while it was recorded. Return None if none but dumps were sent."""
+    """Return a note that commands were sent to a run while it was recorded. Return None if only dumps were sent."""
     if not (num_sent := run.commands.num_beside_dumps):
         return None
     numbers = counted(num_sent, "command")
@@ -164,14 +164,14 @@ def _outcomes(command: Command, answers: dict[int, Answer], *, is_over: bool) ->
         because = f" ({why})" if why else ""
         word = state_word(command.kind, state)
         if state == WAITING and is_over:
-            word = f"waited for step {command.from_step}, which never came"
+            word = f"waited for step {command.from_step}, which never began"
             steps = ""
         outcomes.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {word}{steps}{because}")
     return outcomes
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """Return the ranks that each row's global tensor lacks, as JSON. The text is empty if it lacks none."""
+    """Return the ranks that each row's global tensor lacks, as JSON. Empty text: all are there."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
     missing[table.column("rank").is_valid().to_numpy()] = ""
@@ -179,7 +179,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Return the table without the statistics of rows that lack ranks. These would cover the other ranks only."""
+    """Return the table without the statistics of rows that lack ranks, because these are incomplete."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -263,7 +263,7 @@ def absence(run: Run) -> str:
     if not (absent := absent_ranks(run)):
         return ""
     ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
-    return f"{ranks} of {run.world_size}, of which nothing is here"
+    return f"{ranks} of {run.world_size}, whose files are not here"
 
 
 def damages(run: Run) -> list[str]:
@@ -318,7 +318,7 @@ class Problems:
     def texts(self) -> list[str]:
         """Return the first contradictions as texts. If there are more, the last text says how many."""
         more = len(self._found) - _MAX_NAMED
-        return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
+        return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more contradictions"] if more > 0 else [])]
 
 
 def layout_problems(run: Run) -> list[str] | None:
@@ -345,13 +345,13 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Replaces a function that reads payloads, so that none is read. It returns None, which means unknown."""
+    """Replaces a function that reads payloads, so that no payload is read. Returns None, which means unknown."""
 
 
 def unsealed(run: RecordedRun) -> tuple[int, int]:
     """Count the rows in open shards of writers that have stopped, and the shards that have such rows.
 
-    A merged run has none, as nothing can be repaired.
+    A merged run has none, because a merged run cannot be repaired.
     """
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.all_shards if not shard.is_sealed]
@@ -404,7 +404,7 @@ def strays(run: Run) -> Iterator[str]:
                 yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
         directories = store.list_directory(folder, directories=True)
         named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
-        for inner in directories:  # the glob of polars looks below them, too
+        for inner in directories:  # the glob of polars also matches files in directories below
             if folder / inner in known:
                 continue
             files = store.list_directory(folder / inner, directories=False)

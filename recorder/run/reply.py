@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..sites import SITES
 from ..system.text import bytes_of_setting, printable, size
 
-if TYPE_CHECKING:  # the imports load numpy and pyarrow, which the command line's help does not need
+if TYPE_CHECKING:  # imported late, because the command line's help needs neither numpy nor pyarrow
     from ..config import Explained
     from ..read.run import RecordedRun
 
@@ -34,7 +34,7 @@ class TableColumn:
     drop: int = 0
     """A narrow terminal leaves out the column with the largest number first. Columns with 0 stay."""
     dull: str | None = None
-    """A terminal leaves out the column if all cells are this text."""
+    """On a terminal the column is left out if all its cells have this text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _setting_lines(value: Any, name: str) -> list[str]:
     if isinstance(value, list):
         return [str(item) for item in value] or ["none"]
     if name == "native":
-        from ..native import in_force  # the import loads numpy, which few replies need
+        from ..native import in_force  # imported late, because few replies need numpy
 
         return [in_force(bool(value))]
     return [str(value) if value != "" else "(empty)"]

@@ -218,7 +218,7 @@ class Run(RecordedRun):
                 merged one, or a layout is invalid.
         """
         if (source := self.manifest.merged_from) is not None:
-            raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.path} that it is of")
+            raise LookupFailedError(f"a merged run has whole tensors; ask the run that was merged, {source.path}")
         question = _question(site, step, name=name, **more)
         question.pop("partial", None)
         self.check_layouts(layouts)
@@ -272,7 +272,7 @@ class Run(RecordedRun):
             UnsupportedError: the run was opened without `draw_page`.
         """
         if self.draw_page is None:
-            raise UnsupportedError(f"{self.path}: was opened for questions alone; recorder.open_run opens it for pages")
+            raise UnsupportedError(f"{self.path}: was opened without pages; open the run with recorder.open_run")
         return self.draw_page(self, **wanted)
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -295,9 +295,7 @@ class Run(RecordedRun):
         if loaded is not None:
             return global_tensor(loaded, tensor_rows, partial=partial)
         if not partial and tensor_rows.is_merged and is_partial(rows, tensor_rows.positions):
-            raise LookupFailedError(
-                f"{tensor_rows.what} lacks the rows of some ranks; partial=True gives what there is"
-            )
+            raise LookupFailedError(f"{tensor_rows.what} lacks the rows of some ranks; partial=True accepts this")
         return self.rank_tensor(tensor_rows.positions, f"{module_path!r}")
 
     def _find(
@@ -473,7 +471,7 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
         raise TypeError(f"a module path is text, such as 'layers.0.mlp', not {path!r}")
     whole = f"{below}.{path}" if below and path else below or path
     in_a_manifest = any(path_of == whole for _, path_of in run.modules)
-    if not in_a_manifest and whole not in run.known_paths:  # which reads rows
+    if not in_a_manifest and whole not in run.known_paths:  # `module_paths` reads rows
         known = run.known_paths
         prefix = below + "." if below else ""
         there = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]

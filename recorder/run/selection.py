@@ -145,7 +145,7 @@ class GlobalOptions:
         if not self.across_ranks:
             raise LookupFailedError("a loss or a layout says how global tensors are made; add --global")
         if all(run.is_merged for run in runs):
-            why = "is merged, and its tensors stay as they were made; give a loss or a layout to the run it is of"
+            why = "is merged, and its tensors cannot change; give a loss or a layout to the run that was merged"
             raise LookupFailedError(f"{runs[0].path}: {why}")
         check_overrides(self.layouts, *(run for run in runs if not run.is_merged))
 

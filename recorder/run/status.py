@@ -186,7 +186,7 @@ class RunWatch:
             folder, _, name = key.partition("/")
             if (rank := parse_rank_dir(folder)) is not None:
                 seen = self._seen_file(folder, name)
-                if seen.members is not members:  # else the node's document has not changed
+                if seen.members is not members:  # otherwise the node's document has not changed
                     seen.status, seen.is_shown, seen.members = _parse(name, members), True, members
                 seen.changed_ns = changed_ns
                 of_rank.setdefault(rank, []).append(seen)
@@ -246,7 +246,7 @@ class RunWatch:
                 return
             members = self._store.read_json(path, _MAX_SMALL_MANIFEST_BYTES)
             ledger = Members(members).inner("ledger") or Members({})
-            used_bytes = size_of(seen.directory)  # a setting turns the status off, and older versions have none
+            used_bytes = size_of(seen.directory)  # there is no status if a setting turns it off, or in older versions
             seen.status = replace(_parse(seen.directory.name, members | ledger.raw), used_bytes=used_bytes)
         except (OSError, RunError):
             return

@@ -147,7 +147,7 @@ def cut_rows(
     with ExitStack() as stack:
         folder = None
         if len(ranges) > 1:
-            with suppress(OSError):  # there may be no room for temporary files
+            with suppress(OSError):  # the disk may have no room for temporary files
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recorder-")))
         if folder is not None:
             has_room = shutil.disk_usage(folder).free >= run.num_rows * _BYTES_A_ROW
@@ -252,7 +252,7 @@ class Attempts:
         self._newest: dict[int, int] = {}
         """For each step, the attempt whose rows count."""
         self._is_one = True
-        if len({writer.attempt for writer in run.writers}) > 1:  # attempts without rows are possible
+        if len({writer.attempt for writer in run.writers}) > 1:  # an attempt may have no rows
             batches = (b for writer in run.writers for shard in writer.shards for b in shard.columns(["attempt"]))
             self._is_one = len({one for batch in batches for one in batch.column("attempt").unique().to_pylist()}) < 2
 
@@ -275,7 +275,7 @@ class Attempts:
         return ~find_superseded(self._newest, attempts, steps)
 
 
-SEES_AS_HERE = "every worker has to see runs and output as the process does that hands out the work"
+SEES_AS_HERE = "every worker must see runs and output at the same paths as this process"
 
 
 class ChangedError(RunError):

@@ -54,7 +54,7 @@ class Target:
     ranks: Sequence[RankNow]
     """The ranks that may receive a command."""
     by_daemons: Send | None = None
-    """Leaves a command in the run's store, from which daemons carry it. None for a run found where it records."""
+    """Leaves a command in the run's store, from which daemons carry it. None for a run on this disk."""
 
     @property
     def attempt(self) -> int:
@@ -123,7 +123,7 @@ class Target:
         """Write a command where ranks, or the daemons of their nodes, find it. Return the command with its number."""
         if self.by_daemons is not None:
             return self.by_daemons(command)
-        assert isinstance(self.run, Path), "what lies in an object store was shipped there"
+        assert isinstance(self.run, Path), "a run in an object store was shipped there"
         return send(self.run, command)
 
 
@@ -160,7 +160,7 @@ def find_target(path: str | None, key_file: str | None, by_daemons: Callable[[Lo
     if not ranks:
         states = ", ".join(sorted({rank.state for rank in seen}))
         what = f"it is over (its ranks are {states})" if seen else "no rank has begun to record it"
-        raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
+        raise CommandError(f"{name}: {what}, so no rank can receive a command; for the next run, set RECORDER_RULES")
     to_store = by_daemons(location, key_file) if is_in_store else None
     return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, by_daemons=to_store)
 
@@ -235,7 +235,7 @@ def _is_bad(command: Command, one: Answer) -> bool:
 
 def _lines(command: Command, heard: Sequence[tuple[int, Answer]], timeout_s: float) -> Iterator[StateLine]:
     groups: dict[Answer, list[int]] = {}
-    for rank, one in heard:  # a command may have another number on another node
+    for rank, one in heard:  # the command may have another number on another node
         groups.setdefault(replace(one, number=0, by="", rules=()), []).append(rank)
     for said, ranks in groups.items():
         yield _line(command, said, f"rank{'s' * (len(ranks) > 1)} {span(ranks)}", timeout_s)
@@ -247,10 +247,10 @@ def _line(command: Command, said: Answer, who: str, timeout_s: float) -> StateLi
     state, since = said.state, said.since
     because = f" ({said.why})" if said.why else ""
     if state == _UNHEARD:
-        later = "recorder set RUN --list shows it once there is one"
+        later = "recorder set RUN --list shows a later answer"
         return StateLine("note", f"{who}: no answer in {timeout_s:g} s{because}; {later}")
     if state == WAITING and since is None:
-        return StateLine("note", f"{who}: heard of it, and no step began in {timeout_s:g} s{because}")
+        return StateLine("note", f"{who}: received it, but no step began in {timeout_s:g} s{because}")
     if state in (REFUSED, MISSED):
         return StateLine("missing", f"{who}: {state}{because}")
     is_late = since is not None and since > command.from_step
@@ -264,7 +264,7 @@ def set_reply(
 ) -> Reply:
     """Send the command that `recorder set` is typed with, once it was checked against the run. Return the reply."""
     made = _made(words, undo, target.step_ahead(at), steps)
-    made.encode()  # raises CommandError for what no writer would accept
+    made.encode()  # this raises CommandError for a command that no writer would accept
     _check(target, made)
     return send_and_wait(target, made, timeout_s=timeout_s)
 
@@ -347,12 +347,12 @@ def dump_reply(target: Target, step: str | None, reason: str, *, timeout_s: floa
 def _window(run: Run, name: str) -> RingWindow:
     rules: list[Rule] = []
     for text in dict.fromkeys(text for writer in run.writers for text in writer.manifest.rules):
-        with suppress(ConfigError):  # the rule is from a later version
+        with suppress(ConfigError):  # a later version has written the rule
             rules += parse_rules(text, takes_unknown_sites=True)
     window = ring_window(rules)
     if window is None:
         raise CommandError(
-            f"{name}: no rule of it has keep=ring, so that no step is held in memory; RECORDER_PRESET=blackbox from "
+            f"{name}: no rule of this run has keep=ring, so no step is kept in memory; RECORDER_PRESET=blackbox from "
             "the start of a run holds the last ones, and recorder set records steps to come"
         )
     return window
@@ -363,7 +363,7 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
     if text is None:
         if now is None:
             raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
-        if target.by_daemons is not None:  # before a daemon carries the command, the ring will have lost this step
+        if target.by_daemons is not None:  # the ring would lose this step before a daemon could carry the command
             now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
     if re.fullmatch(r"\+[0-9]{1,14}", text.strip()):
@@ -378,7 +378,7 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
         (max(start - window.before, 0), start + window.after) if match[2] is None else (start, int(match[2]) - 1)
     )
     if last < first:
-        raise CommandError(f"--step {text}: holds no step; 120:127 is steps 120 to 126")
+        raise CommandError(f"--step {text}: contains no step; 120:127 means steps 120 to 126")
     most = window.before + 1 + window.after
     if last - first + 1 > most:
         raise CommandError(

@@ -191,7 +191,7 @@ class Drawing:
             if state == "over" and not self._is_checked:
                 self._keep_top()
                 self._keep_slow_if_due()
-                yield  # recorder doctor takes seconds
+                yield  # `recorder doctor` takes seconds, so it runs only once
                 self._finish()
             self.state = state
             self._keep_top()
@@ -235,7 +235,7 @@ class Drawing:
         run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
         rests_after = _WINDOW_ROWS if self.state == "reading" else _READ_ROWS
         if self.state == "reading" and self.growing.num_pending > _WINDOW_ROWS:
-            yield  # so that the page can show how much is left to draw
+            yield  # the page shows how much is left to draw
         judged: RunRows | None = None
         with step_rows(run, pieces, further=further, max_pending_rows=_CUT_ROWS) as rows:
             for steps, table in zip(pieces, rows, strict=True):
@@ -301,7 +301,7 @@ class Drawing:
         self._make_room(run, steps)
 
     def _make_room(self, run: Run, steps: Sequence[int]) -> None:
-        """Make room for new series and steps. With a probe, which has every step, every step gets a column."""
+        """Make room for new series and steps. If there is a probe, which has all steps, all steps get columns."""
         axes = self.axes
         if self.collected is None or len(axes.index) != self._num_series:
             self._num_series = len(axes.index)
@@ -396,7 +396,7 @@ class Drawing:
             "live": {"state": self.state, "step": last, "found": self._found_text()},
             "verdict": None if self._checked is not None else self._verdict(bad),
         }
-        judged_values = {one[:1] + one[3:8] for one in self._judged}  # the rule, the value and the ranks
+        judged_values = {one[:1] + one[3:8] for one in self._judged}  # this key is the rule, the value and the ranks
         newer = (one for one in self._found[self._num_judged :] if one[:1] + one[3:8] not in judged_values)
         found = [*self._judged, *newer]
         found = with_causes(found, self._catalog) if self._catalog is not None else []
@@ -410,7 +410,7 @@ class Drawing:
         if self.state == "gone":
             return "The run was deleted; what it showed stays here until this page is closed."
         if not ranks:
-            return "No rank has said anything yet."
+            return "No rank has written a status yet."
         if bad:
             return f"{counted(len(bad), 'rank')} of {len(ranks)} dropped values, or did not end well"
         doctor = "looks closer once it is over"
@@ -425,7 +425,7 @@ class Drawing:
             return ""
         if num_rows < written:
             return f"{num_rows:,} of {written:,} rows are found"
-        num_drawn = self.axes.num_rows if self.growing.num_pending else num_rows  # some rows do not count
+        num_drawn = self.axes.num_rows if self.growing.num_pending else num_rows  # some rows are superseded
         return f"{num_drawn:,} of {num_rows:,} rows are drawn"
 
     def _keep_slow_if_due(self) -> None:

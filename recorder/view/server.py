@@ -52,9 +52,9 @@ from ..storage.locations import Location, ObjectPath, location_of, store_of
 from .drawing import Drawing, packed_blocks
 
 _ASK_S = 0.1
-"""The seconds between checks whether a run has news. A check compares two texts."""
+"""The seconds between checks whether a run has news. A check only compares two texts."""
 _ALIVE_S = 15.0
-"""A comment is sent after this many silent seconds. Proxies cut silent connections, and a closed browser is noticed."""
+"""A comment is sent after so many silent seconds, as proxies cut silent connections. It also finds closed browsers."""
 _AGAIN_MS = 1000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -86,7 +86,7 @@ class Guard:
         origin = request.headers.get("origin")
         is_own = origin is not None and origin == f"{request.url.scheme}://{host}"
         if (origin is not None or request.method not in ("GET", "HEAD")) and not is_own:
-            return "Refused: another site asked."
+            return "Refused: the request comes from another site."
         given = request.url.path.split("/")[1]
         if not secrets.compare_digest(given.encode(), self._token.encode()):
             return "The address lacks its token: open the whole address that recorder view printed."
@@ -361,7 +361,7 @@ class Watching:
             location = self._location(name)
             if location is None:
                 return None
-            ranks = self._status.get(name) if isinstance(location, Path) else None  # what the list has read already
+            ranks = self._status.get(name) if isinstance(location, Path) else None  # as read for the list
             watched = self._watched[name] = WatchedRun(*find_run(location), ranks)
             return watched
 
@@ -373,7 +373,7 @@ class Watching:
         return next((one.location for one in self._runs() if one.location.name == name), None)
 
     def _fleet(self) -> dict[str, dict[str, Any]]:
-        """Return a fleet's summaries, kept for 10 s. Reading costs a request a node. They change twice a minute."""
+        """Return a fleet's summaries, kept for 10 s. Reading costs a request per node. They change twice a minute."""
         if isinstance(self.folder, ObjectPath) and time.monotonic() >= self._index_at_s:
             self.folder = self.folder.anew()
             self._index, self._index_at_s = fleet_runs(self.folder), time.monotonic() + _INDEX_S
@@ -421,12 +421,12 @@ class Watching:
                         glance[part] = [one.text for one in told if one.mark == mark and one.rule]
             self._glances[name] = state, glance
             self._judging.discard(name)
-            time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most
+            time.sleep(min(time.thread_time() - began_s, 1.0))  # this thread uses half a core at most
 
     def found(self, run: WatchedRun) -> tuple[list[str] | None, bool]:
-        """Return the rules' findings in a run that is over, as texts, and True if the rules are still to be asked.
+        """Return the rules' findings in a run that is over, as texts, and True if the rules have not run yet.
 
-        The findings are None if the rules were not asked.
+        The findings are None if the rules did not run.
         """
         found: list[str] | None = self._glances.get(run.location.name, (None, {}))[1].get("found")
         return found, found is None and run.location.name in self._judging
@@ -459,7 +459,7 @@ def _is_over(described: Mapping[str, Any]) -> bool:
 
 
 def _listed_of_fleet(path: str, summary: dict[str, Any]) -> dict[str, Any]:
-    state = "killed or silent" if summary["state"] == "unclosed" else summary["state"]  # a page has the words of ranks
+    state = "killed or silent" if summary["state"] == "unclosed" else summary["state"]  # the page's word
     return {
         "directory": path, "name": summary["name"], "created_s": summary["created_ns"] / 1e9,
         "ranks": len(summary["ranks"]), "states": {state: len(summary["ranks"])},

@@ -53,7 +53,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (["--step", "x"], "--step 'x': expected a step, such as 120, or so many ahead, such as +20, or steps"),
         (["--step", "+2:9"], "--step '+2:9': expected a step"),
         (["--step", f"+{10**15 - 1}"], f"--step '+{10**15 - 1}': expected a step"),
-        (["--step", "7:7"], "--step 7:7: holds no step"),
+        (["--step", "7:7"], "--step 7:7: contains no step"),
         (["--step", "0:404"], "--step 0:404: 404 steps, and the ring holds 403 (before=400, the step itself, after=2)"),
     ],
 )

@@ -251,7 +251,7 @@ def test_the_latest_before_there_is_a_run_says_how_there_is_one(
 def test_doctor_of_a_folder_without_a_run_is_not_answered_with_itself(cli: Cli, tmp_path: Path) -> None:
     found = cli("doctor", tmp_path)
     assert found.exit_code == 2
-    assert "where it does not, `recorder doctor`, without a path, says what keeps it from it" in found.err
+    assert "if it does not, `recorder doctor`, without a path, gives the reason" in found.err
 
 
 def test_the_version_is_printed(cli: Cli) -> None:

@@ -354,7 +354,7 @@ def test_diff_of_runs_without_a_common_module_does_not_call_them_equal(cli: Cli,
 def test_diff_of_a_folder_with_one_run_asks_for_a_second(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "runs" / "a", [make_row(0, np.ones(2))])
     found = cli("diff", tmp_path / "runs")
-    assert found.exit_code == 2 and "holds 1 run; name a second one, or a folder with two" in found.err
+    assert found.exit_code == 2 and "holds 1 run; name a second run, or a folder with two" in found.err
 
 
 def test_diff_says_by_what_values_were_compared_and_the_numbers_add_up(cli: Cli, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:
         model(batch()).sum().backward()
         optimizer.step()
     found = cli("set", recording.folder, "site=output")
-    assert found.exit_code == 2 and "it is over (its ranks are closed), so that there is nobody to be told" in found.err
+    assert found.exit_code == 2 and "it is over (its ranks are closed), so no rank can receive a command" in found.err
     listed = cli("set", recording.folder, "--list")
     assert (listed.exit_code, listed.out) == (0, "no command was sent\n")
     assert cli("set", recording.folder, "--list", "--json").json["commands"] == []
@@ -132,8 +132,8 @@ def _is_described(folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ([], "set takes a RUN, and then rules, pause, resume, --undo N or --list, one of these"),
-        (["site=output", "--list"], "one of these"),
+        ([], "set takes a RUN, and then one of: rules, pause, resume, --undo N, --list"),
+        (["site=output", "--list"], "and then one of"),
         (["sit=output"], "unknown key 'sit' (did you mean 'site'?)"),
         (["module=secnd site=output"], "matches no module of this run; modules near it: 'second'"),
         (["class=Linaer site=output"], "matches no module of this run; classes near it: 'Linear'"),
@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_refused_before_it_is_sent(cli: Cli, live: Path, 
 
 def test_a_run_without_a_ring_has_nothing_to_dump(cli: Cli, live: Path) -> None:
     found = cli("dump", live)
-    assert found.exit_code == 2 and "no rule of it has keep=ring, so that no step is held in memory" in found.err
+    assert found.exit_code == 2 and "no rule of this run has keep=ring, so no step is kept in memory" in found.err
 
 
 def test_whoever_may_not_write_there_is_told_so(cli: Cli, live: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_a_merged_run_sends_to_the_run_that_it_is_of(tmp_path: Path) -> None:
     run = mesh_run(tmp_path / "run", {0: [plain(0, WHOLE, **PARAM)]}, {0: {}})
     assert run.layout("layers.0", site="param", step=0).source == "single"
     merge_run(run, tmp_path / "merged")
-    with pytest.raises(LookupFailedError, match="that it is of"):
+    with pytest.raises(LookupFailedError, match="ask the run that was merged"):
         open_run(tmp_path / "merged").layout("layers.0", site="param", step=0)
 
 

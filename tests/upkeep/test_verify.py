@@ -263,7 +263,7 @@ def test_a_shard_in_a_folder_that_is_no_writers_is_a_fault(run_path: Path) -> No
 
 def test_a_rank_of_which_nothing_is_here_is_told(run_path: Path) -> None:
     shutil.rmtree(run_path / "rank=00001")
-    assert any(not one.is_fault and "rank 1 of 2, of which nothing is here" in one.text for one in findings(run_path))
+    assert any(not one.is_fault and "rank 1 of 2, whose files are not here" in one.text for one in findings(run_path))
 
 
 def test_each_of_several_strays_of_a_directory_is_named(run_path: Path) -> None:

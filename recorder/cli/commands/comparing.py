@@ -31,10 +31,10 @@ def diff_command(
     a: Annotated[
         str | None,
         options.run_argument(
-            "A", "A run; its order of execution counts. Without B: a folder, whose last two runs are compared."
+            "A", "A run, in whose order values are listed. Without B: a folder, whose last two runs are compared."
         ),
     ] = None,
-    b: Annotated[str | None, options.run_argument("B", "The run to compare with it.")] = None,
+    b: Annotated[str | None, options.run_argument("B", "The run to compare with A.")] = None,
     rtol: Annotated[
         float,
         typer.Option(
@@ -43,8 +43,8 @@ def diff_command(
             "rounding alone moves by any factor, also need --atol.",
         ),
     ] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="Allowed |a - b| of two elements, as it is.")] = 0.0,
-    ulp: Annotated[int, typer.Option(min=0, help="Allowed representable numbers between two floats.")] = 0,
+    atol: Annotated[float, typer.Option(min=0, help="Allowed absolute difference |a - b| of two elements.")] = 0.0,
+    ulp: Annotated[int, typer.Option(min=0, help="Allowed difference in ulps: steps between adjacent floats.")] = 0,
     noise: Annotated[
         list[str] | None,
         options.run_option(
@@ -67,9 +67,9 @@ def diff_command(
     ] = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=0, help="Lines of each table, those of single values too; 0: all. Else few, of modules."),
+        typer.Option(min=0, help="Lines of each table, also of single values; 0: all. By default few lines."),
     ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="The answer alone, without tables.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Print only the answer, without tables.")] = False,
     scheduler: options.SchedulerOption = None,
 ) -> Reply:
     """Compare two runs value by value, whatever their layouts.
@@ -109,10 +109,10 @@ def align_command(
     trainer: Annotated[str, options.run_argument("TRAINER", "The run of the trainer.")],
     engine: Annotated[
         str | None,
-        options.run_argument("ENGINE", "The run of what wrote the tokens; without it TRAINER generates, too."),
+        options.run_argument("ENGINE", "The run that wrote the tokens; without ENGINE, it is TRAINER."),
     ] = None,
     weights: Annotated[
-        bool, typer.Option("--weights", help="Show the parameters alone: which are stale, and by how many updates.")
+        bool, typer.Option("--weights", help="Show only the parameters: which are stale, and by how many updates.")
     ] = False,
     noise: Annotated[
         list[str] | None,
@@ -129,10 +129,10 @@ def align_command(
 ) -> Reply:
     """Name the module and token at which trainer and engine part.
 
-    The module is the first one beyond noise, with the token, its sample, and the reason.
+    The command names the first module that differs by more than noise, with the token, its sample, and the reason.
 
     Rows are joined by token: by the samples' names and positions where both programs say them (recorder.tokens), else
-    by the tokens themselves, whatever the batches, the padding and the order are. A token that one side alone has is
+    by the tokens themselves, whatever the batches, the padding and the order are. A token that only one side has is
     left out.
 
     The reasons are tried in turn: weights, inputs (positions), type, and then the module itself.

@@ -31,20 +31,20 @@ _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 def daemon_command(
     action: Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(_ACTIONS)}.")] = "ship",
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: names of runs below --to.")
+        list[str] | None, typer.Argument(metavar="RUN", help="For prune, keep and unkeep: names of runs below --to.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Ship what is here now, and end: for an epilog.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Ship this node's files and end: for an epilog.")] = False,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A TOML file of these settings, read again after SIGHUP.")
+        str | None, typer.Option(metavar="FILE", help="TOML file of these settings; SIGHUP reloads the file.")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Of prune: runs that changed longer ago: 30d.")
+        str | None, typer.Option(metavar="TIME", help="For prune: the least age of runs: 30d.")
     ] = None,
     max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="BYTES", help="Of prune: what may stay; the oldest go: 2TB.")
+        str | None, typer.Option("--max-bytes", metavar="BYTES", help="For prune: limit on what stays: 2TB.")
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Of prune: do it; without, it only says what it would do.")
+        bool, typer.Option("--yes", help="For prune: remove the runs. Without --yes, prune only lists them.")
     ] = False,
     **given: Any,
 ) -> Reply:
@@ -54,8 +54,8 @@ def daemon_command(
     shows what the daemons of this node are doing. `prune` removes runs from the destination, and `keep` protects runs
     from that. Each setting can be set in the file, or in the environment as RECORDERD_NAME.
 
-    Exit code 1: with --once, not all files are at the destination, or a run here is damaged or holds files that are
-    none of its own; with status, no daemon is running.
+    Exit code 1: with --once, not all files are at the destination, or a run on this node is damaged or holds foreign
+    files; with status, no daemon is running.
     """
     if action not in _ACTIONS:
         raise LookupFailedError(f"{action}: expected one of {', '.join(_ACTIONS)}")

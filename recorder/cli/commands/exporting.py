@@ -37,7 +37,7 @@ EXAMPLES = {
 
 
 def export_command(
-    out: Annotated[Path, options.out_option("PATH", "The file to write, or the folder.")],
+    out: Annotated[Path, options.out_option("PATH", "The file or the folder to write.")],
     path: options.RunPath = None,
     to: Annotated[
         str | None,
@@ -57,9 +57,9 @@ def export_command(
     layout: options.LayoutOption = None,
     partial: options.PartialOption = False,
     payload: Annotated[
-        bool, typer.Option("--payload", help="Parquet with the tensors' bytes, too, in the column data.")
+        bool, typer.Option("--payload", help="For Parquet: also write the tensors' bytes, in the column data.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     scheduler: options.SchedulerOption = None,
 ) -> Reply:
     """Write statistics as Parquet, tensors as npz or safetensors.
@@ -94,9 +94,7 @@ def export_command(
 
 
 def checkpoint_command(
-    out: Annotated[
-        Path, options.out_option("OUT", "Where: a new file for safetensors, a new or empty directory for dcp.")
-    ],
+    out: Annotated[Path, options.out_option("OUT", "A new file for safetensors, or a new or empty directory for dcp.")],
     to: Annotated[
         str, typer.Option(help="dcp (a directory for torch.distributed.checkpoint) or safetensors (a file).")
     ],
@@ -111,10 +109,10 @@ def checkpoint_command(
     step: Annotated[
         int | None, typer.Option(help="The step; by default the last one whose tensors were recorded.")
     ] = None,
-    root: Annotated[str | None, typer.Option(help="Which model, where several were recorded.")] = None,
+    root: Annotated[str | None, typer.Option(help="The name of the model, if several were recorded.")] = None,
     layout: options.LayoutOption = None,
     partial: Annotated[
-        bool, typer.Option("--partial", help="Write the rest where some tensors cannot be given.")
+        bool, typer.Option("--partial", help="If some tensors cannot be written, write the others.")
     ] = False,
 ) -> Reply:
     """Write one step's parameters or gradients as torch loads them.
@@ -144,7 +142,7 @@ def sql_command(
     """
     if catalog and path:
         raise LookupFailedError(
-            f"sql {path} --catalog {catalog}: the catalog has runs of its own; leave one of them out"
+            f"sql {path} --catalog {catalog}: the catalog has runs of its own; leave out the folder or --catalog"
         )
     return sql_reply(question, path, catalog)
 

@@ -48,30 +48,28 @@ _FAIL_ON = (*(severity.word for severity in Severity), _NEVER)
 
 def check_command(
     path: options.RunPath = None,
-    rule: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this rule; several with several --rule.")
-    ] = None,
+    rule: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Run only this rule. Repeatable.")] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="RULE.SETTING=NUMBER", help="A threshold, such as spike.sigmas=8. Repeatable."),
     ] = None,
     settings: Annotated[
-        Path | None, options.path_option("FILE", "A TOML file of thresholds and of rules of your own.")
+        Path | None, options.path_option("FILE", "A TOML file with thresholds and your own rules.")
     ] = None,
     baselines: Annotated[
         list[str] | None,
-        typer.Option("--baseline", metavar="SOUND_RUN", help="A run of this training that went well. Repeatable."),
+        typer.Option("--baseline", metavar="SOUND_RUN", help="A sound run of this training. Repeatable."),
     ] = None,
     widths: Annotated[
         list[str] | None,
-        typer.Option("--width", metavar="RUN", help="This training at another width, for the rule width. Repeatable."),
+        typer.Option("--width", metavar="RUN", help="A run at another width, for the rule `width`. Repeatable."),
     ] = None,
     fail_on: Annotated[
-        str, typer.Option(metavar="SEVERITY", help=f"From where on the exit code is 1: {', '.join(_FAIL_ON)}.")
+        str, typer.Option(metavar="SEVERITY", help=f"Least severity for exit code 1: {', '.join(_FAIL_ON)}.")
     ] = Severity.ERROR.word,
     list_rules: Annotated[bool, typer.Option("--list", help="List the rules and their thresholds.")] = False,
     is_verbose: Annotated[
-        bool, typer.Option("--verbose", help="Name each rule that is not judged, and what it needs.")
+        bool, typer.Option("--verbose", help="Name each rule that could not judge the run, and what the rule needs.")
     ] = False,
     scheduler: options.SchedulerOption = None,
 ) -> Reply:
@@ -106,9 +104,9 @@ def check_command(
 
 
 def doctor_command(
-    path: Annotated[str | None, options.run_argument("RUN", "A run; without: this environment.")] = None,
+    path: Annotated[str | None, options.run_argument("RUN", "A run. Without RUN, this environment is checked.")] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit code 1 also where something may be a loss; see above.")
+        bool, typer.Option("--strict", help="Exit with code 1 also if values may be lost; see above.")
     ] = False,
 ) -> Reply:
     """Say why something was not, or will not be, recorded.

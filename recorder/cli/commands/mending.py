@@ -49,12 +49,12 @@ def verify_command(path: options.RunPath = None) -> Reply:
 
 def repair_command(
     path: options.RunPath = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and change nothing.")] = False,
     assume_dead: Annotated[
         bool,
         typer.Option(
             "--assume-dead",
-            help="The job is over: repair also writers on other hosts, or with a pid in use, if quiet for a minute.",
+            help="The job is over: also repair writers on other hosts, or with a pid in use, if quiet for a minute.",
         ),
     ] = False,
 ) -> Reply:
@@ -73,14 +73,14 @@ def merge_command(
     out: Annotated[
         Path,
         options.out_option(
-            "OUT", "Where: a new or empty directory, or an earlier merge of this run, which is brought up to date."
+            "OUT", "The directory to write: a new or empty one, or an earlier merge of this run, which is updated."
         ),
     ],
     path: options.RunPath = None,
     loss: options.LossOption = "mean",
     layout: options.LayoutOption = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; by default the cores that this one may use.")
+        int | None, typer.Option(min=1, help="The number of processes; by default the number of cores.")
     ] = None,
     scheduler: options.SchedulerOption = None,
 ) -> Reply:

@@ -34,27 +34,27 @@ EXAMPLES = {
 
 def report_command(
     path: options.RunPath = None,
-    out: Annotated[Path | None, options.out_option("PATH", "The file; without: report.html, or PANEL.png.")] = None,
+    out: Annotated[Path | None, options.out_option("PATH", "The file; by default report.html.")] = None,
     against: Annotated[str | None, options.run_option(help="A second run, to be drawn beside the first.")] = None,
     align: Annotated[
         str | None,
-        options.run_option(help="The run of the engine that wrote the tokens, or RUN itself: a map of its tokens."),
+        options.run_option(help="The run of the engine that wrote the tokens, or RUN: draws a token map."),
     ] = None,
     statistics: Annotated[
         str | None,
         typer.Option(
-            help="Which to draw, with commas: absmax, l2, mean, std, min, max; by default as many as there is room for."
+            help="Statistics, with commas: absmax, l2, mean, std, min, max; by default as many as there is room for."
         ),
     ] = None,
     png: Annotated[
         str | None,
-        typer.Option(metavar="PANEL", help=f"Draw a panel alone, as PNG, without a browser: {', '.join(PANELS)}."),
+        typer.Option(metavar="PANEL", help=f"Draw one panel, as PNG, without a browser: {', '.join(PANELS)}."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="With --png: the model to draw, where those of a GAN, say, have values of the same names."),
+        typer.Option(help="With --png: the model to draw, if several (a GAN) have values of the same names."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> Reply:
     """Draw a run as one HTML file: the loss, maps, lines, ranks.
 
@@ -102,13 +102,13 @@ def view_command(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help=f"Where to listen; without: {_PORT}, or the next one that is free."),
+        typer.Option(min=0, max=65535, help=f"The port to listen on; by default {_PORT}, or the next free one."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Listen at an address that other machines reach, such as 0.0.0.0.")
+        str, typer.Option(help="The address to listen at, if other machines are to reach it, such as 0.0.0.0.")
     ] = "127.0.0.1",
     certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM file with a certificate and its key: the pages speak TLS.")
+        Path | None, typer.Option(metavar="FILE", help="A PEM file with a certificate and its key, for TLS.")
     ] = None,
 ) -> int:
     """Watch runs in a browser while they record.
@@ -128,7 +128,7 @@ def view_command(
         tls_context(certificate, f"--certificate {certificate}")
     folder = find_folder(path, may_be_empty=True)
     run = None if folder is not None else find_run(path)[0]
-    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # hides uvicorn's log from the user
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # this hides uvicorn's log from the user
     with closing(listen(host, port)) as listener:
         bound = listener.getsockname()[1]
         if port is None and bound != _PORT:

@@ -41,22 +41,22 @@ SETTINGS: dict[str, Any] = {
 def prove_command(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[NAME=VALUE]... COMMAND...", help="What starts the training, after settings if any."),
+        typer.Argument(metavar="[NAME=VALUE]... COMMAND...", help="The command of the training, after settings."),
     ],
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Optimizer steps of each launch.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="The number of optimizer steps of each launch.")] = 10,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Kill the program, resume it, and show whether it goes on as it did.")
+        bool, typer.Option("--resume", help="Kill and resume the program, and show whether it goes on equally.")
     ] = False,
     checkpoint: Annotated[
-        Path | None, options.path_option("FOLDER", "Where the program saves: show what its last one holds.")
+        Path | None, options.path_option("FOLDER", "The checkpoints' folder: judge the last one.")
     ] = None,
     world: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Show whether N ranks train the same model; also with --resume."),
+        typer.Option(min=1, metavar="N", help="Show whether N ranks train the same model. Also with --resume."),
     ] = None,
     other: Annotated[
         str | None,
-        typer.Option("--with", metavar="COMMAND", help="The command that resumes, or for N ranks, where it differs."),
+        typer.Option("--with", metavar="COMMAND", help="The command that resumes, or launches N ranks."),
     ] = None,
 ) -> Reply:
     """Show that a program trains with the recorder as without.
@@ -87,7 +87,7 @@ def prove_command(
     if shutil.which(launched[0], path=environ.get("PATH")) is None:
         raise ConfigError(f"cannot run {launched[0]!r}: no such program")
     if checkpoint is not None and (resume or world is not None):
-        raise LookupFailedError("--checkpoint asks something else than --resume and --world: ask one after the other")
+        raise LookupFailedError("--checkpoint cannot be combined with --resume or --world: use one after the other")
     if other is not None and not (resume or world is not None):
         raise LookupFailedError("--with is the command that resumes, or for other ranks: add --resume or --world")
     second = prepare(environ, shlex.split(other)) if other else launched
@@ -108,13 +108,13 @@ def replay_command(
     path: options.RunOrModule = None,
     module: Annotated[str | None, typer.Argument(metavar="MODULE", help="A module's path; '' is the root.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="The step.")] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="The rank; needed where several recorded the call.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="The rank; needed if several have the call.")] = None,
     micro_step: Annotated[int, typer.Option("--micro-step", min=0, help="The micro-batch within the step.")] = 0,
     call: Annotated[int, typer.Option(min=0, help="The number of the call within the micro-batch.")] = 0,
     out: Annotated[Path | None, options.out_option("PATH", "The folder to write.")] = None,
-    is_audit: Annotated[bool, typer.Option("--audit", help="Run all recorded calls of the step again, here.")] = False,
+    is_audit: Annotated[bool, typer.Option("--audit", help="Run all recorded calls of the step here.")] = False,
     factory: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Makes the model, for classes not of torch.nn.")
+        str, typer.Option(metavar="MODULE:FUNCTION", help="Makes the model, if it is not of torch.nn.")
     ] = "",
 ) -> Reply:
     """Run a recorded call of a module again, alone.

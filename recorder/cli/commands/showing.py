@@ -31,7 +31,7 @@ EXAMPLES = {
 
 def ls_command(
     path: Annotated[
-        str | None, options.run_argument("PATH", "A run, or a folder of runs; without: RECORDER_DIR.")
+        str | None, options.run_argument("PATH", "A run, or a folder of runs; by default RECORDER_DIR.")
     ] = None,
 ) -> Reply:
     """List the runs of a folder, or the writers of a run."""
@@ -45,9 +45,9 @@ def show_command(
     name: options.NameOption = None,
     step: options.StepOption = None,
     rank: options.RankOption = None,
-    last: Annotated[int, typer.Option(min=0, help="Steps in the long table, counted from the end; 0: all.")] = 10,
+    last: Annotated[int, typer.Option(min=0, help="The number of last steps in the long table; 0: all.")] = 10,
     statistic: Annotated[
-        str | None, typer.Option(help="The statistic to draw and to list: l2, mean, nan_count, ...; else absmax.")
+        str | None, typer.Option(help="The statistic to draw and to list: l2, mean, nan_count, ...; by default absmax.")
     ] = None,
     where: Annotated[
         bool,
@@ -56,7 +56,7 @@ def show_command(
     layout: options.LayoutOption = None,
     stage: Annotated[
         int | None,
-        typer.Option(min=0, help="With --where: of a pipeline, this stage's, where several have such a module."),
+        typer.Option(min=0, help="With --where: the pipeline stage, if several stages have such a module."),
     ] = None,
 ) -> Reply:
     """Show one module over steps and ranks, or a summary of several.
@@ -90,7 +90,7 @@ def stats_command(
     by: Annotated[
         list[str] | None,
         typer.Option(
-            help="Combine over all that agree in these: step, module, site, name, rank, with commas. Sites, phases and "
+            help="Combine rows that agree in these: step, module, site, name, rank, with commas. Sites, phases and "
             "modes are never mixed; ranks only with --global."
         ),
     ] = None,
@@ -105,10 +105,10 @@ def stats_command(
         typer.Option(metavar="COLUMN", help="Sort by a column: l2 or l2:asc, or -l2 or l2:desc, the largest first."),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=0, help="Rows to show, counted from the start; 0: all. With --sort 50.")
+        int | None, typer.Option(min=0, help="The number of first rows to show; 0: all. With --sort: 50.")
     ] = None,
     last: Annotated[
-        int | None, typer.Option(min=0, help="Rows to show, counted from the end; 0: all. Without --sort 50.")
+        int | None, typer.Option(min=0, help="The number of last rows to show; 0: all. Without --sort: 50.")
     ] = None,
     scheduler: options.SchedulerOption = None,
 ) -> Reply:
@@ -152,7 +152,7 @@ def layouts_command(path: options.RunPath = None) -> Reply:
 
 def top_command(
     path: options.RunPath = None,
-    once: Annotated[bool, typer.Option("--once", help="Show one snapshot, as in a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one snapshot, as is always done in a pipe.")] = False,
 ) -> Reply:
     """Watch a run while it records, one line a rank.
 

@@ -25,17 +25,17 @@ EXAMPLES = {
 def set_command(
     path: options.RunPath = None,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="RULE|pause|resume", help="Rules to add, or pause, or resume.")
+        list[str] | None, typer.Argument(metavar="RULE|pause|resume", help="Rules, or `pause`, or `resume`.")
     ] = None,
     at: Annotated[
-        str | None, typer.Option(metavar="STEP", help="First step: 500, or +20 for twenty ahead. Without: soon.")
+        str | None, typer.Option(metavar="STEP", help="The first step: 500, or +20 for twenty ahead. By default soon.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, max=1 << 40, help="For so many steps. Without: on.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, max=1 << 40, help="Number of steps. By default no end.")] = None,
     undo: Annotated[int | None, typer.Option(min=1, metavar="N", help="End command N.")] = None,
     list_all: Annotated[
         bool, typer.Option("--list", help="List the commands that were sent, and what became of each.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Seconds to wait for answers.")] = 60.0,
     key_file: options.KeyFile = None,
 ) -> Reply:
     """Change what a run records while it is under way.
@@ -48,7 +48,7 @@ def set_command(
     """
     words = words or []
     if path is None or sum([bool(words), undo is not None, list_all]) != 1:
-        raise LookupFailedError("set takes a RUN, and then rules, pause, resume, --undo N or --list, one of these")
+        raise LookupFailedError("set takes a RUN, and then one of: rules, pause, resume, --undo N, --list")
     if list_all:
         return list_reply(open_run(path))
     target = find_target(path, key_file, _by_daemons)
@@ -67,11 +67,11 @@ def dump_command(
         str | None,
         typer.Option(
             metavar="STEP",
-            help="Around step 120, or around +20, twenty ahead; or 120:127, steps 120 to 126. Without: now.",
+            help="Steps around step 120, or around +20, twenty ahead; or 120:127, steps 120 to 126. By default now.",
         ),
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why, for whoever looks at the run.")] = "asked by recorder dump",
-    timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
+    reason: Annotated[str, typer.Option(help="The reason, for people who look at the run.")] = "asked by recorder dump",
+    timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Seconds to wait for answers.")] = 60.0,
     key_file: options.KeyFile = None,
 ) -> Reply:
     """Have a run write what its memory holds of the last steps.

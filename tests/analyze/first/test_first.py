@@ -504,7 +504,7 @@ def test_a_rank_of_which_nothing_is_here_is_told(tmp_path: Path) -> None:
         writer.add_shard([params(rank, [1.0])])
         writer.finish()
     notes = found(recorder.open_run(run)).notes
-    assert any("not looked at: rank 1 of 3, of which nothing is here" in note for note in notes)
+    assert any("not looked at: rank 1 of 3, whose files are not here" in note for note in notes)
 
 
 def test_groups_of_replicas_are_compared_apart(tmp_path: Path) -> None:
