@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import errors as errors
 from .errors import RecorderError as RecorderError
 
-if not (_arguments := getattr(sys, "argv", [])):  # as embedded: crc32c reads the program's name as it is imported
+if not (_arguments := getattr(sys, "argv", [])):  # if embedded; the import of crc32c reads `argv`
     sys.argv = [""]
     import crc32c as crc32c
 
@@ -147,7 +147,7 @@ def step(number: int) -> None:
 def tokens(*, sample_ids: Any = None, positions: Any = None, texts: Any = None) -> AbstractContextManager[None]:
     """Say to which samples the tokens of a model's call in the ``with`` block belong. ``recorder align`` reads it.
 
-    It is needed only if the model's arguments do not say so, or if samples have names. Never raises.
+    The call is needed only if the model's arguments do not show the samples, or if samples have names. Never raises.
 
     Args:
         sample_ids: for each row of the batch, or each sequence of a packed row, the sample's name: text or a number.
@@ -167,5 +167,5 @@ def trigger(reason: str) -> None:
         _active.ask("program", reason)
 
 
-if "torch" in sys.modules:  # a model that was loaded with taps needs the op; without torch there is none yet
+if "torch" in sys.modules:  # a loaded model with taps needs the op; without torch no model is loaded yet
     from .taps import ops as _ops  # noqa: F401

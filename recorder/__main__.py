@@ -39,7 +39,7 @@ def _end(code: object) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with suppress(BrokenPipeError):  # the reader of a pipe has gone, as in `recorder ... | head`
+    with suppress(BrokenPipeError):  # the reader of the pipe has ended, as in `recorder ... | head`
         sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 0)
 

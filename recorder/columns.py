@@ -106,7 +106,7 @@ _DETAIL, _PAYLOAD, _ABOUT = Role.DETAIL, Role.PAYLOAD, Role.ABOUT
 COLUMNS = (
     Column("seq", _INT64, _ABOUT, Combine.FIRST, is_required=True),
     Column("attempt", _INT32, _ABOUT, Combine.FIRST, is_required=True),
-    Column("step", _INT64, _KEY, Combine.FIRST, is_required=True, lowest=-MAX_COUNT),  # a user may name a step -1
+    Column("step", _INT64, _KEY, Combine.FIRST, is_required=True, lowest=-MAX_COUNT),  # a program may set step -1
     Column("micro_step", _INT32, _KEY, Combine.FIRST),
     Column("call", _INT32, _KEY, Combine.FIRST, is_required=True),
     Column("repeat", _INT32, _KEY, Combine.FIRST, is_required=True),
@@ -165,9 +165,9 @@ PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD
 KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
 """The columns of `Role.KEY`. They identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
-"""The column that is null exactly when the row's elements were not read. Others may be null for other reasons."""
+"""The column that is null exactly when the row's elements were not read. Others may also be null."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
-"""The columns that order rows in time. Rows in a file may stand in another order."""
+"""The columns that order rows in time. Rows in a file may be in another order."""
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 HANDED_ON = "between_stages"
 """The key in a row's `note` (JSON) for a value passed between pipeline stages, with [stage, number of stages]."""
@@ -219,7 +219,7 @@ def parse_shape(text: Any) -> tuple[int, ...]:
     if len(sizes) > 64:
         raise UnsupportedError(f"a shape of {len(sizes)} dims; numpy has at most 64")
     if math.prod([size for size in sizes if size]) > _MAX_NUMEL:
-        raise CorruptError(f"shape {text[:80]} is of more elements than any memory holds")
+        raise CorruptError(f"shape {text[:80]} has more elements than any memory can hold")
     return tuple(sizes)
 
 

@@ -94,54 +94,54 @@ class Settings:
     """All settings. Each field's text says what it does and when to change it."""
 
     dir: str = _setting("recordings", "where run directories go; a fast local disk is best")
-    name: str = _setting("", "what the run is called in commands; empty: after the script and the time of its start")
-    rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "what is recorded; docs/choose.md explains rules")
+    name: str = _setting("", "the name of the run in commands; empty: made from the script and the time of its start")
+    rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "the values that are recorded; docs/choose.md explains rules")
     preset: str = _setting(
         NO_PRESET, "rules by name, in place of the default ones; rules that are set are added to them",
         NO_PRESET, *PRESETS,
     )  # fmt: skip
-    roots: str = _setting("optimizer", "what is watched: modules that an optimizer trains, or any", "optimizer", "any")
+    roots: str = _setting("optimizer", "watched modules: those that an optimizer trains, or any", "optimizer", "any")
     step_optimizer: str = _setting("", "class name of the optimizer that counts the steps; empty: the first to step")
     compiled: str = _setting(
-        "skip", "what is about to be compiled: left as it is, or tapped in its graph", "skip", "tap"
+        "skip", "code that is about to be compiled: left unchanged, or tapped in its graph", "skip", "tap"
     )
     local_gradients: bool = _setting(
         False, "where site=grad is recorded, also each rank's own gradients of parameters, before they are reduced"
     )
     jitter: int = _setting(
-        0, "changes training on purpose: seed that moves the model's inputs by a last place, for diff --noise; 0: not"
+        0, "changes training: seed for changes of the model's inputs in the last place, for diff --noise; 0: none"
     )
     pool_bytes: int = _setting(0, "host memory for values on their way to disk, bytes; 0: 1 GiB, at most 5 % of memory")
     device_pool_bytes: int = _setting(
-        256 << 20, "memory of each GPU for values on their way to the host, bytes; about what a step records is best"
+        256 << 20, "memory of each GPU for values on their way to the host, bytes; best: the size of a step's values"
     )
     ring_share: float = _setting(0.5, "the part of the pool in which values of keep=ring wait for a trigger")
     ring_hold_s: float = _setting(
-        2.0, "steps stay in the ring for this long where it has room, for triggers of other ranks, seconds"
+        2.0, "how long steps stay in the ring if there is room, for triggers of other ranks, seconds"
     )
     triggers: str = _setting(
-        DEFAULT_TRIGGERS, "what the ring is written for: words of exception, signal, hang and rules of check; or none"
+        DEFAULT_TRIGGERS, "the triggers of the ring: any of exception, signal, hang and rules of check; or none"
     )
     check_settings: str = _setting(
         "", "a file as `recorder check --settings` takes it: thresholds of triggers, and rules that are triggers"
     )
     trigger_signal: str = _setting("", "a signal that only writes the ring, such as SIGUSR2; empty: none")
-    trigger_cooldown_s: float = _setting(60.0, "after a trigger, those that nobody sent count for nothing, seconds")
-    hang_s: float = _setting(300.0, "no step for so long is a hang, which is a trigger, seconds; 0: never")
-    dump_max_bytes: int = _setting(4 << 30, "bound on the bytes of all payloads that triggers write, a rank")
+    trigger_cooldown_s: float = _setting(60.0, "after a trigger, automatic triggers are ignored for this time, seconds")
+    hang_s: float = _setting(300.0, "a hang, which is a trigger, is this time without a step, seconds; 0: never")
+    dump_max_bytes: int = _setting(4 << 30, "limit on the bytes of all payloads that triggers write, for each rank")
     policy: str = _setting("wait", "when the pool is full: wait a bounded time, or drop at once", "wait", "drop")
     wait_s_per_step: float = _setting(1.0, "longest wait of one step for room in the pool, seconds")
-    wait_s_stalled: float = _setting(10.0, "longest wait without a finished batch, seconds; a dead disk stops nothing")
-    wait_s_per_run: float = _setting(0.0, "cap on all waiting together, seconds; 0: none")
+    wait_s_stalled: float = _setting(10.0, "longest wait without a finished batch, as on a dead disk, seconds")
+    wait_s_per_run: float = _setting(0.0, "limit on all waiting together, seconds; 0: none")
     flush_interval_s: float = _setting(1.0, "a record is in a file after at most this, seconds; a kill loses no more")
     sync_interval_s: float = _setting(1.0, "a record survives power loss after at most this, seconds")
     shard_bytes: int = _setting(256 << 20, "size at which a shard is sealed, bytes")
     seal_stats_s: float = _setting(
-        0.0, "a shard of statistics is sealed after this time, seconds, for a daemon that ships it; 0: when it is full"
+        0.0, "a shard of statistics is sealed after this time, seconds, for a daemon that ships shards; 0: if full"
     )
     codec: str = _setting(
         "auto",
-        "byte planes and zstd where they pay and a core is free, nothing, or zstd always",
+        "auto: byte planes and zstd if they pay and a core is free; or no compression; or always zstd",
         "auto",
         "none",
         "zstd",
@@ -152,7 +152,9 @@ class Settings:
     max_bytes: int = _setting(
         16 << 30, "disk quota of one rank over restarts, bytes; a quarter of it is for statistics"
     )
-    keep_newest: int = _setting(0, "delete shards of steps before the newest so many, by number; 0: keep all that fits")
+    keep_newest: int = _setting(
+        0, "number of newest steps to keep; shards of older steps are deleted; 0: keep all that fit"
+    )
     keep_steps: str = _setting("", "steps that are never deleted, such as ::1000 or pow2; each change ends a shard")
     permissions: str = _setting(
         "owner", "who may read the files: owner, also the group, or all", "owner", "group", "all"
@@ -162,7 +164,7 @@ class Settings:
         "retire", "at the quota: remove the oldest shards but the first, or stop", "retire", "stop"
     )
     close_deadline_s: float = _setting(5.0, "longest time that ending the process waits for the last bytes, seconds")
-    status_interval_s: float = _setting(2.0, "how often a rank shows `recorder top` what it does, s; 0: at its ends")
+    status_interval_s: float = _setting(2.0, "how often a rank writes its status, s; 0: only at start and end")
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
     batch_bytes: ClassVar[int] = 8 << 20
@@ -391,7 +393,7 @@ def _convert(item: Any, raw: object) -> object:
         raise ConfigError(f"{name} = {raw!r}: expected text")
     text = os.fspath(raw)
     if PLACEHOLDER in text:
-        raise ConfigError(f"{name} = {text!r}: still stands at its placeholder; give it a value")
+        raise ConfigError(f"{name} = {text!r}: still has its placeholder; give it a value")
     if name == "dir" and _STORE.match(text):
         raise ConfigError(
             f"{name} = {text!r}: recording goes to a file system; name a directory, and copy the run up afterwards"

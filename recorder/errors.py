@@ -102,7 +102,7 @@ def install_line(extra: str = "", *, is_upgrade: bool = False) -> str:
 
     To upgrade, the command first updates the clone.
     """
-    # These imports stand here because every process that records loads this module.
+    # These imports are local because every process that records loads this module.
     import contextlib
     import json
     import os

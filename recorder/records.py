@@ -45,7 +45,7 @@ MOST_TOGETHER = 256
 NUMBERS_TOGETHER = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
 """The values of `keep`, without the payload's bit, for which small tensors are measured together."""
 PART_BYTES = 32 << 20
-"""A larger payload is written as several rows, so that memory stays bounded."""
+"""A payload of more bytes is written as several rows, so that memory stays bounded."""
 
 
 def kind_of(keep: int, site: str) -> str:
@@ -79,7 +79,7 @@ class LostError(Exception):
 
 
 class Ready(Protocol):
-    """A copy into a block. It was still running when the record was made."""
+    """A copy into a block that was still running when the record was made."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the bytes on the writer thread. Return True once they are there, and False if they may still come.
@@ -90,7 +90,7 @@ class Ready(Protocol):
 
 
 class ValuePlace(NamedTuple):
-    """The place that a value comes from. One object per name at a site, shared by all its records."""
+    """The place that a value comes from. All records of a name at a site share one object."""
 
     root: str
     module_path: str

@@ -349,7 +349,7 @@ def _rule_from_text(text: str, grammar: _Grammar) -> Rule:
         key, equals, value = word.partition("=")
         if not equals:
             listed = ", ".join(grammar.keys)
-            raise ConfigError(f"rules: {word!r} in {text.strip()!r} is no key=value; keys are {listed}")
+            raise ConfigError(f"rules: {word!r} in {text.strip()!r} is not of the form key=value; keys are {listed}")
         if key in table:
             raise ConfigError(f"rules: {key!r} stands twice in {text.strip()!r}; join the values with commas")
         table[key] = value
@@ -420,16 +420,16 @@ def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key that contradicts another key of the rule, and the reason."""
     keep = chosen.get("keep", 0)
     if keep & KEEP_REPLAY and chosen["site"] != OF_REPLAY:
-        yield "site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each"
+        yield "site", f"keep=replay is for {', '.join(OF_REPLAY)}; leave site out, or write a rule for each"
     if keep & KEEP_TOKENS and not {"input", "output"}.issuperset(chosen["site"]):
-        yield "keep", "tokens is of the sites input and output; write a rule for other sites"
+        yield "keep", "tokens is for the sites input and output; write a rule for other sites"
     if "unit_dim" in chosen and not keep & KEEP_UNITS:
-        yield "unit_dim", "it says which units keep=units sums, which this rule does not ask for"
+        yield "unit_dim", "this key needs keep=units, which the rule does not have"
     if keep & KEEP_RING and keep & KEEP_TENSOR:
         yield "keep", "tensor and replay are written at once, ring only on a trigger; choose one of them"
     if not keep & KEEP_RING:
         yield from (
-            (key, "it is of keep=ring; leave it out, or keep=ring") for key in ("before", "after") if key in chosen
+            (key, "it needs keep=ring; add keep=ring, or leave it out") for key in ("before", "after") if key in chosen
         )
 
 

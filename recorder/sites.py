@@ -185,12 +185,12 @@ _LOSS = re.compile(r"(.*[./])?loss")
 
 
 def is_loss(site: str, name: str) -> bool:
-    """Whether a value is a scalar named as a loss, such as ``train/loss``."""
+    """Whether a value is a scalar whose name says that it is a loss, such as ``train/loss``."""
     return site == "scalar" and _LOSS.fullmatch(name) is not None
 
 
 def may_mask(site: str, name: str) -> bool:
-    """Whether infinities in a value may be wanted, as in an attention mask. A NaN is never wanted.
+    """Whether infinities in a value may be intended, as in an attention mask. A NaN is never intended.
 
     A gradient, optimizer state or a loss is never infinite on purpose. All code that checks whether values are finite
     uses this function and those below: the warning during training, `recorder first` and the rule `nonfinite` of

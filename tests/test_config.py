@@ -70,7 +70,7 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
         ({"RECORDER_POOL_BYTES": "12"}, r"pool_bytes = 12: allowed is 0 .* at least 1 MiB"),
         ({"RECORDER_MAX_BYTES": "1MB"}, r"max_bytes = 1000000: allowed is 1048576 to 1152921504606846976 "),
         ({"RECORDER_CODEC_LEVEL": "99"}, r"codec_level = 99: allowed is -7 to 19 .*environment"),
-        ({"RECORDER_DIR": "/data/SET_ME"}, r"dir = '/data/SET_ME': still stands at its placeholder"),
+        ({"RECORDER_DIR": "/data/SET_ME"}, r"dir = '/data/SET_ME': still has its placeholder"),
         ({"RECORDER_NAME": "latest"}, r"name = 'latest': allowed are up to 100 letters, digits and .* not 'latest'"),
         ({"RECORDER_NAME": "../x"}, r"name = '../x': allowed are"),
         ({"RECORDER_CODEC_LEVEL": "1.5"}, r"expected a whole number"),
@@ -88,7 +88,7 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
         ({"RECORDER_RULES": "keep=ring,tensor"}, r"keep = 'ring,tensor': tensor and replay are written at once, ring"),
         ({"RECORDER_RULES": "keep=ring before=-1"}, r"before = '-1': expected a number of steps, 0 to 100000"),
         ({"RECORDER_RULES": "keep=ring after=1.5"}, r"after = '1.5': expected a number of steps"),
-        ({"RECORDER_RULES": "site=grad before=3"}, r"before = '3': it is of keep=ring; leave it out, or keep=ring"),
+        ({"RECORDER_RULES": "site=grad before=3"}, r"before = '3': it needs keep=ring; add keep=ring, or leave it out"),
         (
             {"RECORDER_RULES": "keep=ring; site=grad keep=ring before=8"},
             r"before=4 after=2 and before=8 after=2: all ru",

@@ -44,7 +44,7 @@ _STATE_S = 5.0
 _SUMMARY_S = 30.0
 """The least seconds between two uploads of this node's document in the fleet's index. Each upload costs a request."""
 _ASK_S = 60.0
-"""An idle daemon makes one request to the store if the store has answered no request for this many seconds."""
+"""An idle daemon makes a test request if the store has answered no request for this many seconds."""
 _LATE_S = 60.0
 """The daemon reports itself unhealthy if its main thread has begun no pass over the runs for this many seconds."""
 _ERRAND_END_S = 0.5
@@ -160,7 +160,7 @@ class Daemon:
         """
         taken_bytes, moved_s = -1, time.monotonic()
         for folder in filter(lambda folder: not os.path.isdir(folder), self._watched):
-            raise ConfigError(f"watch = {folder!r}: is no folder, and with --once none is waited for; name another")
+            raise ConfigError(f"watch = {folder!r}: is no folder, and --once does not wait for a folder; name another")
         with self._locked(), self._signals():
             self.check_store()
             self.shared.is_once = True
@@ -263,7 +263,7 @@ class Daemon:
     def _say_start(self) -> None:
         for folder in self._watched:
             if not os.path.isdir(folder):
-                logger.warning("%s: there is no such folder yet; it is waited for", folder)
+                logger.warning("%s: there is no such folder yet; the daemon waits for the folder", folder)
         where = f"; metrics at {self.url}/metrics" if self.url else ""
         logger.info("ships %s to %s%s", ", ".join(self._watched), self.shared.destination.url, where)
         settings = self.shared.settings
@@ -310,7 +310,7 @@ class Daemon:
             try:
                 jobs = run.look(now_s) if is_open else []
             except FileNotFoundError:
-                self._next_find_s = 0.0  # the run was removed
+                self._next_find_s = 0.0  # the run was removed meanwhile
                 continue
             except OSError as error:
                 self.shared.failed(error, run.key)
@@ -369,9 +369,9 @@ class Daemon:
                 with Folder.root(root) as folder:
                     runs |= {(root, names) for names in find_runs(folder, counts)}
             except OSError as error:
-                if not isinstance(error, FileNotFoundError):  # a missing folder may still appear
+                if not isinstance(error, FileNotFoundError):  # the missing folder may still appear
                     self.shared.failed(error, root)
-                runs |= {key for key in self._runs if key[0] == root}  # the folder may come back
+                runs |= {key for key in self._runs if key[0] == root}  # the folder may appear again
         for key in sorted(runs - self._runs.keys()):
             try:
                 self._runs[key] = RunShipper(*key, self.shared)
@@ -381,7 +381,7 @@ class Daemon:
             run = self._runs.pop(key)
             run.close()
             if run.is_recording:
-                logger.warning("%s: its folder is gone while it was recorded; what was shipped stays there", run.key)
+                logger.warning("%s: its folder vanished during the recording; shipped files stay", run.key)
             self.shared.said.pop(run.key, None)
             self._carriers.pop(run, None)
         self._counts = counts
@@ -437,14 +437,14 @@ class Daemon:
         """Remove an ended run from this disk. List the store first, and keep the run if a file is missing there."""
         missing = run.missing_there()
         if missing:
-            logger.error("%s: %s is not there any more; nothing is removed here", run.key, missing)
+            logger.error("%s: %s is missing at the destination; nothing is removed from this disk", run.key, missing)
             run.there.suspect()
             run.look_again()
             return
         num_bytes, is_gone = run.remove()
         self.counters.add("removed_runs", amount=int(is_gone))
         self.counters.add("removed_bytes", amount=num_bytes)
-        logger.info("%s: is there completely, and was removed here", run.key)
+        logger.info("%s: is at the destination completely, and was removed from this disk", run.key)
         self._next_find_s = 0.0
 
     # The methods about the daemon's own state.
@@ -454,7 +454,7 @@ class Daemon:
 
     def _why_not_ready(self) -> str:
         if not self._has_found:
-            return "the watched folders were not looked at yet"
+            return "the watched folders were not scanned yet"
         return self.health.problem
 
     def _write_state(self) -> None:
@@ -486,7 +486,7 @@ class Daemon:
         self._is_stopping = True
         are_all_done = not wait(self._under_way, self.shared.settings.stop_s).not_done
         if are_all_done and not self.health.problem:
-            self._submit("errand", self._put_last_documents, None)  # a job of another lane ends at once after a stop
+            self._submit("errand", self._put_last_documents, None)  # jobs of other lanes end at once after a stop
             wait(self._under_way, until_s - time.monotonic())
         self._over.set()
         num_parked = len(wait(self._under_way, _ERRAND_END_S).not_done)

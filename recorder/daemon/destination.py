@@ -56,7 +56,7 @@ class Throttle:
     def __init__(self, max_bytes_per_s: int) -> None:
         self.max_bytes_per_s = max_bytes_per_s
         self.taken_bytes = 0
-        """The number of bytes that callers have asked to send so far. `Daemon.run_once` sees progress by it."""
+        """The number of bytes that callers have asked to send so far. Shows progress to `Daemon.run_once`."""
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
@@ -109,8 +109,8 @@ class Destination(Protocol):
 
     def listing(self, prefix: str) -> Iterator[tuple[str, FileFacts]]: ...
     def delete(self, keys: list[str]) -> None: ...  # an object that is already gone is no error
-    def check(self) -> None: ...  # raises StoreError if the destination ignores the conditions of uploads
-    def renew(self) -> None: ...  # reads the credentials again
+    def check(self) -> None: ...  # `check` raises StoreError if the destination ignores the conditions of uploads
+    def renew(self) -> None: ...  # `renew` reads the credentials again
 
 
 class Bucket(Destination):
@@ -147,7 +147,7 @@ class Bucket(Destination):
                     " what is there could be overwritten; nothing is shipped there; name another store"
                 )
         held = self.get(_PROBE)
-        with contextlib.suppress(TakenError):  # another daemon has just done it
+        with contextlib.suppress(TakenError):  # another daemon has just put the object
             self._put_if(_PROBE, _JUDGES, held[1] if held is not None else None)
 
     def put_new(self, key: str, file: LocalFile) -> str:
@@ -369,7 +369,7 @@ class FolderDestination(Destination):
             while folder != self.path:
                 try:
                     folder.rmdir()
-                except OSError:  # the folder is not empty
+                except OSError:  # `rmdir` refuses a folder that is not empty
                     break
                 folder = folder.parent
 

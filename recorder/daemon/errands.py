@@ -117,7 +117,7 @@ def count(run: RunShipper) -> None:
     """Read the number of rows and the last step of killed writers from their shards: their status is seconds older."""
     uncounted = [writer for writer in run.all_writers if writer.needs_count]
     for writer in uncounted:
-        writer.counted = writer.num_rows, writer.summary()["step"]  # also where the run cannot be read
+        writer.counted = writer.num_rows, writer.summary()["step"]  # the error may be that the run cannot be read
     found = {(one.rank, one.name): one for one in find_writers(Path(run.path))}
     for writer in uncounted:
         if one := found.get((writer.rank, writer.names[1])):
@@ -134,7 +134,7 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
         findings = json.loads(out)
     if code not in (0, 1) or not isinstance(findings, dict):
         run.shared.counters.add("errands", "check failed")
-        logger.info("%s: cannot be checked yet: %s", run.key, _why(code, said or "what it printed is no JSON"))
+        logger.info("%s: cannot be checked yet: %s", run.key, _why(code, said or "its output is no JSON"))
         return []
     run.shared.counters.add("errands", "check done")
     before, counts, news = run.findings, dict[tuple[str, str], int](), []
@@ -179,7 +179,7 @@ def signature(key: bytes, run_id: str, number: int, text: bytes) -> bytes:
 
 
 def _signature_name(number: int, command: Command) -> str:
-    """Return the name of a signature. The command's id in it tells senders of the same number apart."""
+    """Return the name of a signature. With the command's id, as two senders may try one number."""
     return f"{number:06d}-{command.id}.hmac"
 
 
@@ -240,7 +240,7 @@ class StoreCarrier:
         if command.kind == UNDO:
             undone = self._known.get(self._ids.get(command.undoes or 0, ""))
             if undone is None:
-                return "invalid", f"command {command.undoes}, which it undoes, is not here"
+                return "invalid", f"command {command.undoes}, which it undoes, is not on this node"
             command = replace(command, undoes=undone)
         try:
             self._known[command.id] = send(Path(self._run.path), command).number
@@ -269,7 +269,7 @@ def send_to_store(destination: Destination, run: str, command: Command, key: byt
     names = [name.rpartition("/")[2] for name, _ in destination.listing(f"{run}/{COMMANDS}/")]
     first = max((number for name in names if (number := parse_command_name(name)) is not None), default=0) + 1
     for number in range(first, MAX_COMMANDS + 1):
-        with contextlib.suppress(TakenError):  # another sender has taken the number
+        with contextlib.suppress(TakenError):  # another sender has taken this number
             if key:  # the signature comes first, because a daemon may look at any moment
                 signed = f"{run}/{COMMANDS}/{_signature_name(number, command)}"
                 destination.put_if(signed, signature(key, run_id, number, text), None)
@@ -309,14 +309,14 @@ def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
 
     def counted(result: str) -> None:
         run.shared.counters.add("webhooks", result)
-        if result == "failed":  # whoever finds the same next may try
+        if result == "failed":  # the next daemon that finds the same may try to put the mark
             with contextlib.suppress(StoreError):
                 run.shared.destination.delete(list(first.values()))
 
     if (due := [finding for finding in findings if finding["rule"] in first]) and url:
         posting = tell_webhook(url, due, counted)
         if is_once:
-            posting.join()  # it has its own deadline, and the process ends soon
+            posting.join()  # the thread has a deadline of its own, and the process ends soon
 
 
 def _told_rules(run: RunShipper) -> set[str]:
@@ -362,11 +362,11 @@ def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[st
             status = _post(url, message(findings, is_slack=host == _SLACK))
         except (OSError, http.client.HTTPException, ValueError) as error:
             counted("failed")
-            logger.warning("the webhook at %s cannot be told (%s)", host, type(error).__name__)
+            logger.warning("the webhook at %s cannot be reached (%s)", host, type(error).__name__)
             return
         counted("sent" if 200 <= status < 300 else "failed")
         if not 200 <= status < 300:
-            logger.warning("the webhook at %s answers %d, and is not followed", host, status)
+            logger.warning("the webhook at %s answers %d, and redirects are not followed", host, status)
 
     thread = threading.Thread(target=post, name="recorder-webhook", daemon=True)
     thread.start()

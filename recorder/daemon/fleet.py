@@ -108,14 +108,14 @@ class FleetDocument:
             members = {"node": host, "daemon": self._daemon, "time_ns": time.time_ns(), "runs": merged}
             try:
                 self._e_tag = self._destination.put_if(self._key, encode_manifest(members), self._e_tag)
-            except TakenError:  # a prune has removed runs, or another daemon has the same name
+            except TakenError:  # a prune has changed the document, or another daemon has this name
                 self._has_read = False
                 continue
             self._runs, self._has_put = merged, True
             return
 
     def _problems_of(self, run: str) -> dict[str, Any]:
-        """Return the damage in a run's earlier entry. It is kept, as only a daemon with `--once` looks for damage."""
+        """Return the damage in a run's earlier entry. Kept, as only a daemon with `--once` looks for damage."""
         before = self._runs.get(run)
         return {"problems": before["problems"]} if isinstance(before, dict) and "problems" in before else {}
 
@@ -245,7 +245,7 @@ def plan_prune(
         if run.is_kept:
             plans.append(PrunePlan(run, False, f"has a {KEEP} mark"))
         elif now_s - run.changed_s < _QUIET_S:
-            plans.append(PrunePlan(run, False, "may be under way: it has changed within the last hour"))
+            plans.append(PrunePlan(run, False, "may be recording: the run has changed within the last hour"))
         else:
             left_bytes -= run.num_bytes
             plans.append(PrunePlan(run, True, why))
@@ -264,7 +264,7 @@ def prune(destination: Destination, run: KeptRun) -> bool:
     changed_s = max((one.changed_ns for one in before.values()), default=0) / 1e9
     if f"{run.key}/{KEEP}" in before or changed_s > run.changed_s:
         return False
-    with contextlib.suppress(TakenError):  # an earlier prune of this run was killed
+    with contextlib.suppress(TakenError):  # an earlier prune of this run was killed before its end
         destination.put_if(f"{PRUNED}/{run.key}.json", encode_manifest({"time_ns": time.time_ns()}), None)
     last = f"{run.key}/{RUN_MANIFEST}"
     manifests = [key for key in before if key.endswith(f"/{WRITER_MANIFEST}")]
@@ -303,7 +303,7 @@ def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:
     if destination.get(f"{key}/{RUN_MANIFEST}") is None:
         raise _no_such_run(destination, key)
     if is_kept:
-        with contextlib.suppress(TakenError):  # the run is already marked
+        with contextlib.suppress(TakenError):  # the run has the mark already
             destination.put_if(f"{key}/{KEEP}", b"", None)
     else:
         destination.delete([f"{key}/{KEEP}"])
@@ -312,7 +312,7 @@ def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:
 def _named(action: str, to: str, runs: Sequence[str]) -> tuple[Destination, list[str]]:
     """Return the destination `to`, and the directories there of the runs that are typed."""
     if not to:
-        raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
+        raise ConfigError(f"{action}: needs --to, the URL of the folder with the runs")
     destination = parse_destination(to)
     if destination.path is not None and not destination.path.is_dir():
         raise LookupFailedError(f"{action}: {destination.path}: no such directory; --to names where the runs are")
@@ -333,7 +333,7 @@ def keep_reply(to: str, runs: Sequence[str], *, is_kept: bool) -> Reply:
 def prune_reply(to: str, runs: list[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool) -> Reply:
     """Prune runs if `is_wanted`, and return the reply of `recorder daemon prune`, whose options the texts are."""
     if not (runs or older_than or max_bytes):
-        raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
+        raise LookupFailedError("prune: choose what to remove: --older-than TIME, --max-bytes BYTES or RUN")
     destination, names = _named("prune", to, runs)
     plans = plan_prune(
         destination,
@@ -348,7 +348,7 @@ def prune_reply(to: str, runs: list[str], older_than: str | None, max_bytes: str
         state = "would go" if goes else "stays"
         if goes and is_wanted:
             try:
-                state = "removed" if prune(destination, run) else "stays: was changed or marked meanwhile"
+                state = "removed" if prune(destination, run) else "kept: the run was changed or marked meanwhile"
             except StoreError as error:
                 state, exit_code = f"failed: {error}", 1
         facts = {"run": run.key, "name": called[run.key], "bytes": run.num_bytes, "objects": run.num_objects}
@@ -370,4 +370,4 @@ def _prune_parts(entries: Sequence[dict[str, Any]], is_wanted: bool) -> Iterator
     gone = [one for one in entries if one["state"] == done]
     files, num_bytes = (sum(one[name] for one in gone) for name in ("objects", "bytes"))
     said = f"{counted(len(gone), 'run')} of {len(entries):,} {done}: {counted(files, 'file')} with {size(num_bytes)}"
-    yield f"{said}; nothing was removed: --yes does it" if gone and not is_wanted else said
+    yield f"{said}; nothing was removed; --yes removes the runs" if gone and not is_wanted else said

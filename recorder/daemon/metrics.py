@@ -47,14 +47,14 @@ COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Files that the store has confirmed, by how it was checked", "how", ("etag", "read", "synced", "there"),
     ),
     "errors": ("Jobs that failed and are tried again, by kind of error", "kind", _ERRORS),
-    "conflicts": ("Files for which something else is there, by kind of file", "kind", (*_KINDS, "run", "node")),
+    "conflicts": ("Files whose name another object has, by kind of file", "kind", (*_KINDS, "run", "node")),
     "lost_objects": ("Objects that the store had confirmed and has lost", "", ("",)),
-    "removed_bytes": ("Bytes of runs that were removed here once they were there", "", ("",)),
-    "removed_runs": ("Runs that were removed here once they were there", "", ("",)),
+    "removed_bytes": ("Bytes of shipped runs that were removed from this disk", "", ("",)),
+    "removed_runs": ("Shipped runs that were removed from this disk", "", ("",)),
     "reloads": ("Reloads of the settings, by result", "result", ("done", "refused")),
     "errands": ("Repairs and checks, by result", "result", _ERRANDS),
     "webhooks": ("Calls of the webhook, by result", "result", ("sent", "failed")),
-    "commands": ("Commands from the store, by what became of them", "result", _COMMANDS),
+    "commands": ("Commands from the store, by result", "result", _COMMANDS),
     "refused_contents": ("Files whose content is not what their name says", "reason", ("content",)),
 }  # fmt: skip
 """The help, the label, and the possible values of the label of each counter, by the counter's name in `Counters`.
@@ -74,7 +74,7 @@ _Value = str | Callable[[WriterShipper], float | None]
 """The source of a metric's number: a member of the rank's status, or a function of the rank's writer."""
 _OF_RANK: tuple[tuple[str, str, _Value], ...] = (
     ("recorder_step", "Step that the rank is in", "step"),
-    ("recorder_step_changed_timestamp_seconds", "When the rank's step was seen to change",
+    ("recorder_step_changed_timestamp_seconds", "When the rank's step last changed",
      lambda w: w.step_changed_s or None),
     ("recorder_status_timestamp_seconds", "When the rank's status was written",
      lambda w: None if (time_ns := _number(w.status.get("time_ns"))) is None else time_ns / 1e9),
@@ -116,10 +116,10 @@ class DaemonCollector:
         yield from self._of_store()
         yield from self._of_ranks()
         seen = self.seen()
-        yield _gauge("foreign_files", "Files in watched folders that are no run's", seen["foreign"])
-        yield _gauge("refused_files", "Links, devices and names that no key may have", seen["refused"])
+        yield _gauge("foreign_files", "Files in watched folders that belong to no run", seen["foreign"])
+        yield _gauge("refused_files", "Links, devices and files whose names no key may have", seen["refused"])
         free = GaugeMetricFamily(
-            "recorder_daemon_free_bytes", "Bytes left where a watched folder is", labels=["folder"]
+            "recorder_daemon_free_bytes", "Free bytes on the disk of a watched folder", labels=["folder"]
         )
         for folder in self.watched:
             try:
@@ -136,24 +136,24 @@ class DaemonCollector:
         live = [one.small_since_s for run in runs for one in run.all_writers if one.state == "alive"]
         live += [run.found_s for run in runs if not (run.has_looked or run.there.conflict or run.unreadable)]
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("store_up", "1 while the store does what it is asked, else 0", not self.health.problem),
-            ("store_answered_timestamp_seconds", "When the store has last done what it was asked; 0: never",
+            ("store_up", "1 while requests to the store succeed, else 0", not self.health.problem),
+            ("store_answered_timestamp_seconds", "When a request to the store last succeeded; 0: never",
              self.health.answered_s),
             ("runs", "Runs in watched folders", len(runs)),
-            ("settled_runs", "Runs of which all is there", sum(run.is_settled for run in runs)),
+            ("settled_runs", "Runs that are shipped completely", sum(run.is_settled for run in runs)),
             ("backlog_files", "Sealed files that the store has not confirmed", len(backlog)),
             ("backlog_bytes", "Bytes of the sealed files that the store has not confirmed",
              sum(stamp.size_bytes for stamp in backlog)),
             ("lag_seconds", "Age of the oldest sealed file that the store has not confirmed", now - oldest_s),
-            ("statistics_age_seconds", "Age of the statistics there, of the rank that is last",
+            ("statistics_age_seconds", "Age of the shipped statistics, of the rank that is furthest behind",
              now - min(live, default=now)),
         )  # fmt: skip
         for name, text, value in gauges:
             yield _gauge(name, text, value)
         num_requests, requests_s = self.requests.totals()
         sums = (
-            ("requests", "Requests to the store, without files in parts", num_requests),
-            ("request_seconds", "Time of these requests together, also of those under way", requests_s),
+            ("requests", "Requests to the store, without uploads in parts", num_requests),
+            ("request_seconds", "Time of these requests together, including requests under way", requests_s),
         )
         for name, text, total in sums:
             yield CounterMetricFamily(f"recorder_daemon_{name}", text, value=total)

@@ -34,7 +34,7 @@ class RunShipper:
         self.key, self.path, self.shared = self.there.key, self.there.path, shared
         self.writers: dict[tuple[str, str], WriterShipper] = {}
         self.damage: str | None = None
-        """A sentence on the run's damage. Empty if there is no damage, None if the daemon has not looked for damage."""
+        """A sentence on the run's damage. Empty without damage, None if the daemon has not looked for damage."""
         self.unreadable = ""
         """Why the run's manifest cannot be read. Empty if it can be read."""
         self.is_settled = False
@@ -76,7 +76,7 @@ class RunShipper:
         self.is_settled = False
         with self.there.open() as folder:
             writers, self.there.stamps, counts = list_run(folder)
-            if self.there.stamps.get(RUN_MANIFEST) != self.there.manifest:  # another run has taken the name
+            if self.there.stamps.get(RUN_MANIFEST) != self.there.manifest:  # the name is another run's
                 return [("small", self._reconcile)]
             self._changes = {".": folder.changed_ns()}
             for rank in {rank for rank, _ in writers}:
@@ -138,7 +138,7 @@ class RunShipper:
             is_newest = writer in newest
             members = {key: one for key, one in writer.shown.items() if is_newest or key in ("attempt", "state")}
             members["state"] = "killed" if writer.state == "dead" else members.get("state")
-            if interval_s := Members(members).number("interval_s"):  # a status is as late here as it is put
+            if interval_s := Members(members).number("interval_s"):  # a status arrives as late as it is put
                 members["interval_s"] = interval_s + self.shared.settings.status_s
             shown["/".join(writer.names)] = members | {"host": self.shared.node}
         return encode_manifest({"writers": shown})

@@ -42,7 +42,7 @@ class Confirmed(NamedTuple):
 
 
 def ledger_name(url: str) -> str:
-    """Return the file name of a run's ledger for one destination. A run may be shipped to several in turn."""
+    """Return the file name of a run's ledger for one destination. A run may have several in turn."""
     return f"_shipped-{hashlib.sha256(url.encode()).hexdigest()[:8]}.jsonl"
 
 
@@ -96,7 +96,7 @@ class ShippedLedger:
             return dict(self._files)
 
     def add(self, name: str, size_bytes: int, how: str) -> bool:
-        """Add a confirmation. Return True if `problem` was empty and is not any more, which one of all threads sees."""
+        """Add a confirmation. Return True in only one thread once `problem` is not empty any more."""
         with self._lock:
             before = self.problem
             self._files[name] = Confirmed(size_bytes, how)
@@ -120,7 +120,7 @@ class ShippedLedger:
             if is_anew:
                 os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, text.encode())
-        except OSError as error:  # for example a full disk; the next listing of the store shows what the ledger lacks
+        except OSError as error:  # for example a full disk; the next listing of the store shows what the ledger misses
             self.problem = f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Shipping:
     is_over: Callable[[], bool] = lambda: False
     """Returns True once a stop has waited for as long as it may. The processes of errands must then end at once."""
     is_once: bool = False
-    """True with ``--once``. Open shards are then shipped as they are, because no later pass may follow."""
+    """True with ``--once``. Open shards are then shipped as they are, because there may be no later pass."""
     at_once: Any = field(default_factory=threading.Lock)
     """A thread holds this lock while it has a large snapshot (a copy of an open shard) in memory."""
     said: dict[str, str] = field(default_factory=dict)
@@ -260,9 +260,9 @@ class ShippedRun:
             with contextlib.suppress(RunError):
                 other = str(parse_json(there[0], self.key).get("run_id"))
             if other != self.run_id:
-                self.conflict = f"another run has its name there (run_id {other or 'unreadable'})"
+                self.conflict = f"another run at the destination has its name (run_id {other or 'unreadable'})"
         elif there is None and self.shared.destination.get(f"{PRUNED}/{self.key}.json") is not None:
-            self.conflict, self.was_pruned = "it was pruned there", True
+            self.conflict, self.was_pruned = "the run was pruned at the destination", True
             logger.info("%s is not shipped: %s", self.path, self.conflict)
             return False
         if self.conflict:
@@ -302,7 +302,7 @@ class ShippedRun:
             self._aside.clear()
             self._conflicting.clear()
         self.list_at_s = time.monotonic() + self.shared.settings.recheck_s
-        if not self.shared.health.problem:  # a store that answers this may still refuse puts
+        if not self.shared.health.problem:  # a store that lists objects may still refuse puts
             self.shared.health.succeeded()
         return lost
 
@@ -394,7 +394,7 @@ class ShippedRun:
             return True
         confirmed, held = self.ledger.get(name), self.held.get(name)
         noted = confirmed.how if confirmed is not None else ""
-        if known is None and held is not None and noted == f"crc:{crc:08x}":  # unchanged since the last start
+        if known is None and held is not None and noted == f"crc:{crc:08x}":  # same document as at the last start
             self._documents[name] = _Document(crc, held.e_tag)
             return True
         put = self.put_over(
@@ -404,7 +404,7 @@ class ShippedRun:
             ),
         )  # fmt: skip
         if put is None:
-            return True  # another daemon was faster; the next look tries again
+            return True  # another daemon was faster; the next scan tries again
         if not put.is_new and put.there != content and not stays(put.there):
             return self._conflicts(name)
         if put.is_new:
@@ -447,7 +447,7 @@ class ShippedRun:
         if name not in self._conflicting:
             self._conflicting.add(name)
             self.shared.counters.add("conflicts", _kind(name))
-            logger.error("%s/%s: something else is there under this name; it is not touched", self.key, name)
+            logger.error("%s/%s: another object has this name; it is not overwritten", self.key, name)
         return False
 
 

@@ -99,7 +99,7 @@ class Health:
         self.answered_s = 0.0
         """The wall-clock time of the store's last success. 0 means never."""
         self.recovered_s = 0.0
-        """The monotonic time of the last success after an error. The store may have lost files before it."""
+        """The monotonic time of the last success after an error. Before that the store may have lost files."""
 
     @property
     def is_open(self) -> bool:
@@ -114,7 +114,7 @@ class Health:
 
     def failed(self, problem: str) -> None:
         with self._lock:
-            if self._clock() < self._until_s:  # jobs that failed at the same time are one failure
+            if self._clock() < self._until_s:  # jobs that failed at the same time count as one failure
                 return
             self._wait_s = min(max(2 * self._wait_s, 0.5), _LONGEST_WAIT_S)
             self._until_s = self._clock() + self._wait_s * random.uniform(0.7, 1.3)
@@ -173,7 +173,7 @@ def state_folder(setting: str) -> Path:
     """Create and return the folder of the daemon's lock and state. Raise ConfigError if another user owns it."""
     runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
     if setting:
-        path = Path(setting).absolute()  # errands have another working directory
+        path = Path(setting).absolute()  # the path is absolute, because errands have another working directory
     elif runtime:
         path = Path(runtime) / "recorder-daemon"
     elif os.getuid() == 0:
@@ -208,7 +208,7 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
         for other in running(folder):
             who = f"process {other.get('pid')} (to {other.get('to')}, watching {', '.join(other.get('watch', ()))})"
             if other.get("to") == destination:
-                raise WriteError(f"{destination}: another daemon of this node ships there: {who}; stop it first")
+                raise WriteError(f"{destination}: another daemon of this node ships to it: {who}; stop it first")
             for mine in watched:
                 for its in other.get("watch", ()):
                     if holds_folder(its, mine) or holds_folder(mine, its):
@@ -218,7 +218,7 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            raise WriteError(f"{destination}: another daemon of this node begins to ship there; try again") from None
+            raise WriteError(f"{destination}: another daemon of this node begins to ship to it; try again") from None
         state = folder / f"{_name(destination)}.json"
         write_state(state, {"pid": os.getpid(), "to": destination, "watch": watched})
     try:
@@ -259,13 +259,13 @@ def status_reply(state: str) -> Reply:
     daemons = running(state_folder(state))
     return Reply(
         members=lambda: {"daemons": daemons},
-        parts=lambda: [line for one in daemons for line in _status_lines(one)] or ["no daemon is at work here"],
+        parts=lambda: [line for one in daemons for line in _status_lines(one)] or ["no daemon is running on this node"],
         exit_code=int(not daemons),
     )
 
 
 def _status_lines(one: dict[str, Any]) -> Iterator[str]:
-    runs = f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} there completely"
+    runs = f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} shipped completely"
     left = f"{counted(one.get('backlog_files', 0), 'file')} with {size(one.get('backlog_bytes', 0))} to go"
     done = f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
     yield f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: {runs}; {left}; {done}"
@@ -274,6 +274,6 @@ def _status_lines(one: dict[str, Any]) -> Iterator[str]:
     if problem := one.get("problem"):
         yield f"the store fails: {problem}"
     if one.get("conflicts"):
-        yield f"{counted(one['conflicts'], 'conflict')}: something else is there under the name of a file"
+        yield f"{counted(one['conflicts'], 'conflict')}: another object has the name of a file"
     if time.time() - one.get("time_s", 0) > _SILENT_S:
-        yield f"it has said nothing since {moment(int(one.get('time_s', 0) * 1e9))}"
+        yield f"no news of it since {moment(int(one.get('time_s', 0) * 1e9))}"

@@ -82,7 +82,7 @@ class LocalFile(ByteSource):
 
 @dataclass(slots=True)
 class Entries:
-    """The entries of one directory. It also collects the entries of many directories that are to be counted."""
+    """The entries of one directory. It also sums up the entries of many directories."""
 
     directories: list[str] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -161,8 +161,8 @@ class Folder:
                 raise RefusedError(f"{where}: is not a regular file")
             head = _HEADS.get(name[name.rfind(".") :], b"")
             content = os.pread(descriptor, len(head), 0)
-            if content != head[: len(content)]:  # a file that was just begun may be shorter
-                raise RefusedError(f"{where}: does not begin as a file of this name does")
+            if content != head[: len(content)]:  # a file that was just created may be shorter
+                raise RefusedError(f"{where}: does not begin as files of this name must")
         except BaseException:
             os.close(descriptor)
             raise
@@ -216,7 +216,7 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
                 yield from find_runs(inner, counts, (*names, name))
         except PermissionError as error:
             counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
-        except OSError:  # the directory is gone, or was replaced
+        except OSError:  # the directory is gone, or was replaced by a link
             continue
     for name in entries.misnamed:
         with contextlib.suppress(OSError), folder.below(name) as inner:
@@ -226,7 +226,7 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
 
 def closed_to_us(error: PermissionError) -> str:
     """Return the reason that is shown for a directory that the daemon may not read."""
-    return f"the daemon may not look into it ({error.strerror})"
+    return f"the daemon has no permission to read it ({error.strerror})"
 
 
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, FileFacts], Entries]:
@@ -245,7 +245,7 @@ def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, FileFacts
             except PermissionError as error:
                 counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
                 continue
-            except OSError:  # the directory is gone, or was replaced
+            except OSError:  # the directory is gone, or was replaced by a link
                 continue
             writers += [(name, writer) for writer in own]
             counts.refused += [f"{name}/{one}" for one in below.refused]
@@ -260,7 +260,7 @@ def _files_of(folder: Folder, name: str) -> Iterable[str]:
         with folder.below(name) as inner:
             return inner.entries(with_stamps=False).files
     except OSError:
-        return [WRITER_MANIFEST]  # whoever opens the writer says why it cannot be listed
+        return [WRITER_MANIFEST]  # the code that opens the writer reports why it cannot be listed
 
 
 def list_writer(folder: Folder) -> WriterFiles:
@@ -293,5 +293,5 @@ def list_writer(folder: Folder) -> WriterFiles:
 def sealed_name(name: str) -> str:
     """Return the name that an open shard gets when it is sealed."""
     shard = parse_shard_name(name)
-    assert shard is not None, "only shards are asked about"
+    assert shard is not None, "callers pass only names of shards"
     return shard_name(shard.kind, shard.number)

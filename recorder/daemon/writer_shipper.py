@@ -201,7 +201,7 @@ class WriterShipper:
 
     @property
     def _goes_open(self) -> bool:
-        """True if open shards of tensors are shipped as they are, because maybe nobody will seal or ship them later."""
+        """True if open shards of tensors are shipped as they are, because they may never be sealed or shipped later."""
         is_time = self._run.shared.is_once and not self.has_ended
         return self.state == "quiet" or (self.has_ended and self.was_repaired) or is_time
 
@@ -214,7 +214,7 @@ class WriterShipper:
             manifest, status = self._read_manifest(folder), self._read_status(folder)
             balances = (RowCounts.read(Members(members)) for members in (self._ledger, self.status))
             self.balance = max(balances, key=lambda one: (one.observed, one.written))
-            # The files are listed after the manifest was read: if it says closed, no later file comes.
+            # The files are listed after the manifest was read: if the manifest says closed, no later file comes.
             self.files = list_writer(folder)
             self._judge(self.files)
             self.has_looked = True
@@ -293,7 +293,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def _note(self, name: str, is_ours: bool) -> None:
-        """Mark a file as stuck if another object has its name at the destination, that is, unless `is_ours`."""
+        """Mark a file as stuck unless `is_ours`: another object at the destination then has its name."""
         if is_ours:
             self.stuck.discard(name)
         else:
@@ -339,7 +339,7 @@ class WriterShipper:
             with folder.open(STATUS) as file:
                 content = file.bytes(0, min(file.size_bytes, STATUS_BYTES))
             raw = parse_json(content, folder.path)
-            encode_manifest(raw)  # a number that no document may have raises ValueError
+            encode_manifest(raw)  # NaN or an infinity in a document raises ValueError
         except (FileNotFoundError, CorruptError, ValueError, RecursionError):  # the status is being rewritten
             return None
         if raw.get("step") != self.status.get("step"):
@@ -439,7 +439,7 @@ class OpenShards:
     def _put_prefix(self, name: str, content: bytes, before: _Snapshot | None, stamp: FileFacts) -> None:
         shared = self._run.shared
         if before is not None and crc32c(memoryview(content)[: before.num_bytes]) != before.crc:
-            shared.counters.add("conflicts", "open")  # a failed write was cut back, so the sealed shard decides
+            shared.counters.add("conflicts", "open")  # a failed write was cut back, so wait for the sealed shard
             before.stamp = stamp
             return
         e_tag = before.e_tag or None if before is not None else None
@@ -455,7 +455,7 @@ class OpenShards:
         shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: FileFacts) -> None:
-        """Put batches that are too large for one request. This happens about once: their writer is gone or quiet."""
+        """Put batches that are too large for one request. This happens once, if their writer is gone or quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end
         if name in self._there:

@@ -26,7 +26,7 @@ QUALIFIERS = (
 """The columns that identify a tensor of a run, together with the module path. Choices are listed in this order."""
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
 _OF_RANKS = ("rank", "attempt")
-"""The columns that may differ among the rows of one global tensor. Rows of superseded attempts are dropped before."""
+"""The columns that may differ among the rows of one global tensor. Rows of superseded attempts were dropped before."""
 _MAX_CHOICES = 8
 
 
@@ -73,7 +73,7 @@ def find_tensor(
     rows.load(LOOKUP_COLUMNS)
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     positions, what = _answering(rows, writers, of_module, question, f"{module_path!r}", stages)
-    if counts is None:  # a relaunched job begins with attempt 0 again, so one attempt can be recorded twice
+    if counts is None:  # a job that is launched again begins with attempt 0, so one attempt can be recorded twice
         positions = _of_newest_attempt(rows, writers, positions)
     elif question.get("attempt") is None:
         positions = positions[counts[positions]]
@@ -82,7 +82,7 @@ def find_tensor(
                 f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
             )
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
-        positions = positions[rows.numbers("rank")[positions] == NONE]  # a merged run also has the ranks' own rows
+        positions = positions[rows.numbers("rank")[positions] == NONE]  # a merged run also has single ranks' rows
     with_values = positions
     if needs_values:
         with_values = positions[rows.keys("encoding", positions).codes != NONE]
@@ -107,7 +107,7 @@ def find_tensor(
         related = related[rows.numbers("micro_step")[related] == question["micro_step"]]
     if counts is None or is_merged:
         return TensorRows(_single(rows, with_values, is_merged, what), related, is_merged, what, is_micro_batch)
-    for name, keys in single.items():  # drop rows without values that differ in a qualifier that is open
+    for name, keys in single.items():  # drop rows without values that differ in an open qualifier
         code, of_all = int(keys.codes[0]), rows.keys(name, positions)
         value = None if code == NONE else code if keys.texts is None else keys.texts[code]
         positions = positions[of_all.codes == of_all.code(value)]
@@ -189,7 +189,7 @@ def _raise_unmet(
             )
         positions = positions[is_meant]
         what += f" {name}={value!r}"
-    raise AssertionError("all values together have rows")
+    raise AssertionError("rows exist, but not for all values together")
 
 
 def module_code(rows: MetadataRows, module_path: str) -> int:
@@ -241,10 +241,10 @@ def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
     order = np.argsort(parts)
     if len(np.unique(parts)) < len(parts):
         seqs = ", ".join(map(str, sorted(rows.numbers("seq")[positions].tolist())[:_MAX_CHOICES]))
-        why = f"several rows have one and the same key (in the column seq: {seqs}), so nobody can tell which is meant"
+        why = f"several rows have one and the same key (in the column seq: {seqs}), so the question is ambiguous"
         raise LookupFailedError(f"{what}: {why}")
     if not np.array_equal(parts[order], np.arange(len(parts))):
-        raise LookupFailedError(f"{what}: of its parts only {sorted(map(int, parts))[:_MAX_CHOICES]} were recorded")
+        raise LookupFailedError(f"{what}: only its parts {sorted(map(int, parts))[:_MAX_CHOICES]} were recorded")
     return positions[order]
 
 

@@ -33,7 +33,7 @@ _MAX_RATIO = 128
 """The largest allowed ratio of decompressed to compressed bytes. Constant columns reach 13, zip bombs thousands."""
 _MIN_DECLARED_BYTES = 1 << 20
 _MAX_PAIRS = 64
-"""The most pairs in a message's custom metadata. The recorder writes 2. Many with shared bytes are slow to read."""
+"""The most pairs in a message's custom metadata. The recorder writes 2. Many pairs of shared bytes are slow."""
 
 _VERSION_5 = 4
 """The number of Arrow's version 5 in Message.fbs (V1 is 0). Older versions may note compression in custom metadata."""
@@ -228,7 +228,7 @@ def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, wh
             raise CorruptError(f"{where}: a compressed buffer of {length} bytes has no room for its length")
         if length:
             (declared_bytes,) = struct.unpack("<q", body.slice(offset, 8))
-            total_bytes += max(declared_bytes, 0)  # -1 marks a buffer that is stored uncompressed
+            total_bytes += max(declared_bytes, 0)  # the length -1 marks a buffer that is stored uncompressed
     max_bytes = min(MAX_BATCH_BYTES, max(_MIN_DECLARED_BYTES, _MAX_RATIO * body.size))
     if total_bytes > max_bytes:
         raise CorruptError(f"{where}: declares {total_bytes} bytes, more than the {max_bytes} a batch may have")

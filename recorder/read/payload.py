@@ -70,7 +70,7 @@ class Payloads:
         ):
             for start in range(0, len(wanted), _AT_ONCE):
                 if num_brought_bytes > _MAX_REMOTE_BYTES:
-                    return  # more batches would evict those that were just read
+                    return  # more batches would evict the batches that were just read
                 some = wanted[start : start + _AT_ONCE]
                 read = store_of(some[0][1].path).each(_read, some)
                 brought = {one[0]: batch for one, batch in zip(some, read, strict=True) if batch is not None}
@@ -135,12 +135,12 @@ class Payloads:
         matches = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
         if len(matches) == 1:
             source = self._fields(shard, *self._batch_row_seq(start + int(matches[0])))
-        else:  # the loaded rows may be only a part of the shard
+        else:  # the loaded rows may be only some rows of the shard
             found_at = shard.position_of(target)
             source = self._fields(shard, *found_at, target) if found_at and found_at < (batch, row) else {}
         if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
             raise CorruptError(
-                f"{shard.path}: row seq={seq} refers to row seq={target}, which does not hold its content"
+                f"{shard.path}: row seq={seq} refers to row seq={target}, which does not have its content"
             )
         return source
 
@@ -158,7 +158,7 @@ class Payloads:
         else:
             self._batches.move_to_end(key)
         if not 0 <= row < rows.num_rows or rows.column("seq")[row].as_py() != seq:
-            raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
+            raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that the index names")
         fields = {name: rows.column(name)[row].as_py() for name in _COLUMNS if name != "data"}
         return fields | {"data": _slice(rows.column("data"), row)}
 
@@ -228,7 +228,7 @@ def decode(row: Any) -> npt.NDArray[Any]:
     dtype, shape = str(fields["dtype"]), parse_shape(fields["shape"])
     try:
         payload_bytes, whole_bytes = int(fields["payload_bytes"]), math.prod(shape) * item_bytes(dtype)
-    except (TypeError, ValueError, OverflowError):  # null, which pandas turns into NaN
+    except (TypeError, ValueError, OverflowError):  # the value is null, which pandas turns into NaN
         raise CorruptError(f"payload_bytes is {fields['payload_bytes']!r}, beside encoding {encoding!r}") from None
     if fields.get("part") or payload_bytes < whole_bytes:
         raise LookupFailedError(
@@ -260,17 +260,17 @@ def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
 
 
 def _fields(row: Any) -> Mapping[str, Any]:
-    if hasattr(row, "as_py"):  # a pyarrow struct scalar, which is a mapping of scalars, too
+    if hasattr(row, "as_py"):  # the row is a pyarrow struct scalar, which is a mapping of scalars, too
         return _fields(row.as_py())
     if isinstance(row, Mapping):
         return row
-    if hasattr(row, "to_pylist"):  # pyarrow table or batch
+    if hasattr(row, "to_pylist"):  # the row is a pyarrow table or batch
         rows = row.to_pylist()
         if len(rows) != 1:
             raise LookupFailedError(f"decode takes one row, here are {len(rows)}; slice it: table.slice(i, 1)")
         return _fields(rows[0])
-    if hasattr(row, "_asdict"):  # itertuples()
+    if hasattr(row, "_asdict"):  # the row comes from itertuples()
         return _fields(row._asdict())
-    if hasattr(row, "to_dict"):  # pandas Series
+    if hasattr(row, "to_dict"):  # the row is a pandas Series
         return _fields(row.to_dict())
     raise LookupFailedError(f"decode takes one row, not a {type(row).__name__}; see help(recorder.decode)")

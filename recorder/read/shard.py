@@ -76,7 +76,7 @@ class Layout:
         self._starts = list(accumulate((_num_buffers(field.type) for field in schema), initial=0))
         self._kinds = [column_kind(field.type) for field in schema]
         self._index_of = {name: index for index, name in enumerate(self.names)}
-        ours = {*COLUMN_OF, *(field.name for field in extra)}  # a foreign column may have the name of an index column
+        ours = {*COLUMN_OF, *(field.name for field in extra)}  # an unknown column may have the name of an index column
         self.counts = ours & _BOUNDS.keys()
         self._never_null = ours & _NEVER_NULL
 
@@ -109,7 +109,7 @@ class Layout:
     def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
         """Return a function that computes a column's checksums from an uncompressed message, for `check_batch`.
 
-        `buffers_of` must have checked the buffers. Through Arrow, a column of a few rows would take five times as long.
+        `buffers_of` must have checked the buffers. Arrow would take five times as long for a column of a few rows.
         """
         starts = self._starts
         kinds, index_of, nodes, buffers = self._kinds, self._index_of, message.nodes, message.buffers
@@ -202,7 +202,7 @@ def read_layout(
         raise type(error)(f"{source.where}: {error}") from error
 
 
-@lru_cache(maxsize=16)  # the shards of a run share a few schemas
+@lru_cache(maxsize=16)  # schemas are cached, because the shards of a run have few different schemas
 def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ...]) -> Layout:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(message))
@@ -229,7 +229,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     where = f"{source.where}, batch at byte {block.offset}"
     prefixed = source.read(block.offset, block.metadata_bytes)
     if struct.unpack("<II", prefixed[:PREFIX_BYTES]) != (CONTINUATION, block.metadata_bytes - PREFIX_BYTES):
-        raise CorruptError(f"{where}: no message of the length begins there that the footer says")
+        raise CorruptError(f"{where}: no message of the length in the footer begins at this byte")
     message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
@@ -300,7 +300,7 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
     if not len(values):
         return
     lowest, highest = _BOUNDS[name]
-    if lowest == 0:  # as unsigned, a negative number exceeds every allowed count, so one comparison suffices
+    if lowest == 0:  # read as unsigned, negative numbers exceed every allowed count, so one comparison suffices
         is_possible = np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) <= highest
     else:
         is_possible = lowest <= values.min() <= values.max() <= highest
@@ -424,7 +424,7 @@ class _Walk:
             self.found.end = block.end
         except RunError as error:
             following = None
-            for schema in SCHEMAS:  # the schema of this version or an earlier one may fit: checksums will tell
+            for schema in SCHEMAS:  # the schema of this version or of an earlier one may fit; checksums decide
                 self.found.layout = Layout(schema)
                 if (following := self._next_batch(offset)) is not None:
                     break
@@ -440,7 +440,7 @@ class _Walk:
         self.found.num_trailing_bytes = self.source.size_bytes - offset
         if not is_cut_write(self.source, offset):
             self.found.tail_damage = (
-                f"{error}; no batch follows, and these {self.found.num_trailing_bytes} bytes are no cut write"
+                f"{error}; no batch follows, and these {self.found.num_trailing_bytes} bytes are no unfinished write"
             )
 
     def _take(self, offset: int) -> int:

@@ -57,7 +57,7 @@ class ShardRows:
         self._shard: Shard | None = None
         self._last_header: BatchHeader | None = None
         self._rows_of: dict[int, int] = {}
-        """The number of rows of each batch: of the index if it is used, else of the shard."""
+        """The number of rows of each batch: in the index if the index is used, else in the shard."""
         self._spans: dict[int, Steps | None] = {}
         """The range of steps of each batch. None for a batch whose steps cannot be read."""
         self.kept: dict[int, Any] | None = None
@@ -158,7 +158,7 @@ class ShardRows:
         except RunError as error:
             why = str(error)
         self._use_shard()
-        if why and not self.damage:  # an index does not fit a shard that was cut: report one problem
+        if why and not self.damage:  # an index never fits a shard that was cut, so only one problem is reported
             logger.warning("%s; the rows are read from the shard instead", why)
 
     def find_open(self, final: Location, max_batches: int | None = None) -> None:
@@ -169,7 +169,7 @@ class ShardRows:
             try:
                 return store.open_growing(self.path)
             except FileNotFoundError:
-                return store.open_growing(final)  # sealed meanwhile: the batches are at the same offsets
+                return store.open_growing(final)  # the shard was sealed meanwhile, with the batches at the same offsets
 
         salvaged = salvage(lambda: store.open_growing(self.path), max_batches=max_batches)
         self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)
@@ -248,7 +248,7 @@ class ShardRows:
 
     def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
         if self.kept is not None and names != _KEPT and set(names) <= set(_KEPT):
-            with suppress(CorruptError):  # perhaps in a column that nobody wants
+            with suppress(CorruptError):  # the damage may be in a column that no query reads
                 batch = self.kept.get(number) or self._metadata_batch(number, _KEPT)
                 if batch.nbytes <= _MAX_KEPT_ROW_BYTES * batch.num_rows:
                     self.kept[number] = batch
@@ -286,14 +286,14 @@ class ShardRows:
                 salvaged = salvage(open_source)
                 self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)
                 self.num_trailing_bytes = salvaged.num_trailing_bytes
-                rest = f"; {salvaged.num_trailing_bytes} bytes follow the last whole batch and are none"
+                rest = f"; {salvaged.num_trailing_bytes} bytes that are no batch follow the last whole batch"
                 first = f"{error}{rest if salvaged.num_trailing_bytes else ''}"
                 self._note(first, *(each for each in salvaged.damage if each != str(error)))
         return self._shard
 
     def _note(self, *damage: str) -> None:
         for text in damage:
-            if text not in self.damage:  # a shard that is mapped again finds the same damage again
+            if text not in self.damage:  # when a shard is mapped again, the same damage is found again
                 logger.warning("%s", text)
                 self.damage.append(text)
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""The most attempts to open a shard. It may be sealed or deleted once listed; the next listing has its new name."""
+"""The most attempts to open a shard. A listed shard may be sealed meanwhile: the next listing has its new name."""
 _QUIET_S = 60.0
 """A writer on another host counts as dead after this many seconds without a change to its files."""
 
@@ -58,7 +58,7 @@ class RecordedWriter:
         try:
             store.look_at(path)
         except OSError:
-            return  # the writer has just begun, or was killed before it wrote a manifest
+            return  # without a manifest: the writer has just begun, or was killed early
         try:
             self.manifest = WriterManifest.read(store.read_json(path), shared)
             rundir.check_version(self.manifest.members, str(path))
@@ -120,9 +120,7 @@ class RecordedWriter:
         """The newest counts of recorded and lost rows: from the manifest, shards, status or later writers' notes."""
         balances = [self.manifest.balance]
         balances += [RowCounts.read(rundir.Members(shard.last_ledger())) for shard in self.newest_shards()]
-        balances += [
-            note.balance for note in self.retired_later
-        ]  # the newest ledger may have been in a shard that was deleted
+        balances += [note.balance for note in self.retired_later]  # the newest ledger may have been in a deleted shard
         balance = max(balances, key=lambda balance: (balance.observed, balance.written))
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
@@ -205,9 +203,9 @@ class RecordedWriter:
         who = "global" if self.rank is None else f"rank {self.rank}"
         is_gone = self.manifest.is_running is False
         how = "its process ended without closing" if is_gone else "not closed, out of sight from here and quiet"
-        end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
+        end = "it left no rows" if self.last_step is None else f"the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing - max(self._num_synced_gone, 0)
-        rows = "1 row that was on its way is" if num_lost == 1 else f"{num_lost} rows that were on their way are"
+        rows = "1 row not written yet is" if num_lost == 1 else f"{num_lost} rows not written yet are"
         # The ledger (counts of rows) lacks what was observed after the last flush, so more rows may be lost.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
@@ -231,7 +229,7 @@ class RecordedWriter:
         if num_gone <= 0 or self.state != "unclosed":
             return ""
         there = f"{self.balance.synced} rows had been synced, {self.balance.retired_rows} of them removed"
-        lost = f"{counted(num_gone, 'row')} lost after they were safe, or on the way where a daemon ships the run"
+        lost = f"{counted(num_gone, 'row')} lost after they were synced, or not shipped yet by a daemon"
         return f"{there}, and {self.num_rows} are there: {lost}{self._files_gone}"
 
     @property
@@ -242,7 +240,7 @@ class RecordedWriter:
             if (name := rundir.parse_shard_name(shard.path.name)) is not None:
                 numbers.setdefault(name.kind, set()).add(name.number)
         files: list[str] = []
-        with contextlib.suppress(NotARunError):  # the directory was removed since the run was opened
+        with contextlib.suppress(NotARunError):  # the writer's directory was removed since the run was opened
             files = store_of(self.directory).list_directory(self.directory, directories=False)
         gone = [shard for shard in map(rundir.shard_of_index, files) if shard and shard not in files]
         for kind, present in sorted(numbers.items()):
@@ -262,7 +260,7 @@ class RecordedWriter:
         """A sentence that a writer has rows but no manifest. Empty with a manifest, even with a damaged one."""
         if self.manifest_problem or self.manifest.members or not self.num_rows:
             return ""
-        return f"{self.directory}: has rows and no manifest; it is lost, or the disk never took it"
+        return f"{self.directory}: has rows and no manifest, which is lost, or was never written"
 
     @property
     def _num_synced_gone(self) -> int:
@@ -337,7 +335,7 @@ def list_writers(folder: Location) -> list[str]:
         try:
             return store.list_directory(folder / name, directories=False, is_part=lambda entry: True)
         except NotARunError:
-            return [rundir.WRITER_MANIFEST]  # whoever opens the writer says why it cannot be listed
+            return [rundir.WRITER_MANIFEST]  # the code that opens the writer reports why it cannot be listed
 
     try:
         names = store.list_directory(folder, directories=True, is_part=lambda name: True)
@@ -360,7 +358,7 @@ def _find_copies(writers: list[RecordedWriter]) -> None:
         original = next((writer for writer in same if writer.name == writer.manifest.writer), same[0])
         for writer in same:
             if writer is not original and writer.name != writer.manifest.writer and not writer.manifest_problem:
-                what = f"is a copy of {original.name} beside it, so its rows are there twice"
+                what = f"is a copy of {original.name} beside it, so its rows exist twice"
                 writer.manifest_problem = f"{writer.directory}: {what}; remove the copy"
                 logger.warning("%s", writer.manifest_problem)
 
@@ -373,7 +371,7 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
     for members in of_rank.values():
         for later in members.values() if len(members) > 1 else ():
             manifest = later.manifest
-            if later.state == "recording":  # a deletion is in its manifest first, which may be newer now
+            if later.state == "recording":  # first its manifest has a deletion, and may be newer now
                 with contextlib.suppress(RunError):
                     raw = store_of(later.directory).read_json(later.directory / rundir.WRITER_MANIFEST)
                     manifest = WriterManifest.read(raw)
@@ -386,7 +384,7 @@ def load_balances(writers: Iterable[RecordedWriter]) -> None:
     """Read the ledgers (counts of rows) of several writers in advance. In an object store, this is done in parallel."""
     shards = [shard for writer in writers for shard in writer.newest_shards()]
     for _ in each_of(shards, ShardRows.last_ledger):
-        pass  # the shard keeps its own result
+        pass  # each shard caches its own result
 
 
 def _load_writer(directory: Location, rank: int | None, shared: rundir.Shared) -> RecordedWriter:
@@ -445,5 +443,5 @@ def as_problem(path: Location, problems: Sequence[str]) -> str | None:
     """Describe the malformed members of a manifest in one sentence. Return None if there are none."""
     if not problems:
         return None
-    more = f"; and {len(problems) - 1} more of its members are of a wrong kind" if len(problems) > 1 else ""
+    more = f"; and {len(problems) - 1} more of its members have a wrong type" if len(problems) > 1 else ""
     return f"{path}: {problems[0]}, so it counts as missing{more}"

@@ -190,7 +190,7 @@ class Axes:
         if not len(losses):
             return table
         optimizers = {_optimizer_of(one) for one in names.unique().to_pylist() if one and one.startswith("lr.")}
-        if len(optimizers | {*self.optimizer_of_loss.values()}) < 2:  # so in nearly all runs, of any size
+        if len(optimizers | {*self.optimizer_of_loss.values()}) < 2:  # nearly all runs return here, whatever their size
             if optimizers:
                 (self.optimizer_of_loss["loss"],) = optimizers
             return table
@@ -205,7 +205,7 @@ class Axes:
         places = [*zip(steps[losses].tolist(), repeats, strict=True)]
         for loss, rank, place in zip(losses.tolist(), ranks[losses].tolist(), places, strict=True):
             if of_step := stepped.get((rank, place[0]), {}):
-                later = [name for name, row in of_step.items() if row > loss]  # losses of the first step come after all
+                later = [name for name, row in of_step.items() if row > loss]  # the losses of the first step come last
                 optimizer = later[0] if later else [*of_step][min(place[1], len(of_step) - 1)]
                 if self.optimizer_of_loss.setdefault("loss", optimizer) != optimizer:
                     self._later_losses[place] = f"{optimizer} loss"
@@ -345,7 +345,7 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
     are_told = any(info.rates for info in infos.values())
     why = {path: _why_no_parameters(info, are_told=are_told) for path, info in infos.items()}
     classes: dict[str, dict[str, None]] = {}
-    for (_, path), info in run.modules.items():  # two models may have a module of one path
+    for (_, path), info in run.modules.items():  # two models may have modules of the same path
         classes.setdefault(path, {})[info.class_name] = None
     facts = {path: [" or ".join(classes[path]), info.source] for path, info in infos.items()}
     rows = [[path, *facts.get(path, ["", ""]), why.get(path, "")] for path in paths]
@@ -442,7 +442,7 @@ def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
     quantiles: dict[str, tuple[npt.NDArray[np.float64], ...]] = {}
     deviation = np.full(len(ids), np.nan)
     for name, column in values.numbers.items():
-        order = np.lexsort([column, ids])  # NaN comes last
+        order = np.lexsort([column, ids])  # sorting puts NaN last
         in_order = column[order]
         starts = np.searchsorted(ids[order], np.arange(groups.num_groups))
         counts = np.bincount(ids, ~np.isnan(column), groups.num_groups).astype(np.int64)
@@ -487,7 +487,7 @@ class OddRanks:
         self.compared += np.bincount(ranks[~np.isnan(deviation)], minlength=size)
         self.far += np.bincount(ranks[deviation > _FAR], minlength=size)
         worse = np.flatnonzero(deviation > self._most[ranks])
-        worse = worse[np.argsort(deviation[worse])]  # of several values of one rank, the last and largest one stays
+        worse = worse[np.argsort(deviation[worse])]  # of a rank's several values, the last and largest one is kept
         self._most[ranks[worse]] = deviation[worse]
         self._farthest[ranks[worse]] = np.column_stack([values.series[is_own][worse], values.steps[is_own][worse]])
         if {"nan_count", "inf_count"} <= values.numbers.keys():

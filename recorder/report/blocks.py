@@ -94,7 +94,7 @@ def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], le
 
     `has_row` is true where a row exists, even a row without this statistic. `levels` is `FINE` or `COARSE`.
     """
-    by_series = len(values), math.prod(values.shape[1:])  # a run with only scalars has no series
+    by_series = len(values), math.prod(values.shape[1:])  # a run that has only scalars has no series
     flat = np.clip(values.reshape(by_series).astype(np.float64), -_LARGEST, _LARGEST)
     is_number = ~np.isnan(flat)
     sizes = np.abs(np.where(is_number, flat, 0.0))
@@ -163,7 +163,7 @@ class Cube:
             stands_out = np.isnan(old) | (_weight(name, new) > _weight(name, old))
             at, new = at[stands_out], new[stands_out]
             order = np.argsort(_weight(name, new), kind="stable")
-            flat[at[order]] = new[order]  # if a cell gets several values, the last one stays
+            flat[at[order]] = new[order]  # if a cell gets several values, the last value stays
             changed.append(at)
         return np.unique(np.concatenate(changed) % max(self.shape[2], 1))
 
@@ -270,9 +270,9 @@ class GrowingCube(Cube):
         return [_block(prefix, name, values, has_row, FINE, data) for name, values in changed]
 
     def _halve(self) -> None:
-        assert self._saved is None, "what is not final is taken out first"
+        assert self._saved is None, "values that are not final must be removed first"
         num = len(self.first_steps)
-        num_pairs, num_left = num // 2, -(-num // 2)  # with an odd number of columns the last is not joined
+        num_pairs, num_left = num // 2, -(-num // 2)  # with an odd number of columns, the last column is not joined
         for name, array in self.values.items():
             kept, right = array[:, :, 0:num:2].copy(), array[:, :, 1:num:2]
             left = kept[:, :, :num_pairs]

@@ -89,7 +89,7 @@ def collect(
         report(run.num_rows)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
         if checks is None:
-            told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
+            told["verdict"] = "`recorder doctor` did not run; run it for an answer"
             checks = ()
         else:
             checks = [*checks, *found_since(run, checks)]
@@ -148,7 +148,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "pairs": pairs,
             "verdict": compared.verdict,
             "models": [
-                *([f"B is damaged, and what cannot be read of it was left out: {damaged}"] if damaged else []),
+                *([f"B is damaged, and its unreadable values were left out: {damaged}"] if damaged else []),
                 *unlike_models(a, b),
             ],
             "num_compared": compared.num_compared,
@@ -249,14 +249,14 @@ def ranks_block(
         rows[-1][11:13] = status.step if status.has_step else None, round(told.silent_s - newest_s, 1)
     why = ""
     if run.is_merged:
-        why = "A merged run has whole tensors. The run that it was merged from knows who had which chunk."
+        why = "A merged run has whole tensors. The run that was merged shows which rank had which chunk."
     elif len(run.ranks) < 2:
         why = "There is one rank, and it has everything."
     elif layouts is not None:
         why = "" if layouts else "Not known yet: no parameter, gradient or output of several ranks was recorded."
     elif axes.num_rows > _MAX_ROWS or len(run.ranks) > _MAX_RANKS:
         amount = f"{counted(axes.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}"
-        why = f"{amount} are too many to look at here: `recorder show --where` says who had what."
+        why = f"{amount} are too many for this page; `recorder show --where` shows which rank had what."
     else:
         layouts = layouts_of(run, axes, list(axes.index), set())
     titles = ["rank", "host", "local rank", "node", "attempt", "state", "rows", "dropped", "far", "alone", "compared"]
@@ -282,7 +282,7 @@ def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tupl
         step = axes.first_steps[axes.index[key]]
         question = {"name": key.name, "mode": key.mode}
         for more in ({}, {"call": 0}, {"call": 0, "micro_step": 0}):
-            with suppress(LookupFailedError):  # several values match the query, or none counts
+            with suppress(LookupFailedError):  # several values match the query, or no value counts
                 layout = run.layout(key.module_path, key.site, step, **question, **more)  # type: ignore[arg-type]
                 layouts.append(_described(key, layout))
                 break
@@ -350,7 +350,7 @@ def why_not_saved(run: Location) -> str | None:
     if not isinstance(run, Path):
         return "the run lies in an object store, which recorder view never writes to"
     if not os.access(run, os.W_OK):
-        return "the directory of the run may not be written to"
+        return "the directory of the run is not writable"
     return None
 
 
@@ -368,5 +368,5 @@ def save_panes(run: Location, panes: list[dict[str, Any]]) -> str | None:
         finally:
             Path(temporary).unlink(missing_ok=True)
     except OSError as error:
-        return f"they could not be written ({error.strerror})"
+        return f"the panes could not be written ({error.strerror})"
     return None

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ThinnedSteps:
-    """The steps that are drawn: at first all, later every second, then every fourth. The newest step always is."""
+    """The steps that are drawn: at first all, later every second, then every fourth, and always the newest."""
 
     def __init__(self) -> None:
         self.num_seen, self._stride, self._last = 0, 1, -1
@@ -201,8 +201,8 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             indices = np.rint(np.linspace(len(one) - 1, 0, _NUM_QUANTILES)).astype(int)
             num_dead = int((one.zero_count == one.num_values).sum()) if one.num_values else 0
             largest = int(np.argmax(squares))
-            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)  # sums skip nonfinite values
-            squares = np.where(lacks, np.nan, squares)  # NaN sorts as the largest
+            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)  # sums leave these out
+            squares = np.where(lacks, np.nan, squares)  # sorting treats NaN as the largest value
             about = len(one), num_dead, largest, int(lacks.sum())
             collected = self._collected.setdefault((number, step), _UnitsOfStep([], about))
             collected.squares.append(np.sort(squares)[indices])
@@ -282,7 +282,7 @@ class ImageFinder:
                 continue
             names = ("step", "micro_step", "call", "repeat", "phase", "attempt")
             where = {name: some.column(name)[row].as_py() for name in names}
-            where["rank"] = None if kind == "spectrum" else self._rank  # a rank may have a part of a weight
+            where["rank"] = None if kind == "spectrum" else self._rank  # a rank may have only a chunk of a weight
             where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
             known[1:] = [Candidate(kind, where)]  # the first candidate and the latest one are kept
 

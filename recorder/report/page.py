@@ -21,7 +21,7 @@ _SCRIPTS = (
     "heat.js", "map.js", "lines.js", "numbers.js", "depth.js", "graph.js", "ranks.js", "images.js", "series.js",
     "histograms.js", "units.js", "tokens.js", "against.js", "top.js", "panes.js", "live.js", "take.js", "main.js",
 )  # fmt: skip
-"""The scripts in the order in which they stand on the page. Each script uses what earlier scripts define."""
+"""The scripts in the order in which they stand on the page. Each script uses definitions of earlier scripts."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")
 BLOCK_TYPE = "application/x-recorder-block"
 """The type of the script elements that contain data. Browsers do not run scripts of this type."""
@@ -102,7 +102,7 @@ def _packed(block: PageBlock) -> Iterator[bytes]:
 
 def _base64(attributes: str, data: bytes) -> Iterator[bytes]:
     yield f"<script {attributes}>".encode()
-    for start in range(0, len(data), _LINE_BYTES):  # a multiple of three bytes, so that pieces can be joined
+    for start in range(0, len(data), _LINE_BYTES):  # 3 bytes become 4 letters, so pieces can be joined
         yield base64.b64encode(data[start : start + _LINE_BYTES])
     yield b"</script>\n"
 
@@ -123,7 +123,7 @@ def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
     `kind` is ``run``, ``runs`` (the list of runs), ``ranks`` (the ranks of a run) or ``side`` (runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
-    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # avoids a request for /favicon.ico
+    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # no request for an icon
     pieces = [piece for block in blocks for piece in _packed(block)]
     return b"".join([head, *pieces, _end(script())])
 

@@ -296,7 +296,7 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
         of_lanes = cube.values["mean"][index, :, : len(steps)]
         lane = 1 if collected.lanes.has_spread and not collected.lanes.has_global else 0
         if np.isnan(of_lanes[lane]).all():
-            lane = int((~np.isnan(of_lanes)).any(axis=1).argmax())  # the ranks' numbers make no single one
+            lane = int((~np.isnan(of_lanes)).any(axis=1).argmax())  # the ranks' numbers cannot be combined into one
         is_bad = np.fmax(*(cube.values[name][index, lane, : len(steps)] for name in ("nan_count", "inf_count"))) > 0
         order = 0 if key.name in collected.steps_known()["losses"] else _order(key.name, key.mode)
         name = ", ".join(filter(None, (key.name, collected.note_of(key))))

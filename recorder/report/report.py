@@ -78,7 +78,7 @@ def page_reply(
 
 
 def _damaged(*of: Run | None) -> list[str]:
-    """Return a line for each damaged run. Damage is known only after a run's rows and its probe were read."""
+    """Return a line for each damaged run. Damage is known only after the rows and the probe of a run were read."""
     from ..run.notes import damage
 
     told = [(run.name, damage(run)) for run in of if run is not None]

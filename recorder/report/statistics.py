@@ -169,8 +169,8 @@ class StatisticsBlocks:
         """Compute the norms of global tensors at the steps at which only the probe has norms, of single ranks.
 
         The probe has a number of each value at every step. If ranks have chunks of a tensor, the squares of their norms
-        add up. If ranks have the same tensor, their norms are equal. The case that holds at most of the steps with rows
-        is taken. A parameter's rows decide for its update, too.
+        add up. If ranks have the same tensor, their norms are equal. The case that is true at most of the steps with
+        rows is assumed. A parameter's rows decide for its update, too.
         """
         number_of = {key: number for number, key in enumerate(self.series)}
         told_by = [
@@ -280,7 +280,7 @@ class StatisticsBlocks:
         if num_steps < len(steps):
             chosen = chosen[np.unique(np.linspace(0, len(steps) - 1, num_steps).astype(int))]
             self.global_steps = len(chosen)
-        for first, last in view.windows():  # a batch spans many steps, and is read once per window
+        for first, last in view.windows():  # a batch of the probe spans many steps, and is read once per window
             only = chosen[np.searchsorted(chosen, first) : np.searchsorted(chosen, last)]
             if len(only):
                 self.add_global(view, int(only[0]), int(only[-1]) + 1, only)
@@ -402,7 +402,7 @@ class StatisticsBlocks:
         for lane, one in enumerate(self.lanes.described):
             own = self._norms_of(grads, lane)
             if one["rank"] is None and one["kind"] != "global":
-                continue  # the lowest or the highest of each gradient, which are no gradients of one rank
+                continue  # these lanes have the lowest or highest value of each gradient, not the gradients of one rank
             is_of_rank = one["rank"] is not None
             if is_of_rank and whole is not None and np.allclose(own, whole, _ALIKE, 0, equal_nan=True):
                 continue
@@ -471,7 +471,7 @@ def _fit(
     num_series: int, num_lanes: int, num_steps: int, asked: Sequence[str], share: float
 ) -> tuple[tuple[str, ...], int]:
     names = tuple(dict.fromkeys(asked)) or DRAWN
-    a_column = max(num_series, 1) * (1 + (num_lanes - 1) / 2)  # replicas among the ranks cost nothing
+    a_column = max(num_series, 1) * (1 + (num_lanes - 1) / 2)  # lanes of replicas cost nothing
 
     def columns(num_names: int) -> int:
         fitting = int(_MAX_CELLS * share / (a_column * num_names))

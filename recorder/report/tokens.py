@@ -44,7 +44,7 @@ def tokens_block(found: Aligned) -> PageBlock:
     known = {int(token): search.texts[token] for token in np.unique(tokens).tolist() if token in search.texts}
     values = [
         [value.module_path, value.name, value.bound] for value in search.values if value.site == "output"
-    ]  # in the order of `outputs`
+    ]  # the layers are in the order of `outputs`
     return PageBlock(
         name="tokens",
         data={

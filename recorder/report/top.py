@@ -34,9 +34,7 @@ _NUM_BEFORE = 4
 _MIN_STEPS = 8
 """The fewest steps of a series that is searched for jumps. Fewer steps do not show what is usual."""
 _MAX_JUMPS = 4
-_NO_TENSOR = (
-    "No tensor was recorded, only numbers of the step: nothing is known of parameters, activations and gradients"
-)
+_NO_TENSOR = "No tensor was recorded, only scalars: nothing is known of parameters, activations and gradients"
 _MANY = 1e6
 """A ratio of at least this value is written as a power of ten."""
 

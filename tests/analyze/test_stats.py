@@ -168,7 +168,7 @@ def test_a_loss_or_a_layout_that_would_change_nothing_is_refused(tmp_path: Path)
         statistics(run, Selection(), GlobalOptions(across_ranks=True, loss="median"))
     manifest = json.loads((run.path / "_run.json").read_text())
     (run.path / "_run.json").write_text(json.dumps(manifest | {"merged_from": {"run_id": "a", "path": "a"}}))
-    with pytest.raises(LookupFailedError, match="is merged, and its tensors stay as they were made"):
+    with pytest.raises(LookupFailedError, match="is merged, and its tensors cannot change"):
         statistics(recorder.open_run(run.path), Selection(), GlobalOptions(across_ranks=True, loss="sum"))
 
 

@@ -56,7 +56,7 @@ def test_a_run_shows_its_page_below_the_cell(show: Show, run: Run) -> None:
     frame = show(shown)
     assert frame.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "By depth", "Graph", "Ranks", "Images"]
     assert frame.locator("#panel-map .heat-chunk").count() == 1
-    assert frame.locator("#verdict").inner_text() == "`recorder doctor` was not asked; it says so on its own"
+    assert frame.locator("#verdict").inner_text() == "`recorder doctor` did not run; run it for an answer"
     frame.get_by_role("link", name="nonfinite").first.click()
     frame.wait_for_function(
         "() => document.querySelector('#panel-lines .chart-head strong').textContent === 'head output'"

@@ -53,7 +53,7 @@ class TestLs:
         manifest = (where / "_writer.json").read_bytes()
         for content, why in (
             (b"", "_writer.json: the file is empty"),
-            (None, ": has rows and no manifest; it is lost"),
+            (None, ": has rows and no manifest, which is lost"),
         ):
             (where / "_writer.json").unlink() if content is None else (where / "_writer.json").write_bytes(content)
             for asked in (recorded, recorded.parent):

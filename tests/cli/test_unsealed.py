@@ -86,7 +86,7 @@ def test_the_loss_of_one_row_is_told_as_at_least_one(cli: Cli, tmp_path: Path, d
     writer.add_shard([[make_row(0, [1.0])]])
     accounts = {"observed": 2, "written": 1, "dropped": {}, "retired": {"rows": 0, "bytes": 0}}
     writer.finish(state="recording", pid=dead_pid, host=os.uname().nodename, ledger=accounts)
-    ending = "the record ends in step 0, and at least 1 row that was on its way is lost"
+    ending = "the record ends in step 0, and at least 1 row not written yet is lost"
     merged = tmp_path / "merged"
     for arguments in (("ls", run), ("doctor", run), ("verify", run), ("merge", run, "-o", merged), ("doctor", merged)):
         assert ending in cli(*arguments).out, arguments

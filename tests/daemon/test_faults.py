@@ -212,7 +212,7 @@ def test_a_daemon_that_stands_still_keeps_its_lock_and_goes_on_where_it_was(
         with pytest.MonkeyPatch.context() as direct:
             direct.setenv("AWS_ENDPOINT_URL", store.url)
             send_to_store(parse_destination(to, Throttle(0)), "run-a", told, b"")
-            with pytest.raises(WriteError, match=f"another daemon of this node ships there: process {daemon.pid} "):
+            with pytest.raises(WriteError, match=f"another daemon of this node ships to it: process {daemon.pid} "):
                 Daemon(settings(tmp_path, to)).run_once()
         assert not (recordings / "run-a" / COMMANDS).exists()
         daemon.send_signal(signal.SIGCONT)

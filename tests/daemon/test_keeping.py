@@ -95,7 +95,7 @@ def test_the_command_removes_nothing_without_a_yes(tmp_path: Path, cli: Cli, mon
     facts = cli("daemon", "prune", "run-a", "--to", there, "--json").json["runs"]
     assert [(one["run"], one["name"], one["objects"]) for one in facts] == [("run-a", "run-a", 9)]
     whole = f"1 run of 1 %s: 9 files with {size(facts[0]['bytes'])}"
-    assert found.out.endswith(f"\n{whole % 'would go'}; nothing was removed: --yes does it\n")
+    assert found.out.endswith(f"\n{whole % 'would go'}; nothing was removed; --yes removes the runs\n")
     assert re.split(" {2,}", found.out.split("\n")[0]) == ["run", "all files", "size of all", "what", "why"]
     removed = cli("daemon", "prune", "run-a", "--to", there, "--yes")
     assert removed.exit_code == 0 and removed.out.endswith(f"\n{whole % 'removed'}\n")

@@ -29,7 +29,7 @@ from tests.rigs.waiting import wait_until
     [
         (["--watch", "recordings"], "to: no destination is named"),
         (["--to", "recordings/there"], "lies in the watched folder"),
-        (["--once", "--watch", "nowhere", "--to", "there"], "/nowhere': is no folder, and with --once none is waited"),
+        (["--once", "--watch", "nowhere", "--to", "there"], "/nowhere': is no folder, and --once does not wait"),
         (["--watch", "wrong.toml", "--to", "there"], "watch = 'wrong.toml': is no folder; name another"),
         (["--watch", "recordings/run-a", "--to", "there"], "is a run; name the folder that it lies in"),
         (["--watch", "recordings", "--watch", "recordings/run-a/..", "--to", "there"], "which is watched, too"),
@@ -101,7 +101,7 @@ def test_a_folder_that_does_not_exist_yet_is_waited_for(tmp_path: Path, caplog: 
         small_run(tmp_path)
         wait_until(lambda: (there / "run-a" / "_run.json").exists())
         assert daemon.counters.of("errors") == {}
-    assert f"{tmp_path}/recordings: there is no such folder yet; it is waited for" in caplog.text
+    assert f"{tmp_path}/recordings: there is no such folder yet; the daemon waits for the folder" in caplog.text
 
 
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_second_daemon_says_who_has_the_destination_and_the_folder(tmp_path: P
     there = str(tmp_path / "there")
     with at_work(tmp_path, there) as daemon:
         wait_until(lambda: daemon.runs)
-        with pytest.raises(WriteError, match=f"another daemon of this node ships there: process {os.getpid()} "):
+        with pytest.raises(WriteError, match=f"another daemon of this node ships to it: process {os.getpid()} "):
             Daemon(settings(tmp_path, there)).run_once()
         with pytest.raises(WriteError, match="lies in what another daemon watches"):
             Daemon(settings(tmp_path, str(tmp_path / "other"))).run_once()
@@ -126,7 +126,7 @@ def test_a_second_daemon_says_who_has_the_destination_and_the_folder(tmp_path: P
         daemon._write_state()
         status = cli("daemon", "status", "--state", tmp_path / "state")
         assert status.exit_code == 0
-        assert "1 run, of which 1 there completely" in status.out
+        assert "1 run, of which 1 shipped completely" in status.out
     assert cli("daemon", "status", "--state", tmp_path / "state").exit_code == 1
 
 

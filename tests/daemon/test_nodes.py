@@ -102,7 +102,7 @@ def test_a_run_whose_folder_goes_while_it_is_recorded_is_said(tmp_path: Path, ca
             shutil.rmtree(tmp_path / "recordings" / name)
         wait_until(lambda: not daemon.runs)
     said = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
-    assert said == ["run-a: its folder is gone while it was recorded; what was shipped stays there"]
+    assert said == ["run-a: its folder vanished during the recording; shipped files stay"]
 
 
 def test_a_rank_that_was_killed_is_so_for_those_who_cannot_ask_its_host(

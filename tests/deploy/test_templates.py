@@ -103,7 +103,7 @@ def test_a_value_that_was_not_set_stops_a_ray_job_while_torch_is_imported(tmp_pa
     environment = yaml.safe_load((DEPLOY / "ray" / "runtime-env.yaml").read_text())["env_vars"]
     done = start(tmp_path, "-c", "python -c 'import torch; print(torch)'", **environment)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "RECORDER_DIR (environment): dir = 'SET_ME': still stands at its placeholder" in done.stderr
+    assert "RECORDER_DIR (environment): dir = 'SET_ME': still has its placeholder" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -92,7 +92,7 @@ def test_what_cannot_be_done_is_refused_with_a_line_and_the_next_is_done(tmp_pat
     assert rank.states == ["refused", "refused", "waiting"]
     assert rank.commands.num_refused == 1
     lines = [event["message"] for event in rank.events.as_list() if event["kind"] == "command_refused"]
-    assert len(lines) == 3 and "no such thing" in lines[0] and "nothing that a resume could take" in lines[1]
+    assert len(lines) == 3 and "no such thing" in lines[0] and "takes commands of kind resume" in lines[1]
 
 
 def test_a_command_that_comes_twice_is_done_once(tmp_path: Path) -> None:

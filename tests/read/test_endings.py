@@ -46,7 +46,7 @@ def killed(tmp_path: Path, dead_pid: int) -> Path:
 
 ENDING = (
     "rank 0 (writer 20260101-000000-host-1): its process ended without closing; "
-    "the record ends in step 23, and at least 7 rows that were on their way are lost"
+    "the record ends in step 23, and at least 7 rows not written yet are lost"
 )
 
 
@@ -110,7 +110,7 @@ def test_a_writer_without_rows_has_an_ending_too(tmp_path: Path, dead_pid: int) 
     run = make_run(tmp_path / "run")
     HandmadeWriter(run).finish(state="recording", pid=dead_pid, host=os.uname().nodename)
     (ending,) = open_run(run).endings
-    assert "there are no rows of it" in ending
+    assert "it left no rows" in ending
 
 
 def test_a_closed_run_has_no_endings(run_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_damage_of_either_run_and_of_a_picture_is_exit_code_1(cli: Cli, tmp_path
         assert done.exit_code == 1 and "note: damaged is damaged, and what cannot be read was left out: " in done.out
     cli("report", sound, "--against", damaged, "-o", tmp_path / "o.html", "--force")
     (told,) = read_page(tmp_path / "o.html")["against"].data["models"]
-    assert told.startswith("B is damaged, and what cannot be read of it was left out: ") and str(shard) in told
+    assert told.startswith("B is damaged, and its unreadable values were left out: ") and str(shard) in told
 
 
 def test_a_damaged_probe_is_damage_of_the_run(cli: Cli, tmp_path: Path) -> None:

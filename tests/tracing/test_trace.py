@@ -334,7 +334,7 @@ def test_arguments_are_seen_as_the_forward_takes_them_and_outputs_as_it_gives_th
             "unknown site 'outputs'.*; allowed: input, output, grad_input, grad_output, param, grad, buffer$",
         ),
         ("sites=output", "unknown key 'sites'.*; keys are module, class, leaf, site, name, call$"),
-        ("output", "is no key=value; keys are module, class, leaf, site, name, call$"),
+        ("output", "is not of the form key=value; keys are module, class, leaf, site, name, call$"),
         (3, "expected text, a table"),
     ],
 )

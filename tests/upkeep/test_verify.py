@@ -164,7 +164,7 @@ def test_a_copy_of_a_writer_under_another_name_is_a_fault(writer: HandmadeWriter
     found = faults(writer.directory.parents[1])
     assert [Path(fault.partition(":")[0]).name for fault in found] == ["0-before-it", "backup"]
     assert all(f"is a copy of {writer.directory.name} beside it" in fault for fault in found)
-    assert all(fault.endswith("its rows are there twice; remove the copy") for fault in found)
+    assert all(fault.endswith("its rows exist twice; remove the copy") for fault in found)
 
 
 def test_of_two_renamed_copies_one_is_a_fault(writer: HandmadeWriter) -> None:
@@ -293,7 +293,7 @@ def test_synced_rows_that_are_gone_are_a_fault_and_rows_on_their_way_a_note(
         status = {**about, "writer": writer.directory.name, "started_ns": writer.manifest["started_ns"]}
         (writer.directory / "_status.json").write_bytes(encode_status(status | is_told["status"]))
         found = findings(run)
-        lost = "3 rows lost after they were safe, or on the way where a daemon ships the run"
+        lost = "3 rows lost after they were synced, or not shipped yet by a daemon"
         assert [one.text for one in found if one.is_fault and lost not in one.text] == []
         assert any(one.is_fault for one in found) == is_lost
         assert any(lost in check.text for check in checks_of(open_run(run)) if check.state == "missing") == is_lost
@@ -307,4 +307,4 @@ def test_synced_rows_that_are_gone_are_not_counted_as_on_their_way_too(writer: H
     writer.finish(pid=1 << 22, host=os.uname().nodename, state="recording", ledger=accounts)
     texts = [one.text for one in findings(writer.directory.parents[1])]
     assert any("3 rows lost after they were safe" in text for text in texts)
-    assert any("at least 2 rows that were on their way are lost" in text for text in texts)
+    assert any("at least 2 rows not written yet are lost" in text for text in texts)

@@ -170,7 +170,7 @@ def test_panes_of_a_run_that_nobody_may_write_to_are_said_not_to_be_saved(tmp_pa
     run = make_run(tmp_path / "run")
     (run / f"{VIEW}").mkdir()  # what a rename cannot replace; root may write anywhere
     why = save_panes(run, [{"name": "", "kind": "map", "wide": False, "state": {}}])
-    assert why is not None and why.startswith("they could not be written")
+    assert why is not None and why.startswith("the panes could not be written")
     assert [path.name for path in run.iterdir() if path.name != "_run.json"] == [VIEW]
 
 

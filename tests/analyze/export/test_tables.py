@@ -110,7 +110,10 @@ def test_what_ls_and_the_tables_count_is_the_same_and_foreign_shards_are_problem
 
 def test_a_folder_and_a_catalog_are_not_asked_together(tmp_path: Path, cli: Cli) -> None:
     told = cli("sql", COUNT, tmp_path, "--catalog", "there")
-    assert told.exit_code == 2 and "--catalog there: the catalog has runs of its own; leave out the folder or --catalog" in told.err
+    assert (
+        told.exit_code == 2
+        and "--catalog there: the catalog has runs of its own; leave out the folder or --catalog" in told.err
+    )
 
 
 def test_a_catalog_that_another_program_holds_is_said(
