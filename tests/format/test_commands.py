@@ -74,7 +74,7 @@ def test_the_rules_of_a_command_are_rules() -> None:
         ({"rules": ["site=output keep=ring"]}, "keeps a ring"),
         ({"rules": [3]}, "rules is"),
         ({"undoes": 1}, "only an undo"),
-        ({"kind": "undo", "rules": []}, "names the command"),
+        ({"kind": "undo", "rules": []}, "must name the command"),
         ({"kind": "pause"}, "only a set has rules"),
         ({"kind": "dump", "to_step": None}, "a dump needs a last step"),
     ],

@@ -263,7 +263,7 @@ def test_there_is_a_bound_on_the_number_of_dumps() -> None:
         rank.look(10 * number)
     assert len(rank.windows) == MAX_DUMPS
     assert rank.kinds == ["trigger_refused"]
-    with pytest.raises(CommandError, match=f"has had {MAX_DUMPS} dumps"):
+    with pytest.raises(CommandError, match=f"has made {MAX_DUMPS} dumps"):
         rank.triggers.take(Command(kind=DUMP, from_step=99999, to_step=99999))
 
 

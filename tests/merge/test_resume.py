@@ -205,7 +205,7 @@ def test_two_merges_at_once_are_refused(tmp_path: Path) -> None:
     run, out = open_run(make_small_run(tmp_path / "run")), tmp_path / "out"
     with (
         open_output(out, run, {"loss": "mean", "layouts": []}),
-        pytest.raises(WriteError, match="another merge is at work"),
+        pytest.raises(WriteError, match="another merge works in this folder"),
     ):
         merge_run(run, out)
     merge_run(run, out)

@@ -72,7 +72,7 @@ def test_a_shard_that_a_closed_writer_left_open_is_no_fault(writer: HandmadeWrit
     writer.finish()
     shard, note = findings(writer.directory.parents[1])
     assert not shard.is_fault and not note.is_fault
-    assert "not sealed, 1 batch with 10 rows can be read; the disk refused it" in shard.text
+    assert "not sealed, 1 batch with 10 rows can be read; the disk refused the shard" in shard.text
 
 
 def test_a_running_writer_is_no_fault(writer: HandmadeWriter) -> None:
