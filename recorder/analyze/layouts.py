@@ -60,7 +60,7 @@ def layouts(run: Run) -> Layouts:
     merge, whose tensors are whole.
     """
     if (source := run.manifest.merged_from) is not None:
-        raise NotARunError(f"{run.path}: is the merge of run {source.run_id}, and its tensors are whole; give that run")
+        raise NotARunError(f"{run.path}: is the merge of run {source.run_id}, with whole tensors; name that run")
     view = run.view()
     first, end = next(iter(view.windows()), (0, 1))
     rows = view.rows(first, end)
@@ -102,7 +102,7 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
             title=f"{run.name}: {counted(answer.num_values, 'value')} at {steps}",
         )
         if (more := sum(way.num_values for way in answer.ways) - answer.num_values) > 0:
-            yield f"note: {counted(more, 'value')} counted in several lines: not each of its rows lies in one way"
+            yield f"note: {counted(more, 'value')} counted in several lines, because their layout changes"
         found = answer.contradiction
         if found is None:
             num = counted(answer.num_values, "value")
@@ -111,7 +111,7 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
         value = " ".join(filter(None, (repr(found.module_path), found.site, found.name)))
         yield f"contradiction: step {found.step}, {value}: {found.text}"
         if answer.num_contradictions > 1:
-            yield f"{answer.num_contradictions - 1} more contradict theirs; recorder first names replicas that differ"
+            yield f"{answer.num_contradictions - 1} more contradictions; recorder first names replicas that differ"
 
     return Reply(
         members=lambda: {"run": run.run_id, **plain(answer)},

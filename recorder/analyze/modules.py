@@ -155,7 +155,7 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
     def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
-            del row["histogram"]  # JSON cannot hold bytes
+            del row["histogram"]  # JSON cannot contain bytes
         described = [member.key | {"rows": member.rows} for member in series]
         return {"run": str(run.path), "module": module_path, "series": described}
 

@@ -47,7 +47,7 @@ _NUMBERS = (*STATISTICS, *COUNTS)
 HISTOGRAM = "histogram"
 """The column of histograms, which is read only on request. A group has the sum of the histograms of its rows."""
 WHY = "why"
-"""The column that says why a row has no statistics or belongs to one rank. Null if neither is so."""
+"""The column that says why a row has no statistics or belongs to one rank. Null for all other rows."""
 REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
 _HAS_ALL, _HAS_COUNTS, _IS_EMPTY, _HAS_NONE = range(4)
 _OTHER_REASONS = tuple(name for name in REASON_COLUMNS if name not in (*_VALUE, *_NUMBERS))
@@ -302,7 +302,7 @@ def _why(note: str | None, placements: str | None, has: int) -> str | None:
     reasons = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
     if isinstance(told.get("per_rank"), str):
         reasons.append(f"per rank: {told['per_rank']}")
-    return "; ".join(filter(None, reasons)) or None  # no reason is given if the counts show that no element is finite
+    return "; ".join(filter(None, reasons)) or None  # no reason if the counts show that no element is finite
 
 
 def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> str:
@@ -318,7 +318,7 @@ def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> st
     if isinstance(reason, str):
         return reason if " " in reason else f"{reason} has none"
     if has == _HAS_NONE:
-        return "not asked for: the rules keep no stats of it"
+        return "no rule keeps statistics of it"
     return "it has no elements" if has == _IS_EMPTY else ""
 
 
@@ -365,7 +365,7 @@ def reply_of(
         if sort is None:
             return answer, answer.table, ""
         sorted_by, direction = _order(answer.table, sort)
-        order = pc.sort_indices(answer.table, [(sorted_by, direction)])  # nulls are placed last
+        order = pc.sort_indices(answer.table, [(sorted_by, direction)])  # the sort puts nulls last
         return answer, answer.table.take(order), sorted_by
 
     def members() -> dict[str, Any]:
@@ -404,7 +404,7 @@ def _order(table: Any, sort: str) -> tuple[str, str]:
     column = f"{column}_count" if f"{column}_count" in COUNTS else column
     if order not in ("", "asc", "desc") or (order and sort.startswith("-")):
         raise LookupFailedError(f"--sort {sort}: expected COLUMN, COLUMN:asc, COLUMN:desc or -COLUMN")
-    names = [name for name in table.column_names if name != HISTOGRAM]  # histograms are bytes, which have no order
+    names = [name for name in table.column_names if name != HISTOGRAM]  # histograms are bytes, which are not sortable
     if column not in names:
         near = hint(column, names, otherwise=f"; columns are {', '.join(names)}")
         raise LookupFailedError(f"--sort {sort}: there is no column {column!r}{near}")

@@ -251,7 +251,7 @@ def test_rows_without_statistics_are_counted(tmp_path: Path) -> None:
     found = statistics(write(tmp_path / "run", [make_row(0, [1.0]), bare | {"call": 1}]), Selection(), by=("step",))
     (line,) = found.table.to_pylist()
     assert (line["rows"], line["rows_without"], line["mean"], line["numel"]) == (2, 1, 1, 1)
-    why = "have no statistics and are in none of these numbers: 1: not asked for: the rules keep no stats of it"
+    why = "have no statistics and are in none of these numbers: 1: no rule keeps statistics of it"
     assert found.notes == [f"without: 1 of 2 rows {why}"]
 
 
@@ -278,7 +278,7 @@ def test_a_row_without_statistics_says_why(tmp_path: Path) -> None:
         make_row(3, np.zeros(3, np.complex64), call=3) | {"nan_count": 0, "note": '{"no_statistics":"complex64"}'},
         make_row(4, [1.0], call=4) | dict.fromkeys(NUMBERS) | {"note": '["no_statistics"]'},
     ]
-    not_asked = "not asked for: the rules keep no stats of it"
+    not_asked = "no rule keeps statistics of it"
     expected = [None, "it has no elements", None, "complex64 has none", not_asked]
     assert whys(write(tmp_path / "plain", plain)) == expected
 

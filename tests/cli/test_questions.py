@@ -397,7 +397,7 @@ def test_diff_of_runs_with_nothing_in_common(cli: Cli, tmp_path: Path) -> None:
     a, b = (write(tmp_path / name, [make_row(0, [1.0], step=step)]) for name, step in (("a", 3), ("b", 8)))
     found = cli("diff", a, b)
     assert found.exit_code == 2 and found.out == ""
-    assert found.err == f"recorder: {a} and {b} have no value in common: steps are 3 in the one, 8 in the other\n"
+    assert found.err == f"recorder: {a} and {b} have no value in common: steps are 3 in one run, 8 in the other\n"
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "npz", "safetensors"])

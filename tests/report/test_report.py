@@ -377,7 +377,7 @@ def test_a_run_of_scalars_alone_is_drawn(cli: Cli, tmp_path: Path) -> None:
     cli("report", run, "-o", tmp_path / "r.html")
     blocks = read_page(tmp_path / "r.html")
     assert (blocks["axes"].data["steps"], blocks["axes"].data["scalar_steps"]) == ([], [0, 1])
-    assert blocks["top"].data["findings"][0][0].startswith("No tensor was recorded, only numbers of the step")
+    assert blocks["top"].data["findings"][0][0].startswith("No tensor was recorded, only scalars")
     assert values_of(blocks["scalars/mean"])[0].tolist() == [[[2.0, 1.0]]]
 
 

@@ -26,7 +26,7 @@ from .weights import EQUAL, MERGED, UNKNOWN, WRONG, ModelParameters, WeightState
 CLIP = 0.2
 """PPO's default clip range. A token counts as clipped if its probability in the trainer, divided by that in the engine,
 differs from 1 by more than this."""
-ASSUMED = "assumed, for the type and for what rounding does before a module"
+ASSUMED = "assumed, for the dtype and for the rounding before a module"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Aligned:
 
     @property
     def _are_logprobs_apart(self) -> bool:
-        if self.logprobs is None or self.num_unknown:  # behind unknown tokens, it may be another token's
+        if self.logprobs is None or self.num_unknown:  # after unknown tokens, the value may be another token's
             return False
         return self.logprobs.mean_abs > self.search.logprobs_bound
 
@@ -123,7 +123,7 @@ def align(
         trainer: the run of the trainer; values are compared in its order of execution.
         engine: the run of the engine that wrote the tokens; None if one program generates and trains. Then calls with
             gradients in the trainer's run are the trainer's, and calls that decode are the engine's.
-        noise: further runs of the engine, such as one with other batches; their differences from it are noise.
+        noise: further runs of the engine, such as one with other batches; their differences from `engine` are noise.
         renames: the trainer's names for modules that the engine names differently.
         step: the trainer's steps to compare, as in rules; None for all. A token in several steps counts in the first.
 
@@ -146,7 +146,7 @@ def align(
         which = f"trainer and engine of {trainer.name}" if engine is None else f"{trainer.name} and {engine.name}"
         raise LookupFailedError(f"{which} have no token in common: {why}")
     of_weights, states = None, list[WeightState]()
-    if engine is not None:  # else the parameters are the same ones
+    if engine is not None:  # without an engine's run, both sides have the same parameters
         parameters = ModelParameters(trainer, ours.root), ModelParameters(engine, theirs.root, renames)
         of_weights, states = compare_weights(*parameters, joined.steps)
     search = Search(ours, theirs, sides[2:], joined, states)
@@ -160,7 +160,7 @@ def align(
         num_tokens=joined.num_tokens, num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
         logprobs=_logprobs(joined), values=search.values, experts=search.experts,
-        bounds=f"10 times what {names} differ in, and what 16 bits round" if names else ASSUMED,
+        bounds=f"10 times the differences of {names}, and the rounding of 16 bits" if names else ASSUMED,
         parting=parting, search=search, weights=search.weights, weights_step=of_weights,
         notes=[*search.notes, *_unpaired(ours, theirs, search.few_compared)],
     )  # fmt: skip
@@ -183,7 +183,7 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
 
 
 def _below_a_wrapper(trainer: Run, engine: Run) -> Renames:
-    """Return renames that undo a wrapper around one run's model, such as PEFT's. Return no renames if there is none."""
+    """Return renames that undo a wrapper around one run's model, such as PEFT's. Without a wrapper, return none."""
     ours, theirs = ({path for _, path in run.modules if path} for run in (trainer, engine))
     for outer, inner in ((ours, theirs), (theirs, ours)):
         last = f".{min(inner, default='')}"

@@ -49,7 +49,7 @@ class ValueApart(NamedTuple):
     dtype_engine: str
     num_tokens: int
     num_beyond: int
-    """The number of tokens at which the value is farther apart than `bound`."""
+    """The number of tokens at which the value differs by more than `bound`."""
     median: float
     largest: float
     bound: float
@@ -130,7 +130,7 @@ from module to module, but a fault begins at once."""
 _TIMES_NOISE = 10.0
 """A value differs if trainer and engine are more than this many times as far apart as two runs of the engine."""
 _CERTAIN = 0.5
-"""A difference between this fraction of a measured bound and the bound may still be a fault at all tokens."""
+"""A difference between this fraction of a measured bound and the whole bound may still be a fault at all tokens."""
 _FLOOR = 0.1
 """A bound from measured noise is at least this fraction of the assumed bound, since a repeated run may show no noise by
 luck. An output that differs by less than this fraction of the bound agrees."""
@@ -182,7 +182,7 @@ class Search:
         self._coarsest = 0.0
         """The largest of `BOUNDS` for the dtypes so far. Rounding errors of a coarse dtype stay in all later values."""
         self.unsure: ValueApart | None = None
-        """The farthest apart of the values whose difference may be either rounding or a fault."""
+        """Of the values whose difference may be rounding or a fault, the one with the largest difference."""
         self.set_aside = ""
         """Why a run that was given as `noise` was not used; empty if every such run was used."""
         self.noise = [(side.run.name, own) for side in noise if (own := self._measured(side))]
@@ -204,13 +204,13 @@ class Search:
         others = self._note_cancelled([number for number in beyond if first is None or number < first])
         self.unsure = max(unsure + ([] if self.noise else others), key=lambda value: value.largest, default=None)
         judged = [self._judged(state, first) for state in self.weights]
-        other = UNKNOWN if any(state.state == TRAINER_ONLY for state in judged) else OTHER  # it moves what follows
+        other = UNKNOWN if any(state.state == TRAINER_ONLY for state in judged) else OTHER  # it moves later values
         self.weights = [state._replace(state=other) if state.state == OTHER else state for state in judged]
         return None if first is None else self._parting(first, self.compared[first])
 
     @property
     def logprobs_bound(self) -> float:
-        """The mean magnitude of differences of log-probabilities that the rounding of the compared values explains."""
+        """The mean difference of log-probabilities that the rounding of the compared values explains."""
         return min(_MAX_MEAN, max(_LEAST_MEAN, _TIMES_LOGITS * self._coarsest)) if self.values else _MAX_MEAN
 
     def _compare(self, name: ValueName) -> bool:
@@ -250,7 +250,7 @@ class Search:
         return None
 
     def _note_cancelled(self, numbers: Sequence[int]) -> list[ValueApart]:
-        """Note which values differ although later values agree. Return those that are not computed from positions."""
+        """Note which values differ although later values agree. Return those not computed from positions."""
         shifted = [self.values[number] for number in numbers if self._is_of_positions(number)]
         others = [self.values[number] for number in numbers if self.values[number] not in shifted]
         for own, why in (shifted, ", as where whole samples are at other positions"), (others, ""):
@@ -260,7 +260,7 @@ class Search:
         return others
 
     def _bound(self, name: ValueName, pair: ValuePair) -> tuple[float, float]:
-        """Return two bounds: a value differs if it is beyond the first, and surely agrees within the second."""
+        """Return two bounds: a value beyond the first differs, and a value within the second agrees."""
         self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]))
         assumed = max(self._coarsest, _TIMES_BEFORE * self._before)
         if not (measured := [own[name] for _, own in self.noise if name in own]):
@@ -284,7 +284,7 @@ class Search:
             here = here if other[0].shape[1] == pair.engine.shape[1] else here[:0]
             num += bool(here.size)
             types |= {other[2]} - {pair.dtype_trainer} if here.size else set()
-            if here.size and other[2] == pair.dtype_trainer:  # two runs in one type say nothing of another
+            if here.size and other[2] == pair.dtype_trainer:  # noise of one dtype says nothing about another dtype
                 found[name] = float(apart_by_token(pair.engine[here], wide(other[0][there])).max())
                 if len(found) == 1 and found[name] > max(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]):
                     why = f"its {name.module_path!r} computes something else, so it is another model"
@@ -304,7 +304,7 @@ class Search:
         later = [other for other in following if other.name.site == "output" and other.name[0] != one.name[0]]
         is_of_positions = self._is_of_positions(number)
         if is_of_positions and (one.name.site == "input" or not self._is_shifted[one.slots[one.is_beyond]].all()):
-            return one.name.site == "output"  # an input is the output that has been judged
+            return one.name.site == "output"  # an input is the output of another module, which was judged
         return not later or any(other.is_beyond.any() for other in later[: 1 if is_of_positions else _MAX_AGREEING])
 
     def _is_of_positions(self, number: int) -> bool:
@@ -323,9 +323,9 @@ class Search:
         return any("int" in pair.dtype_trainer and pair.trainer.shape[1] == 1 for pair in pairs)
 
     def _judged(self, state: WeightState, number: int | None) -> WeightState:
-        """Return the state of a parameter, after a decision about one that only the trainer has.
+        """Return the state of a parameter. For a parameter that only the trainer has, decide its state.
 
-        Such a parameter, as of an adapter, counts as merged if an output that it affects agrees.
+        Such a parameter, for example of an adapter, counts as merged if an output that it affects agrees.
         """
         if state.state != TRAINER_ONLY or not self.values:
             return state
@@ -398,7 +398,7 @@ class Search:
         if few_before:
             self.notes.append(f"{few_before} {value.text} were recorded for these tokens; {TO_RECORD_ALL}")
         if wrong := self._wrong_until(number):
-            one_each = {one.name.partition(".lora_")[0]: one for one in reversed(wrong)}  # of an adapter's two
+            one_each = {one.name.partition(".lora_")[0]: one for one in reversed(wrong)}  # the lower of a pair
             told = "; ".join(map(told_weight, [*one_each.values()][:-4:-1]))
             merged = f"; merged are the adapters of {listed(map(repr, self._merged), 3)}" if self._merged else ""
             return "weights", f"weights differ: {told}{merged}"
@@ -412,7 +412,7 @@ class Search:
         if "Dropout" in self._class_name(path):
             return "module", "dropout drops elements on one side alone, or others on each; evaluation mode turns it off"
         few = self.few_compared or (few_before and f"{few_before} it were recorded for these tokens")
-        if why := few or ("" if number else "nothing that runs before it was compared"):
+        if why := few or ("" if number else "no module that runs before it was compared"):
             return "module", f"{why}, so it is this module, or any before it"
         return "module", self._alone_near(path) or self._of_code(number, name, path)
 
@@ -432,7 +432,7 @@ class Search:
         return ""
 
     def _alone_near(self, path: str) -> str:
-        """Say which module in or near `path` runs on one side alone. Empty if none does, or such are on both sides."""
+        """Say which module in or near `path` runs on only one side. Empty if there is none, or one on each side."""
         for around in (path, path.rpartition(".")[0]):
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
@@ -442,13 +442,13 @@ class Search:
         return ""
 
     def _of_code(self, number: int, name: ValueName, path: str) -> str:
-        """Say which module's code computes something else. All that the module computes from was compared."""
+        """Say which module's code computes something else. All inputs of the module were compared."""
         parent = path.rpartition(".")[0]
         has_weight = any(one[:2] == (f"{path}.weight", EQUAL) for one in self.weights)
         scales = self._scales_below(f"{parent}.")
         before = f"{'its weights and ' if has_weight else ''}what runs before it agree{scales}"
         if name.site == "input":
-            return f"{before}, so {repr(path) if path else 'the root'} hands on something else in its own code"
+            return f"{before}, so {repr(path) if path else 'the root'} passes on something else in its own code"
         if any(one.module_path == path and one.site == "input" for one in self.values):
             return f"{before}, so the module itself computes something else"
         # The first token attends to itself alone: no mask, scale or position changes its attention output.
@@ -457,7 +457,7 @@ class Search:
         is_at_all = first.size and first.all() and is_beyond.mean() > 0.9
         is_dropped = "Attention" in self._class_name(parent) and is_at_all and not scales
         of_attention = " (as by dropout in training mode, or by a rounded cache)" if is_dropped else ""
-        return f"{before}, so it is the module itself, or what it is handed{of_attention}: its inputs were not compared"
+        return f"{before}, so it is the module itself, or its inputs{of_attention}: its inputs were not compared"
 
     def _scales_below(self, parent: str) -> str:
         """Say by which factors adapters of the modules below `parent` are merged. Return "" if no adapter is merged."""
@@ -469,7 +469,7 @@ class Search:
         return f", adapters are merged {rest}{odd} times (lora_alpha / r?)"
 
     def _wrong_until(self, number: int) -> list[WeightState]:
-        """Return the wrong parameters that may explain the difference of a value, those of its own module first.
+        """Return the wrong parameters that may explain a value's difference, first those of the value's module.
 
         Modules that run later, or whose outputs agree, are left out.
         """
@@ -493,7 +493,7 @@ class Search:
 
     @functools.cached_property
     def _is_shifted(self) -> Flags:
-        """By token, whether one side shifts all positions of the token's sample. Rotary embeddings tolerate that."""
+        """By token, whether one side shifts all positions of the token's sample. Rotary embeddings tolerate a shift."""
         joined = self.joined
         shift = joined.given[:, 0] - joined.given[:, 1]
         at = np.flatnonzero(joined.is_joined & (joined.given >= 0).all(axis=1))

@@ -156,7 +156,7 @@ def _told(trainer: AlignedRun, engine: AlignedRun, number: int, match: Match) ->
         at = 0 if longer[num:][:at] == shorter[:at] or longer[at + num :][:num] != shorter[at:][:num] else at
         own = longer[at : at + num]
         where, why = (f"at position {at}", "another chat template") if at else ("in front", "another tokenizer's BOS")
-        why = "padding that no mask names" if len(set(own)) == 1 and num > 1 else why
+        why = "padding that no mask covers" if len(set(own)) == 1 and num > 1 else why
         text = f"{name}: the {side} alone has {counted(num, 'token')} {where}: {own[:8]} ({why}?)"
         yield TokensApart(text, is_finding=True, sample=name, position=at)
         return
@@ -179,7 +179,7 @@ def _told(trainer: AlignedRun, engine: AlignedRun, number: int, match: Match) ->
         return
     rest = theirs[len(ours) :]
     is_padding = set(rest) <= trainer.padding | engine.padding or (len(set(rest)) == 1 and len(rest) > 1)
-    if rest and not is_padding:  # what an engine writes behind the end of a sample that others of its batch outlive
+    if rest and not is_padding:  # an engine writes on behind the end of a sample while other samples of the batch go on
         text = f"{name}: the trainer's ends after {counted(len(ours), 'token')}, and the engine's has {len(rest)} more"
         yield TokensApart(f"{text} (truncated?)", is_finding=True, sample=name, position=len(ours))
 

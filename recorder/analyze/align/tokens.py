@@ -3,8 +3,8 @@
 This needs what ``keep=tokens`` records: the arguments of each call of the model (`input_ids`, `attention_mask`,
 `position_ids`, `cache_position`, `cu_seqlens`, or the places in a paged cache), or what the program says by
 `recorder.tokens`. Each token has a hash of all tokens up to and including it. By these hashes a sample is found in the
-other run, whatever the batches, padding and order there. This module must never guess: if a call continues from a cache
-whose beginning was not recorded, its tokens are unknown, and the call is counted.
+other run, whatever the batches, padding and order in the other run. This module must never guess: if a call continues
+from a cache whose beginning was not recorded, its tokens are unknown, and the call is counted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SampleTokens:
     def put(self, position: int, token: int) -> None:
         """Set the token at a position. Drop all later tokens, which were speculative and are now discarded."""
         del self.tokens[position:], self.hashes[position:]
-        missing = position - len(self.tokens)  # in a sample with a name: an engine found them in the cache of another
+        missing = position - len(self.tokens)  # an engine found them in another sample's cache
         self.tokens += [-1] * missing
         self.hashes += [0] * missing
         before = self.hashes[-1] if self.hashes else 0
@@ -91,7 +91,7 @@ class TokensOfCall(NamedTuple):
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
     hashes: npt.NDArray[np.uint64]
-    """The hash of the sample's tokens up to and including this one. The sample has another if this was discarded."""
+    """The hash of the sample's tokens up to and including this one. Another one if this was discarded."""
     is_continued: npt.NDArray[np.bool_]
     """Whether the call continues the token's sample from a cache, as a decoding step does."""
     given: Integers
@@ -190,7 +190,7 @@ class _CallArguments:
             if self.is_paged:
                 before = None if behind[number] < 0 else (behind[number],)
             elif is_pack and self.positions is not None and own:
-                before = (-1,) if self.positions[row, columns[0]] else None  # nobody tells whose one of a pack goes on
+                before = (-1,) if self.positions[row, columns[0]] else None  # unknown which sample of a pack goes on
             named = int(columns[0]) if self._is_flat and own else number
             name = names[named] if named < len(names) else None
             at = None if index is None else index[row, columns].tolist()
@@ -201,7 +201,7 @@ class _CallArguments:
         labels, lengths = np.array(self._names if self._is_flat else [], object), self.given.get("lengths")
         for row in range(self.grid[0]):
             columns = np.flatnonzero(self.is_real[row])
-            if lengths is not None and self.grid[0] == 1:  # behind the last one, an engine pads its batch
+            if lengths is not None and self.grid[0] == 1:  # behind the last sample, an engine pads its batch
                 yield from ((row, part) for part in np.split(columns, lengths.reshape(-1)[1:])[:-1])
                 continue
             ends = np.zeros(max(columns.size - 1, 0), bool)
@@ -259,7 +259,7 @@ class AlignedRun:
             and (part is None or (given.facts["mode"] == "no_grad") == (part == ENGINE))
         ]  # fmt: skip
         self._join(keys)
-        if part == ENGINE:  # others only score what was written, as for a reference
+        if part == ENGINE:  # other models only score written tokens, as a reference model does
             written = {int(one) for call in self.calls.values() for one in call.samples[call.is_continued]}
             self._join([key for key, call in self.calls.items() if not written.isdisjoint(call.samples.tolist())])
 
@@ -269,20 +269,20 @@ class AlignedRun:
         return f"sample {sample}" if name is None else f"sample {name!r}"
 
     def like(self, name: ValueName) -> ValueName | None:
-        """Return what this run calls another run's value. Return None if this run's module computes something else.
+        """Return this run's name for another run's value. Return None if this run's module computes something else.
 
         A module of an engine may name its input differently, or return a bias or a residual as well. It may leave the
         residual to the next module, which adds it.
         """
         info = self.run.modules.get((self.root, name.module_path))
-        if info is not None and info.class_name.endswith("AndMul"):  # which is given two projections in one
+        if info is not None and info.class_name.endswith("AndMul"):  # the module gets two projections in one tensor
             return None
         if name.site == "input":
             own = [one for one in self.values if one[:2] == name[:2] and one.occurrence == name.occurrence]
             has_residual = any(one.name == "residual" for one in own)
             if has_residual or name in self.values or len(own) != 1:
                 return None if has_residual else name
-            of_own = next(iter(self.values[own[0]].values())).dtype  # token ids are no mask
+            of_own = next(iter(self.values[own[0]].values())).dtype  # a tensor of token ids is no mask
             return name if "int" in of_own or of_own == "bool" else own[0]
         is_first = not name.name and name not in self.values and not self.ran_inside(name.module_path)
         return name._replace(name="0") if is_first else name
@@ -342,7 +342,7 @@ class AlignedRun:
                 self.texts |= zip(own.tolist(), map(str, texts), strict=False)
             elif block.name in self._logprobs:
                 self._logprobs[block.name].setdefault(key, piece)
-            elif "experts" not in block.module_path.split(".")[:-1]:  # inside, rows are in the order of the experts
+            elif "experts" not in block.module_path.split(".")[:-1]:  # rows inside are in the experts' order
                 site, _, name = block.name.partition(" ")
                 value = ValueName(renames.old(block.module_path), site, name, facts["occurrence"])
                 self.values.setdefault(value, {}).setdefault(key, piece)
@@ -358,7 +358,7 @@ class AlignedRun:
         """The ids of tokens that a mask has hidden, such as padding."""
         self.calls: dict[CallKey, TokensOfCall] = {}
         self.num_unknown = 0
-        """The number of calls whose tokens are unknown, for example as a cache's beginning was not recorded."""
+        """The number of calls with unknown tokens, for example if the beginning of a cache was not recorded."""
         self._named: dict[str, int] = {}
         for _, of_rank in itertools.groupby(keys, lambda key: key[:2]):
             self._last: tuple[int, TokensOfCall] | None = None
@@ -366,7 +366,7 @@ class AlignedRun:
             self._cache: dict[tuple[int, ...], tuple[int, int]] = {}
             """By place in the cache (a slot, or a row and a column), the token's sample and its position there."""
             self._shown: list[int] = []
-            """The samples of the previous call; empty after a call with a cache, as a repeat is then scored anew."""
+            """The samples of the previous call; empty after a call with a cache: a repeat is then another sample."""
             for key in of_rank:
                 self._join_call(key, self._given[key])
 
@@ -436,7 +436,7 @@ class AlignedRun:
         """Return (sample, -1) if a sequence repeats a sample of the previous call or continues it; else None."""
         sample = self._shown[number] if number < len(self._shown) else -1
         known = self.samples[sample].tokens if sample >= 0 else []
-        repeats = 0 < len(known) < len(tokens) and tokens[: len(known)] == known  # as without a cache
+        repeats = 0 < len(known) < len(tokens) and tokens[: len(known)] == known  # this happens without a cache
         return (sample, -1) if 0 < start <= len(known) or repeats else None
 
     def _sample(
@@ -454,13 +454,13 @@ class AlignedRun:
             return -1, 0
         of = self.samples[owner] if owner >= 0 else SampleTokens(None)
         is_own = place is None or len(place) > 1 or position == len(of.tokens) - 1
-        is_draft = other == (owner, position + 1) and position + 1 >= len(of.sure)  # that is thrown away
+        is_draft = other == (owner, position + 1) and position + 1 >= len(of.sure)  # those tokens are discarded
         if owner >= 0 and (is_own or is_draft):
             return owner, position + 1
         self.samples.append(SampleTokens(name))
         if name is not None:
             self._named[name] = len(self.samples) - 1
-        for token in of.tokens[: position + 1]:  # another sample has put these blocks into the cache
+        for token in of.tokens[: position + 1]:  # another sample has filled these blocks of the cache
             self.samples[-1].put(len(self.samples[-1].tokens), token)
         return len(self.samples) - 1, position + 1
 

@@ -108,7 +108,7 @@ def compare_weights(
     ours, theirs = trainer.by_name(), engine.by_name(until=last)
     fused = {state.name: state for state in _fused(ours, theirs, now)}
     parts = {state.fused for state in fused.values()}
-    packed = [name for name, one in theirs.items() if 0 in one.newest.shape]  # in an order of the engine's own
+    packed = [name for name, one in theirs.items() if 0 in one.newest.shape]  # the engine has an order of its own
     alone = UNKNOWN if packed else TRAINER_ONLY
     states = []
     for name, one in ours.items():
@@ -117,7 +117,7 @@ def compare_weights(
         elif name in fused or not _is_tied(one, name, ours):
             states.append(fused.get(name) or WeightState(name, UNKNOWN if ".base_layer." in name else alone))
     rest = [name for name in theirs.keys() - {*ours, *parts, *packed} if not _is_tied(theirs[name], name, theirs)]
-    for name in sorted(rest):  # the trainer records only what its optimizers update; an adapter moves the parameters
+    for name in sorted(rest):  # the trainer records only updated parameters; an adapter moves the parameters
         path, _, own = name.rpartition(".")
         info = trainer.modules.get(path)
         is_other = info is not None and (own in info.tied or (bool(info.params) and own not in info.params))
@@ -126,7 +126,7 @@ def compare_weights(
 
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
-    """Return whether another parameter has this fingerprint. The other run may then know it by that name alone."""
+    """Return whether another parameter has this fingerprint. The other run may then have only the other name."""
     prints = {other.newest.fingerprint for path, other in own.items() if path != name}
     return one.newest.fingerprint is not None and one.newest.fingerprint in prints
 
@@ -151,10 +151,10 @@ def _state(
 
 
 def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
-    """Return a parameter's state. At `steps` it equals the engine's parameter. It should do so at the step `now`."""
+    """Return a parameter's state. At `steps` it equals the engine's parameter. It should at the step `now`."""
     if now in steps:
         return WeightState(name, EQUAL, now, 0, fused)
-    known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps
+    known = max((step for step in one.rows if step <= now), default=None)  # the trainer may have recorded few steps
     if known is None or (known < now and (known in steps or not steps)):
         return WeightState(name, UNKNOWN, fused=fused)
     if not steps:
@@ -191,7 +191,7 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    # First all slices are taken to be of step `now`, then one of them of another step, then all of one other step.
+    # First all slices are assumed to be of step `now`, then one slice of another step, then all slices of another step.
     offsets = np.cumsum([0, *(ours[name].newest.shape[0] for name in names)]).tolist()
     row = whole.newest
     places = [
@@ -219,7 +219,7 @@ def told_weight(state: WeightState) -> str:
     name = f"{state.name} (a slice of {state.fused})" if state.fused else state.name
     if state.state == STALE:
         behind = state.behind or 0
-        how = f"stale by {counted(behind, 'update')}" if behind > 0 else "later than what is compared"
+        how = f"stale by {counted(behind, 'update')}" if behind > 0 else "later than the compared step"
         return f"{name} is the trainer's of step {state.step}: {how}"
     return {
         DIFFERS: f"{name} equals the trainer's at no recorded step",

@@ -132,7 +132,7 @@ def check(
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
-    """Remove useless advice to add a recording rule: the run had the rule, or nothing that it selects."""
+    """Remove useless advice to add a recording rule: the run had the rule, or no value that the rule selects."""
     modules = run.modules.values()
     is_known, buffers = any(one.params for one in modules), {name for one in modules for name in one.buffers}
     has_no_norm = is_known and not any(name.endswith(RUNNING_VARIANCE) for name in buffers)
@@ -186,7 +186,7 @@ def _learnt(
 
 
 def _without_parts(findings: Sequence[Finding]) -> list[Finding]:
-    """Remove findings that compare ranks if a root has ONE_BATCH and NEVER_EQUAL: they hold parts of one model."""
+    """Remove findings that compare ranks if a root has ONE_BATCH and NEVER_EQUAL: such ranks hold parts."""
     said = (ONE_BATCH, NEVER_EQUAL)
     of_batch, of_parts = ({one.root for one in findings if one.what.startswith(what)} for what in said)
     parts = of_batch & of_parts
@@ -236,7 +236,7 @@ def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
         return ""
     what = f"has {num} of the {len(inner)} values of this run" if num else "has no value of this run"
     compared = "only these are" if num else "nothing is"
-    return f"{what}: another model, or other sites or names; {compared} compared with it"
+    return f"{what}: it has another model, other sites or other names; {compared} compared with it"
 
 
 def _num_lost(run: Run) -> int:
@@ -395,10 +395,10 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
 
 
 def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
-    """Yield each finding without a cause, with those that say the same of other values, and those that follow."""
+    """Yield each finding without a cause, the like findings on other values, and the findings that it causes."""
     alike: dict[tuple[str, ...], list[JoinedFindings]] = {}
     for one in joined(one for one in findings if not one.cause):
-        what = one.worst.what if one.worst.rule != Unchanged.name else ""  # it says only why a parameter stays
+        what = one.worst.what if one.worst.rule != Unchanged.name else ""  # it is only the reason
         alike.setdefault((one.worst.rule, what, one.worst.site), []).append(one)
     for first, *others in alike.values():
         words = first.words.union(*(one.words for one in others))
@@ -460,7 +460,7 @@ def command_of(typed: str, one: JoinedFindings) -> str:
         return ""
     if worst.rule == Replica.name:
         return shlex.join(["recorder", "first", typed])
-    if worst.rule == NotOptimized.name:  # no row has the parameter or its gradient; this names each parameter
+    if worst.rule == NotOptimized.name:  # no row has the parameter or its gradient; this command names each parameter
         return shlex.join(["recorder", "check", typed, "--rule", worst.rule, "--json"])
     # `not_cleared` concerns all gradients, and the root may have none of its own.
     where = [] if worst.rule == NotCleared.name else [worst.module_path]

@@ -155,7 +155,7 @@ class RunRows:
                     for field in self._schema
                 ]
                 yield pa.Table.from_arrays(columns, schema=self._schema)
-        except CorruptError:  # which is damage of the run from now on
+        except CorruptError:  # the error counts as damage of the run from now on
             return
 
     def _as_rows(self, table: Any) -> Rows:
@@ -163,7 +163,7 @@ class RunRows:
         series, parts, peers = self._described(table)
         if is_probe.any():
             ids, is_row = grouped(series, ranks, steps)[0], is_probe == 0
-            is_new = is_row | ~np.isin(ids, ids[is_row])  # of two rows of one value, that of the probe is dropped
+            is_new = is_row | ~np.isin(ids, ids[is_row])  # if a value has two rows, the probe's row is dropped
             table = table.filter(pa.array(is_new))
             steps, ranks, seqs, series, parts, peers = (a[is_new] for a in (steps, ranks, seqs, series, parts, peers))
         order = np.lexsort((seqs, ranks, steps))
@@ -211,8 +211,8 @@ class _Recorded:
         columns = [table.column(name) for name in self._wanted]
         columns += [
             *columns_of(self.details, table),
-            pa.nulls(table.num_rows, pa.float64()),  # global_numel
-            pa.array(np.zeros(table.num_rows)),  # IS_PROBE
+            pa.nulls(table.num_rows, pa.float64()),  # the column global_numel
+            pa.array(np.zeros(table.num_rows)),  # the column IS_PROBE
         ]
         return with_coded_texts(pa.table(columns, self.schema.names), self.schema)
 
@@ -234,8 +234,8 @@ def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | None, whole_numel: int | None) -> About:
-    dtype = dtype or ""  # a probe whose notes name no type
-    if shape is None:  # a value of the probe, which has no shape
+    dtype = dtype or ""  # the notes of this probe name no dtype
+    if shape is None:  # values of the probe have no shape
         return About(dtype, (), int(whole_numel or 0) if site in OF_MODULES else 0)
     whole, own = (shape_or_none(text or "") or () for text in (global_shape, shape))
     is_chunk = site in OF_MODULES and global_shape is not None and whole != own

@@ -48,7 +48,7 @@ def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str
     severity = Severity.WARNING if one.is_assumed else Replica.severity
     what = NEVER_EQUAL if one.was_never_equal else what
     since = probed.step if probed is not None and probed.step < value.step else None
-    # The largest group of equal ranks counts as right. If two groups are the largest, nobody can say which is right.
+    # The largest group of equal ranks counts as right. If two groups are equally large, neither is known to be right.
     has_odd = len(one.groups) > 1 and len(one.groups[0]) > len(one.groups[1])
     ranks = [rank for ranks in one.groups[has_odd:] for rank in ranks]
     return _of(value.step, value.key, ranks, details, severity, what, float(len(one.groups)), since)

@@ -148,7 +148,7 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
     keys_a = {tuple(row[name] for name in VALUE_KEY) for row in alone_a}
     whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
     alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
-    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # one tensor in a, every rank's in b
+    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # single in a, by rank in b
     for side, table, only in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
         for row_index, row in zip(only.tolist(), _rows(table.take(pa.array(only))), strict=True):
             key = tuple(row[name] for name in VALUE_KEY)
@@ -157,10 +157,10 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
                 key in in_both or row["site"] not in GRADIENTS or (row["step"], row["site"]) not in common
             ):
                 continue
-            if row["scope"] == "local":  # sharded parameters have no local gradient; their final gradient is judged
+            if row["scope"] == "local":  # sharded parameters have no local gradient, so the final gradient is judged
                 continue
             when = float(row_index)
-            if side == "b":  # directly after the row that precedes it in b
+            if side == "b":  # the event comes directly after the row that precedes it in b
                 at = int(np.searchsorted(pairs.b[order], row_index)) - 1
                 when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
             ranks = () if row["rank"] is None else (row["rank"],)

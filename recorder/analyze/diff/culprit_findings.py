@@ -249,7 +249,7 @@ def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: In
 def _factor(row: dict[str, Any]) -> float | None:
     if row.get("nonfinite_a") != row.get("nonfinite_b"):
         return None
-    cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None: NaN
+    cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
     factor = float(multiples(cosine, one, two))
     return None if math.isnan(factor) else factor
 
@@ -347,14 +347,14 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
     both = sorted(own_a.keys() & own_b.keys())
     if len(both) > 1:
         return {(rank, 0): _far(a.rows.array(own_a[rank]), b.rows.array(own_b[rank])) for rank in both}
-    if not own_a and len(own_b) > 1:  # the ranks agree in the first run and differ in the second
+    if not own_a and len(own_b) > 1:  # the ranks agree in the first run, and differ in the second run
         whole = a.array(row_a)
         return {(rank, 0): _far(whole, b.rows.array(own)) for rank, own in sorted(own_b.items())}
     chunks = b.rows.chunk_regions(b.table.column("at")[row_b].as_py())
     if len(chunks) < 2:
         return {}
     one, two = a.array(row_a), b.array(row_b)
-    if one.shape != two.shape:  # another model: the regions are those of the second run's value
+    if one.shape != two.shape:  # in another model, the regions are those of the second run's value
         return {}
     distances: dict[tuple[int, int], float] = {}
     for rank, micro_step, region in chunks:

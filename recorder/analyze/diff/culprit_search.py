@@ -216,7 +216,7 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
         is_handed_wrong = False
         for event in (event for event in events if event.differs or (event.is_open and bad.at)):
             is_input = event.site == "input"
-            if event.is_open:  # what follows a difference, and of which nothing says how it lies, may inherit it
+            if event.is_open:  # a value of unknown layout may inherit an earlier difference
                 bad.add(event)
                 if is_input:
                     bad_inputs.add(event)
@@ -264,7 +264,7 @@ def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
             is_input = event.site == "input"
             owner = again.caller(event.path) if is_input else event.path
             why = ""
-            if owner is None or (is_input and owner not in again.called):  # the outermost block reads its saved input
+            if owner is None or (is_input and owner not in again.called):  # an outermost block reads its saved input
                 owner, why = event.path, "it was given something else than in its forward"
             inherits = bool(bad.at) if is_input or not again.has_inputs else bad.has(owner)
             if not inherits and _call(event) not in wrong_before:
@@ -312,17 +312,17 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
             owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
             if is_loss:
                 inherits = "" in bad.at
-            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # gradients outside the module
+            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # gradients come from outside
                 inherits = True
             else:
                 inherits = owner in wrong_output if owner in of_output else bool(bad.at)
             if not inherits and not forward.wrong.has(owner) and event.order < now.recomputed_from:
                 why = "the loss" if is_loss else ""
                 if owner and event.stage != forward.stage_of.get(owner, event.stage):
-                    owner, why = "", _handed(event)  # the module's gradient came from another stage
+                    owner, why = "", _handed(event)  # another stage has sent the module's gradient
                 if (made := forward.open_outputs.get(owner)) is None:
                     yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
-                else:  # nothing else explains that it differs on the ranks
+                else:  # no other event explains the difference on these ranks
                     yield Suspect(step, FORWARD, now.root, owner, made)
             bad.add(event)
 
@@ -387,7 +387,7 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
             if not any(one in now.differing for one in made_from):
                 yield Suspect(step, UPDATE, now.root, event.path, event)
         elif not is_next:
-            if old is None or not old.differing:  # else the steps between, which have no records, may have spread it
+            if old is None or not old.differing:  # otherwise unrecorded steps between may have spread the difference
                 yield Suspect(step, START, now.root, event.path, event)
         elif old is None or not _inherits_update(event, old):
             yield Suspect(step - 1, UPDATE, now.root, event.path, event)

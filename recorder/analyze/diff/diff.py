@@ -123,7 +123,7 @@ def compare_runs(
     comparison = _Comparison(RangeComparer(*arguments), report, sides)
     for compared in mapper(RangeComparer, arguments, _ranges(*windows)):
         comparison.add(compared)
-        del compared  # frees the rows before the next rows are read
+        del compared  # this frees the rows before the next rows are read
     unpaired = sides[0].unpaired, sides[1].unpaired
     hints = rename_hints(*unpaired, renames, names)
     comparison.refuse_nothing(a, b, options, hints)
@@ -206,7 +206,7 @@ def payload_bytes(run: Run) -> int:
 def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
     for run in noise:
         if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
-            raise LookupFailedError(f"{run.path}: is one of the two runs that are compared; noise is a third one")
+            raise LookupFailedError(f"{run.path}: is one of the two compared runs; --noise needs a third run")
         lost = [path for path in a.module_paths if path not in set(run.module_paths)]
         if lost:
             what = f"a twin has the modules of {a.path}, with the same rules"
@@ -270,7 +270,7 @@ class _Comparison:
         ]
         beyond = self._beyond_noise.of(result.judged, result.measured, rows)
         self._finder.add(result.steps, beyond, rows)
-        self._judged.append(beyond._replace(kinds=beyond.kinds[:0].copy()))  # which would be an object for each pair
+        self._judged.append(beyond._replace(kinds=beyond.kinds[:0].copy()))  # this would make an object for each pair
         self._compared.append(result.compared)
 
     def refuse_nothing(self, a: Run, b: Run, options: DiffOptions, hints: Sequence[RenameHint]) -> None:
@@ -307,11 +307,11 @@ class _Comparison:
             chosen = (selection.only(column).narrow(t) if column in selection.columns else t for t in distinct)
             one, two = (sorted(table.column(column).to_pylist()) for table in chosen)
             if not set(one) & set(two):
-                return f"{what} are {listed(map(repr, one))} in the one, {listed(map(repr, two))} in the other"
+                return f"{what} are {listed(map(repr, one))} in one run, {listed(map(repr, two))} in the other"
         if self._counts[_ON_OTHER_PARTS]:
-            return f"of what both have, {_ON_OTHER_PARTS}"
+            return f"of the common values, {_ON_OTHER_PARTS}"
         if self._counts[_IN_OTHER_MICRO_STEPS]:
-            return f"{_IN_OTHER_MICRO_STEPS}, and what does not depend on it was not recorded, such as parameters"
+            return f"{_IN_OTHER_MICRO_STEPS}, and values that do not depend on it were not recorded"
         return "no step has the same module, site, name, phase and mode in both"
 
     def result(self, *, common: bool, damage: list[str]) -> Diff:

@@ -91,14 +91,14 @@ class Drift:
         return are_noise
 
     def end(self, step: int, pairs: Pairs) -> None:
-        """Keep the values of this step, from which the parameters of the next step are computed."""
+        """Keep this step's values, because the parameters of the next step are computed from them."""
         self._before, self._numbers = (step, pairs), None
 
     def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any], size: float) -> bool:
         known = self._apart[parameter][0] if parameter in self._apart else 0.0
         if line["kind"] == "values":
             is_noise = self._is_made_from_noise(step, pairs, parameter, line["number"], line["allowed"])
-            if is_noise is None:  # too few of the values from which the parameter was computed are recorded
+            if is_noise is None:  # too few of the values that the update was computed from were recorded
                 is_noise = bool(line["l2_apart"] <= MARGIN * known)
             if is_noise:
                 own = line["l2_a"] or line["max_abs"] / line["of_max"]
@@ -139,7 +139,7 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
-    """Return how far an update moves each element of the slice `part`, in the run in which it moves farther."""
+    """Return how far an update moves each element of the slice `part`, in the run with the larger move."""
     now_a, now_b, old_a, old_b = (wide(values[part]) for values in (*now, *old))
     return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
 

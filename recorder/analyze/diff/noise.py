@@ -176,7 +176,7 @@ class BeyondNoise:
         if not share:
             return
         factor = share / measured.typical_share(rows)
-        if root in self._shown:  # this factor is limited by the forward's
+        if root in self._shown:  # the forward's factor limits this factor
             share_before, times = self._shown[root]
             factor = min(factor, MARGIN * times * share / share_before)
         factor = max(1.0, factor)
@@ -301,7 +301,7 @@ class NoiseMeasure:
         kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
         one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
         with np.errstate(invalid="ignore", divide="ignore"):
-            along = one * (self._cosine[rows] * two - one)  # the scalar product of the first tensor and the difference
+            along = one * (self._cosine[rows] * two - one)  # a . (b - a), the scalar product with the difference
             rest = np.sqrt(np.maximum(0.0, apart**2 - 2 * off * along + (off * one) ** 2))
             by_norm = rest <= MARGIN * self._noise_of_norms[rows] + eps * self._norms[rows]
             noise = MARGIN * self._lifted_statistics[rows] + eps

@@ -143,7 +143,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
                 distances.append(IDENTICAL if are_identical(one, two) else compare(one, two, tolerance))
             else:
                 may_be_one[pair] = by_values[pair] = False
-        except RunError as error:  # statistics and fingerprints may still be readable
+        except RunError as error:  # the statistics and fingerprints may still be readable
             by_values[pair] = has_values[pair] = False
             unread[str(error)] += 1
         report(a.payload_bytes(pairs.a[pair : pair + 1]) + b.payload_bytes(pairs.b[pair : pair + 1]))
@@ -250,10 +250,10 @@ class _Statistics(NamedTuple):
         of_left, of_right = np.full(length, np.nan), np.full(length, np.nan)
         for name in (*_EXACT, *_ROUNDED):
             one, two = numbers(left.column(name)), numbers(right.column(name))
-            # If the statistic is null on both sides, neither side has a finite element. If it is null on one side
-            # alone, the sides are as far apart as possible.
+            # If the statistic is null on both sides, neither side has a finite element. If it is null on only one side,
+            # the difference counts as the largest possible.
             is_same = (one == two) | (np.isnan(one) & np.isnan(two))
-            with np.errstate(invalid="ignore"):  # of two infinities, as the squares of a mask's numbers add up to
+            with np.errstate(invalid="ignore"):  # the difference of two infinities, such as a mask's sums of squares
                 far = np.where(is_same, 0.0, np.nan_to_num(np.abs(two - one), nan=np.inf))
             of = "l2" if name == "l2" else "absmax"
             scale = np.fmax(np.abs(numbers(left.column(of))), np.abs(numbers(right.column(of))))
@@ -295,7 +295,7 @@ def _table(
         values = pa.array([getattr(distance, name) for distance in distances], kind)
         columns[name] = values.take(of_distance)
     columns |= _units(left, right, differs)
-    for side in "ab":  # counts of rows whose values were not compared
+    for side in "ab":  # these are counts of rows whose values were not compared
         counts = reduce(pc.add, (columns[f"{name}_{side}"] for name in NONFINITE)).combine_chunks()
         columns[f"nonfinite_{side}"] = pc.coalesce(columns[f"nonfinite_{side}"], counts.cast(pa.int64()))
     says = by_statistics[differs] & (statistics.name[differs] != "")
@@ -325,8 +325,8 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
 def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
     """Return the roots (models under hooks) with a value, selected or not, that differs between two runs.
 
-    Values that the program passes to the recorder, and numbers that it reports, such as seconds, count only if there
-    are no other values.
+    Values and numbers that the program passes to the recorder, such as seconds, count only if there are no other
+    values.
     """
     pairs = align(a.rows.table, b.rows.table)
     is_made = ~holds(a.rows.table.column("site"), GIVEN_SITES.__contains__)[pairs.a]
@@ -496,7 +496,7 @@ def align(a: Any, b: Any) -> Alignment:
     pairs_a = np.concatenate([left[is_same], cross_a[is_alike]])
     pairs_b = np.concatenate([right[is_same], cross_b[is_alike]])
     order = np.lexsort((pairs_b, pairs_a))
-    is_other = _flags(id_a[left[~is_same]], num_ids)  # if a rank's part differs in a and b, assume that all ranks' do
+    is_other = _flags(id_a[left[~is_same]], num_ids)  # if one rank's part differs, assume that all ranks' parts differ
     is_said_a = _flags(pairs_a, len(id_a)) | ((rank_a >= 0) & (has_whole_a | is_other)[id_a])
     is_said_b = _flags(pairs_b, len(id_b)) | ((rank_b >= 0) & (has_whole_b | is_other)[id_b])
     is_on_other_part = (rank_a >= 0) & (is_other & ~has_whole_a & ~has_whole_b)[id_a] & ~_flags(pairs_a, len(id_a))

@@ -105,7 +105,7 @@ def read_renames(path: Path) -> Renames:
                 raise LookupFailedError(f"{where}: {twice!r} stands in {other.where} too, as {other.old} = {other.new}")
         renames.append(Rename(old, new, where))
     if not renames:
-        raise LookupFailedError(f"{path}: no line such as encoder.layers = blocks is in it")
+        raise LookupFailedError(f"{path}: has no line of the form encoder.layers = blocks")
     return Renames(renames)
 
 
@@ -165,7 +165,7 @@ class UnpairedModules:
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
-        """Return the modules, in the order of execution, grouped by the tensors that they have at `sites`."""
+        """Return the modules, in the order of execution, grouped by their tensors at `sites`."""
         looks = ((frozenset(one for one in some if one[0] in sites), path) for path, some in self._tensors.items())
         return by_key((look, path) for look, path in looks if look)
 

@@ -288,7 +288,7 @@ def _worse_run(culprit: Culprit) -> str:
 
 
 def culprit_notes(culprits: Sequence[Culprit], limit: int = 0) -> Iterator[str]:
-    """Yield notes on how sure the culprits are. The first `limit` culprits are shown; 0 means all culprits."""
+    """Yield notes on the certainty of the culprits. The first `limit` culprits are shown; 0 means all culprits."""
     if len(culprits) > 1 and culprits[0].why != ROUNDING_ALONE:
         yield "note: of several culprits the first is sure; the others may follow from it"
     if any(one.why == ROUNDING_ALONE for one in culprits[: limit or None]):
@@ -357,7 +357,7 @@ def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
         )
     kinds = zip(result.table.column("site").to_pylist(), result.table.column("kind").to_pylist(), strict=True)
     is_open = any(culprit.phase == "update" for culprit in result.culprits) and ("param", "values") not in kinds
-    if options.noise and is_open:  # no differing parameter was compared by its values
+    if options.noise and is_open:  # no differing parameter has values that were compared
         yield (
             "note: statistics alone do not tell an update that is wrong from one of which rounding decided an element, "
             "as it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"

@@ -37,7 +37,7 @@ class DiffOptions:
     global_view: GlobalOptions
     """The options for joining the ranks' values of each run into global tensors."""
     noise: Sequence[Run]
-    """Repeats or perturbed repeats (twins) of the first run. Only differences larger than in these runs count."""
+    """Repeats or perturbed repeats (twins) of the first run. Only differences larger than theirs count."""
     renames: Renames
     """The names that the modules of the second run have in the first run."""
     common: bool
@@ -301,11 +301,11 @@ class Diff(NamedTuple):
     loud_noise: LoudNoise | None = None
     """Set if the noise runs differ from the first run by more than rounding explains; else None."""
     still_roots: Sequence[str] = ()
-    """The roots (models) in which no noise run differs from the first run. Every difference in them counts."""
+    """The roots (models) in which no noise run differs from the first run. There every difference counts."""
 
     @classmethod
     def of(cls, table: Any, compared: Any, **facts: Any) -> Diff:
-        """Return the result with the rows that differ, of which `compared` has all rows' modules, and further facts."""
+        """Return the result with the differing rows and further facts. `compared` has the modules of all rows."""
         first = table.select(Difference._fields).slice(0, 1).to_pylist()
         one = Difference(**first[0]) if first else None
         return cls(first=one, table=table, modules=_by_module(table, compared), **facts)

@@ -230,7 +230,7 @@ def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
         writers = [run.writers[number] for number in numbers]
         writer_slots = [slots.writer_slots[number] for number in numbers]
         texts = {rule.text for writer in writers for rule in read_rules(writer.manifest)[0]}
-        if not any(writer.manifest.roots for writer in writers):  # manifest lost: use the other ranks' rules
+        if not any(writer.manifest.roots for writer in writers):  # the manifest is lost, so use the other ranks' rules
             writer_slots, texts = slots.writer_slots, {rule.text for rule in rules}
         rows = [read_slots(writer, slots) for writer in writers]
         ranks.append(_Rank(rank, writers, texts, WriterSlots.joined(slots, writer_slots), rows))
@@ -350,7 +350,7 @@ def _num_forwards(one: _Rank, mode: int, axis: Integers) -> Integers:
 
 
 def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTail]:
-    """Count the rows that the newest writer of each rank has dropped after its last row, where it is the last step."""
+    """Count the rows that each rank's newest writer has dropped after its last row, if that row is of the last step."""
     end = max((view.last_step for view in views if view.last_step is not None), default=None)
     tails = []
     for one, view in zip(ranks, views, strict=True):

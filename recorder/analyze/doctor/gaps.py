@@ -105,7 +105,7 @@ _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
 _UNCALLED = np.array([_CODE[key] for key in (
     "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
 )])  # fmt: skip
-"""Reasons that are certain if no row of the step's forward was dropped. A call would have left a row there."""
+"""Reasons that are certain if no row of the step's forward was dropped. A call would have left a row of the forward."""
 
 _NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
 """Reasons whose only evidence is that a row is missing."""
@@ -230,7 +230,7 @@ def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, grade
     slots, first = view.slots, view.slots.first
     np.add.at(gaps.expected, slots.site, view.when.sum(axis=1)[view.code])
     details = _details(view)
-    usual = np.zeros(slots.num_slots, np.uint8)  # the reason of slots that never have a value, else 0
+    usual = np.zeros(slots.num_slots, np.uint8)  # the reason if the slot never has a value, else 0
     module_reason = _module_reasons(view, has_rows, called, graded)
     columns_of = [np.flatnonzero(row & view.alive) for row in view.when]
     size = max(1, _MAX_CELLS // (10 * max(1, int(view.alive.sum()))))
@@ -386,7 +386,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
     put("not_optimized", is_of("param"))
     param_there, param_selected = neighbour("grad", "param")
     put("no_param_gradient", is_of("grad") & param_there)
-    put("param_unseen", is_of("grad") & ~param_selected)  # no other row proves that the gradient never existed
+    put("param_unseen", is_of("grad") & ~param_selected)  # no row proves that the gradient never existed
     put("not_optimized", is_of("grad"))
     grad_there, grad_selected = neighbour("optim", "grad")
     param_there, param_selected = neighbour("optim", "param")
@@ -418,7 +418,7 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
         ("unused", has_param & wants_grad),
     )
     reasons = np.select([flags for _, flags in order], [_CODE[key] for key, _ in order], _CODE["never_called"])
-    # Hooks cannot see a hidden module, and of some modules only children ran. So these may leave no row at all.
+    # Hooks cannot see a hidden module, and only children of some modules ran. Such modules may leave no row at all.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
     reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
     return reasons

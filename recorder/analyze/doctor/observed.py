@@ -29,7 +29,7 @@ ACCOUNTED = ("dropped", "retired")
 
 
 class Cause(IntFlag):
-    """The causes of missing sequence numbers, with the keys of `gaps.REASONS`. The first cause that fits counts."""
+    """The causes of missing sequence numbers, with the keys of `gaps.REASONS`. The first matching cause counts."""
 
     CORRUPT = auto()
     RETIRED = auto()
@@ -140,7 +140,7 @@ def _gaps_of(writer: RecordedWriter, rows: SlotRows, following: int | None) -> I
     balance = writer.balance
     is_open = {"recording": Cause.LIVE, "unclosed": Cause.DIED}.get(writer.state)
     usual = Cause.DROPPED if balance.num_dropped else Cause.UNACCOUNTED if is_open is None else is_open
-    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # for gaps between two rows
+    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # if rows come after the gap
     if balance.passed and not balance.num_missing:
         usual = usual_between
     spans = _removed(writer, rows)
@@ -343,7 +343,7 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
     for text in dtypes[1]:
         try:
             sizes.append(item_bytes(text))
-        except Exception:  # the element type is of a later version
+        except Exception:  # a later version has added this dtype
             sizes.append(-1)
     item = np.array([*sizes, -1], np.int64)[dtypes[0]]
     columns = {"first": numbers["seq"] - numbers["part"], "bytes": payload, "whole": numbers["numel"] * item}

@@ -99,7 +99,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _proof(run)
     yield from _told(run)
-    for text in notes.strays(run):  # other readers take such files for shards
+    for text in notes.strays(run):  # other readers read such files as shards
         yield Check("note", text, is_strict=True)
     yield from _dumps(run)
     yield from _filters(expected)
@@ -113,7 +113,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _merged(run, expected)
     yield from _events(run)
     yield from _accounts(run)
-    layout_faults = notes.layout_problems(run)  # reading the layouts may reveal further damage
+    layout_faults = notes.layout_problems(run)  # layouts are read first, because this may reveal further damage
     for problem in run.problems:
         yield Check("missing", problem)
     for problem in layout_faults or ():
@@ -126,7 +126,7 @@ def checks_of(run: Run) -> Iterator[Check]:
         unchecked = "whether the ranks' chunks fit together, which takes a long look at many rows"
         yield Check("ok", f"not checked here: {unchecked}")
     command = shlex.join(["recorder", "verify", shortest_text_of(run.path, run.name)])
-    yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
+    yield Check("ok", f"not checked here: whether bytes have changed; {command} checks all bytes")
 
 
 def _absent_ranks(run: Run, absent: Sequence[int]) -> Iterator[Check]:
@@ -139,7 +139,7 @@ def _absent_ranks(run: Run, absent: Sequence[int]) -> Iterator[Check]:
     if "nodes_apart" in kinds:
         why = "nodes share no file system: each has a directory of this run, to be copied into one"
     if "unjoined" in kinds:
-        why = "ranks that cannot agree on a name write a run each: look for unjoined-* beside this one"
+        why = "ranks that cannot agree on a name write a run each: look for unjoined-* beside this run"
     listed = _listed(list(map(str, absent)))
     yield Check("missing", f"ranks: nothing of {listed} of {run.world_size}: {why}", members={"absent_ranks": absent})
 
@@ -172,7 +172,7 @@ def _told(run: Run) -> Iterator[Check]:
         text = f"told by {who}: command {number}, {notes.describe(one.command)}: {'; '.join(one.lines)}"
         yield Check("ok" if one.is_done else "note", text, is_strict=not one.is_done, members={"command": number})
     for problem in run.commands.problems:
-        yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
+        yield Check("note", f"not a valid command, refused by the run: {problem}", is_strict=True)
 
 
 def _dumps(run: Run) -> Iterator[Check]:

@@ -191,7 +191,7 @@ class Slots:
                 is_of_dtensors = module.has_dtensors and root.model_parallel is not None
                 (of_dtensors if is_of_dtensors else tapped).append(number)
         above = np.maximum(self.parent_of, 0)
-        while True:  # a graph also hides the modules below its module
+        while True:  # a graph also hides the modules below the compiled module
             is_inside = (self.parent_of >= 0) & (hidden[above] >= _HOLDS_BELOW) & (hidden < hidden[above])
             if not is_inside.any():
                 break

@@ -67,7 +67,7 @@ class BoardExport:
         self._board_of = _OPENERS[to]()
         self._run, self._selection, self._options, self._mapper = run, selection, options, mapper
         self.to = to
-        Tensors(run, selection, options, mapper)  # raises an error for a selection that can match nothing
+        Tensors(run, selection, options, mapper)  # `check` raises an error for a selection that can match nothing
         self._ranks: list[int | None] = [None] if options.across_ranks else [*selection.ranks(run.ranks)] or [None]
         if len(self._ranks) > MAX_RANKS:
             raise LookupFailedError(
@@ -80,7 +80,7 @@ class BoardExport:
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
         """Write the folder. It gets its final name once it is complete."""
         if force:
-            raise LookupFailedError(f"--force replaces a file, and {self.to} is a folder: take the old one away first")
+            raise LookupFailedError(f"--force replaces files only, and {self.to} is a folder: remove the folder first")
         partial, problems, notes, num_values, is_damaged = MissingRanks(), list[str](), list[str](), 0, False
         with published_folder(path) as folder:
             for rank in self._ranks:
@@ -106,7 +106,7 @@ class BoardExport:
         try:
             entries = tensors.entries(MissingRanks())
         except LookupFailedError:
-            return {}  # no selected row has values
+            return {}  # the rank has no selected row with values
         chosen = [
             one
             for one in entries
@@ -281,7 +281,7 @@ def _wandb() -> Opener:
         finally:
             started.finish()
             for link in (folder / "wandb").iterdir():
-                if link.is_symlink():  # a link to the newest run, useless here as each rank has a run
+                if link.is_symlink():  # W&B makes a link to the newest run, which is useless for several runs
                     link.unlink()
 
     return open_run

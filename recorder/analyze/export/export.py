@@ -103,10 +103,10 @@ def _checkpoint_parts(model: Model, out: Path, num_bytes: int | None) -> Iterato
         yield f"{out}: {kind}: {tensors}, {size(num_bytes)}{without}"
     elif model.entries:
         before = "" if model.step_before is None else f", --step {model.step_before} takes the step before"
-        of = f"{len(model.refused)} of the {kind} cannot be given"
+        of = f"{len(model.refused)} of the {kind} cannot be written"
         yield f"{out}: not written: {of}; --partial writes the other {tensors}{before}"
     else:
-        yield f"{out}: not written: none of the {kind} can be given"
+        yield f"{out}: not written: none of the {kind} can be written"
 
 
 class Export:
@@ -197,7 +197,7 @@ class Export:
         return num_rows
 
     def _light(self) -> Iterator[Any]:
-        """Yield rows without their values' bytes: of the global tensors if asked for, else all rows of all attempts."""
+        """Yield rows without their values' bytes: of global tensors if asked for, else those of all attempts."""
         if self._options.across_ranks:
             for chosen in self._tensors.chosen(METADATA_COLUMNS, self._partial):
                 yield chosen.table
@@ -249,7 +249,7 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Reads rows with their decoded bytes. A row that lacks some ranks' chunks gets none, unless options allow it."""
+    """Reads rows with their decoded bytes. Rows that lack ranks' chunks get none, unless options allow it."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = SelectedRows(run, selection, options)

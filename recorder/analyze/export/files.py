@@ -144,7 +144,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
         raise WriteError(f"{path}: exists; choose another name{instead}")
     if path.is_dir():
         raise WriteError(f"{path}: is a directory; name the file to write")
-    if path.exists() and not path.is_file():  # a rename by root could replace a device such as /dev/null
+    if path.exists() and not path.is_file():  # a rename by root could even replace a device such as /dev/null
         raise WriteError(f"{path}: is a device or a pipe, which is never replaced; name the file to write")
     with _unfinished(path, lambda temporary: temporary.open("xb")) as (temporary, file):
         with file:
@@ -167,7 +167,7 @@ def published_folder(path: Path) -> Iterator[Path]:
     with _unfinished(path, Path.mkdir) as (temporary, _):
         yield temporary
         sync_directory(temporary)
-        os.rename(temporary, path)  # replaces only an empty directory
+        os.rename(temporary, path)  # `rename` replaces only an empty directory
 
 
 @contextmanager
@@ -220,8 +220,8 @@ def _name(temporary: Path, path: Path, instead: str, *, force: bool) -> None:
         os.replace(temporary, path)
         return
     try:
-        os.link(temporary, path)  # unlike a rename, a link never replaces a file that appeared meanwhile
+        os.link(temporary, path)  # unlike a rename, making a link never replaces a file that appeared meanwhile
     except FileExistsError:
-        raise WriteError(f"{path}: exists by now; choose another name{instead}") from None
+        raise WriteError(f"{path}: exists now; choose another name{instead}") from None
     except OSError:  # the file system has no hard links
         os.rename(temporary, path)

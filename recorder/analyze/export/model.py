@@ -117,7 +117,7 @@ def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArr
             out[done : done + num] = span[used : used + num]
             done, used = done + num, used + num
         yield out
-    for _ in source:  # reads to the end, where `spans` raises if there are too many bytes
+    for _ in source:  # the loop reads to the end, where `spans` raises if there are too many bytes
         pass
 
 
@@ -127,11 +127,11 @@ def _sync(file: BinaryIO) -> None:
 
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
-"""The sites (kinds of values) to write, for parameters or gradients. The first decides which steps can be exported."""
+"""The sites (kinds of values) to write, for parameters or gradients. The first decides which steps are possible."""
 _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
-_NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
+_NO_ROW = "it has no row at this step: no rule keeps it, it was dropped, or no optimizer has it"
 _MAX_NAMES = 1_000_000
 """The most names of a model that are accepted. An untrusted manifest may give shared modules any number of names."""
 FORMATS = ("dcp", "safetensors")
@@ -228,7 +228,7 @@ class Model:
                 parts = sorted(name for name in rows if name.startswith(f"{recorded}."))
                 if parts:
                     self.refused.append(Refused(name, f"recorded as its parts {listed(parts)}"))
-                elif self.what == "param":  # not every parameter has a gradient
+                elif self.what == "param":  # a parameter need not have a gradient
                     self.refused.append(Refused(name, _NO_ROW))
             elif len(owners := stages_of.get(recorded, set())) > 1:
                 self.refused.append(Refused(name, f"stages {listed(sorted(owners))} of the pipeline each have one"))
@@ -259,7 +259,7 @@ class Model:
                 self.notes.append(f"{counted(number, 'tensor')} recorded {by}: whole, but not compared")
         for entry in self.entries:
             if entry.name in reasons:  # the values of buffers are those of the first rank
-                self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
+                self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's value is used")
         num_scaled = sum(note_members(row["note"]).get("grad") == "scaled" for row in given)
         if num_scaled:
             gradients = counted(num_scaled, "gradient")
@@ -305,9 +305,9 @@ def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
     note = note_members(row["note"])
     if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
-        return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"
+        return f"no row of rank {', '.join(map(str, missing))}, which had a chunk of it"
     if row["rank"] is not None:
-        return reason or "the ranks' pieces make no whole of it"
+        return reason or "the ranks' chunks do not form a complete tensor"
     if row["encoding"] is None:
         return str(note.get("no_values", "its values were not recorded, only statistics"))
     return None
@@ -400,8 +400,8 @@ def write_model(model: Model, path: Path, to: str, report: Callable[[int], None]
         return sum(file.stat().st_size for file in path.iterdir())
     for entry in model.entries:
         if entry.dtype in _ONLY_DCP or entry.name == _RESERVED:
-            what = f"is of {entry.dtype}" if entry.dtype in _ONLY_DCP else "has a name that is the format's own"
-            raise UnsupportedError(f"{entry.name} {what}, which safetensors cannot hold so; use --to dcp")
+            what = f"is of {entry.dtype}" if entry.dtype in _ONLY_DCP else "has a name that the format reserves"
+            raise UnsupportedError(f"{entry.name} {what}, which safetensors cannot store; use --to dcp")
     # Loaders of Hugging Face expect the metadata to say that the tensors are torch's.
     about = {"format": "pt", "what": model.what, "root": model.root, "step": str(model.step)}
     with published_file(path) as file:

@@ -111,7 +111,7 @@ def _findings(run: Run, max_rows: int, *, mapper: Mapper) -> Iterator[Any]:
 
 def _probe(run: Run, max_rows: int) -> Iterator[Any]:
     for writer in run.writers:
-        with suppress(CorruptError):  # which is damage of the run from now on
+        with suppress(CorruptError):  # the error counts as damage of the run from now on
             yield from probe_tables([writer])
 
 
@@ -174,7 +174,7 @@ class RunTables:
             with table.update_spec() as update:
                 update.add_identity("run_id")
                 update.add_identity("day")
-        if missing := set(schema.names) - {field.name for field in table.schema().fields}:  # of an older version
+        if missing := set(schema.names) - {field.name for field in table.schema().fields}:  # an older table
             with table.update_schema() as evolution:
                 evolution.union_by_name(pa.schema([field for field in schema if field.name in missing]))
         return table
@@ -217,7 +217,7 @@ class RunTables:
         schema = table.schema().as_arrow()
         tasks = list(table.scan().plan_files())
         if any(task.delete_files for task in tasks):
-            raise UnsupportedError(f"{name}: another program has deleted rows of it; read it with that program")
+            raise UnsupportedError(f"{name}: another program has deleted rows; read the table with that program")
         if not tasks:
             return schema.empty_table()
         io = PyArrowFileIO(table.io.properties)
@@ -229,7 +229,7 @@ class RunTables:
 @contextmanager
 def opened_tables(where: str, *, is_new: bool = False) -> Iterator[RunTables]:
     """Open `RunTables`. Raise LookupFailedError if the catalog's database is locked or stops answering in the block."""
-    is_configured(where)  # raises UnsupportedError without pyiceberg, which brings SQLAlchemy
+    is_configured(where)  # this raises UnsupportedError without pyiceberg, which installs SQLAlchemy
     from sqlalchemy.exc import OperationalError
 
     try:
@@ -263,8 +263,8 @@ def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
             if not statements:
                 raise LookupFailedError("the query is empty; an example: select name, state, last_step from runs")
             kinds = {one.type.name for one in statements} - {"SELECT", "EXPLAIN", "MULTI"}
-            if kinds:  # a PIVOT is a MULTI
-                raise LookupFailedError(f"the query: {', '.join(sorted(kinds))}: only SELECT is taken: runs are read")
+            if kinds:  # DuckDB calls a PIVOT statement MULTI
+                raise LookupFailedError(f"the query: {', '.join(sorted(kinds))}: expected only SELECT")
             if len(statements) > 1:
                 raise LookupFailedError(f"the query: {len(statements)} statements; ask one at a time")
             for name, schema in TABLES.items():
@@ -279,7 +279,7 @@ def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
                 for name, part in (one for run in of for one in tables_of(run, names)):
                     connection.register("_part", part)
                     connection.execute(f"insert into {name} from _part")
-            connection.execute("set enable_external_access = false")  # a query reads the tables and no file
+            connection.execute("set enable_external_access = false")  # queries may read the tables, but no files
             asked = connection.execute(question)
             return Answered([column[0] for column in asked.description or ()], asked.fetchall())
         except duckdb.Error as error:
@@ -346,7 +346,7 @@ def catalog_reply(path: str | None, catalog: str | None, mapper: AbstractContext
     def lines() -> Iterator[str | Aside]:
         yield from (Aside(f"finding: {problem}") for problem in problems)
         rows = counted(sum(registered.values()), "row")
-        yield f"{where}: {counted(len(registered), 'run')} registered, {rows}; {num_known} were there as they are"
+        yield f"{where}: {counted(len(registered), 'run')} registered, {rows}; {num_known} were registered already"
 
     with mapper as each, opened_tables(where, is_new=True) as tables:
         for run in _opened_runs(path, problems):

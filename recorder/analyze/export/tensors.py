@@ -196,7 +196,7 @@ class Tensors:
                 at, dtype, shape = row.pop("at"), row.pop("dtype"), parse_shape(row.pop("shape"))
                 name = tensor_name(row)
                 times[name] += 1
-                if times[name] > 1:  # rows with equal keys, as in a damaged run
+                if times[name] > 1:  # rows may have equal keys, as in a damaged run
                     name = f"{name}/again={times[name]}"
                 num_bytes = math.prod(shape) * item_bytes(dtype)
                 entries.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))

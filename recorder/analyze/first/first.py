@@ -32,7 +32,7 @@ class First(NamedTuple):
     num_known: int
     """The number of recorded values that were checked for NaN and infinity."""
     has_masks: bool
-    """Whether some values are infinite as masks are. Their infinities are not counted."""
+    """Whether some values are infinite as masks are. Infinities of masks are not counted."""
     steps: list[int]
     replica: Differing | None
     """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
@@ -112,7 +112,7 @@ def first(run: Run) -> First:
             replicas.add(timeline)
             num_superseded += timeline.num_superseded
             seen |= set(timeline.table.column("step")[timeline.num_firsts :].unique().to_pylist())
-            del timeline  # frees the rows before the next timeline is made
+            del timeline  # this frees the rows before the next timeline is made
     bad = nonfinite.found()
     if bad is not None:
         bad = bad._replace(probed=probed_health(run, bad.value))

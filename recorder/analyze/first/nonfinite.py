@@ -1,8 +1,8 @@
 """Finds the first value that is not finite, and the last finite values before it.
 
-A value that is infinite from its first record on, with no more infinities later, is taken for a mask and only noted.
-So is one whose infinities reach no later value of the step: an overflow becomes a NaN, an infinite loss or gradient.
-This module must never read a payload if the counts in the rows are enough.
+A value that is infinite from its first record on, with no more infinities later, is taken for a mask and only noted. A
+value whose infinities reach no later value of the step is taken for a mask, too: an overflow becomes a NaN, an infinite
+loss or an infinite gradient. This module must never read a payload if the counts in the rows are enough.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProbedHealth(NamedTuple):
     before: tuple[str, str, str] | None
     """The module, site and name of the last finite value on the rank before the NaN or infinity, in the same step."""
     calls: str
-    """How many of the module's calls in a step the probe looks at, if it leaves out others; else empty."""
+    """The number of the module's calls in a step that the probe measures, in words; empty if it measures all."""
     last_step: int | None
     """The last earlier step at which the value that is now NaN or infinite was finite on the rank."""
 
@@ -72,11 +72,11 @@ class NonFiniteTensor(NamedTuple):
     probed: ProbedHealth | None
     """The finite values that the probe saw before this value. None if the probe lacks this value at this step."""
     num_gradients: int
-    """The number of non-finite parameter gradients at this step on all ranks. 0 if this value is no such gradient."""
+    """The number of non-finite parameter gradients at this step on all ranks. 0 if this value is no gradient."""
     beside: list[OtherNonFinite]
     """Parameters and inputs of the module, and losses, that hold NaN or infinities at this step on this rank."""
     objectives: list[str]
-    """The objectives (losses) with a non-finite gradient at this step on this rank; empty if all have one."""
+    """The objectives (losses) with a non-finite gradient at this step on this rank; empty if all of them have."""
 
 
 class NonFiniteFinder:
@@ -184,7 +184,7 @@ class _Counts:
         is_skip[: timeline.num_firsts] = False
         skips = np.flatnonzero(is_skip)
         self.is_skipped = numbers(table.column("mean"))[skips] > 0
-        """For each update of which a row tells, whether GradScaler skipped it."""
+        """For each update with a row of `GradScaler`, whether the update was skipped."""
         when = timeline.codes["step"] * (timeline.codes["rank"].max(initial=0) + 2) + timeline.codes["rank"]
         self.is_of_skipped_step = np.isin(when, when[skips[self.is_skipped]])
         self._may_overflow = holds(table.column("site"), may_overflow) & self.is_of_skipped_step
@@ -235,7 +235,7 @@ class _Counts:
         """Return a boolean array of the rows that are taken for masks, such as attention masks.
 
         A mask is infinite from its first record on, and has no more infinities than its first record of the same shape,
-        or than an earlier record whose infinities did no harm. What does no harm itself is excused, too.
+        or than an earlier record whose infinities did no harm. A row whose own infinities do no harm is excused, too.
         """
         begins, most = self._begins[rows], self.inf[self._begins_in_shape[rows]]
         began_as_mask = is_mask(self.nan[begins], self.inf[begins], self._may_mask[rows])
@@ -298,7 +298,7 @@ def _with_parameter(timeline: Timeline, state: _Counts, row: int) -> int:
 def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
     values = {name: timeline.table.column(name)[row].as_py() for name in (*SERIES_KEY, "rank")}
     before, last, num_steps = _healthy(timeline, state, values, row)
-    if timeline.num_firsts:  # the value has records before these steps
+    if timeline.num_firsts:  # the value also has records before these steps
         history = timeline.before(values["rank"])
         known = _Counts(history)
         known.search()
@@ -328,7 +328,7 @@ def _healthy(
     """
     is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
     is_healthy[: timeline.num_firsts] = False
-    is_before = np.ones(timeline.table.num_rows, np.bool_)  # which rows belong to an earlier step
+    is_before = np.ones(timeline.table.num_rows, np.bool_)  # `is_before` flags the rows of earlier steps
     if row is not None:
         is_healthy &= np.arange(timeline.table.num_rows) < row
         is_before = timeline.codes["step"] < timeline.codes["step"][row]
@@ -348,7 +348,7 @@ def probed_health(run: Run, bad: RecordedValue) -> ProbedHealth | None:
     """Return the finite values that the probe has before `bad`, or None if it lacks `bad`. Reads the rank's probe."""
     try:
         table = run.probe(bad.rank) if bad.rank is not None else None
-    except RunError:  # `verify` names the damage, and the answer stands without the probe
+    except RunError:  # `recorder verify` reports the damage, and the answer is valid without the probe
         return None
     if table is None or not table.num_rows:
         return None

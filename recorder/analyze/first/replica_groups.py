@@ -87,7 +87,7 @@ class ReplicaGroups:
         self._equal = equal
         table = timeline.table
         is_candidate = holds(table.column("site"), STATES.__contains__)
-        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # a gradient not yet reduced
+        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # a not yet reduced gradient
         leaders, self._assumed = _leaders(run, timeline)
         placements, notes = table.column("placements"), table.column("note")
         is_activation = holds(table.column("site"), ACTIVATIONS.__contains__) & is_replicated(table)
@@ -105,7 +105,7 @@ class ReplicaGroups:
         has_placement = has_offsets | ~holds(placements, lambda text: _has_kind(text, "Shard", but="FlatShard"))
         has_placement |= (shards > 0) & holds(placements, lambda text: "Replicate" in kinds_of(text))
         has_placement &= placements.is_valid().to_numpy() & ~holds(placements, lambda text: _has_kind(text, "Partial"))
-        has_placement &= integers(table.column("numel")) != 0  # an empty chunk has the same offset as its neighbour
+        has_placement &= integers(table.column("numel")) != 0  # an empty chunk has the offset of the next chunk
         has_own = run.topology.own_parameters.has
         is_own = is_plain & is_candidate & by_distinct(table, ("root", "module_path", "name"), has_own, np.bool_)
         counted = np.flatnonzero(is_own & ~holds(table.column("shape"), "[]".__eq__))

@@ -2,9 +2,9 @@
 
 Replicas are compared by fingerprint, or else by their bytes. Different statistics prove a difference, but equal
 statistics prove nothing. Manifests say which ranks are replicas, and whether buffers are made equal again. For DTensors
-the placements in rows say it. If neither says which ranks are replicas, data-parallel ranks are assumed, and the
-finding says so. The probe has one number of each parameter at every step, also between the steps with rows. Different
-numbers on the ranks prove when replicas came apart.
+the placements in rows say it. If neither manifests nor rows say which ranks are replicas, data-parallel ranks are
+assumed, and the finding says so. The probe has one number of each parameter at every step, also between the steps with
+rows. Different numbers on the ranks prove when replicas came apart.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class ApartByProbe(NamedTuple):
     ranks: tuple[int, ...]
     """The ranks outside the largest group of equal ranks. All ranks if several groups are the largest."""
     is_odd: bool
-    """True if one group of equal ranks is the largest and so counts as right. Of two ranks, either may be right."""
+    """True if one group of equal ranks is the largest and so counts as right. With two ranks, either may be right."""
     factor: str
     """A text on which ranks hold a multiple of other ranks' values. Empty unless all values of the site agree on it."""
 
@@ -234,11 +234,11 @@ def apart_by_probe(run: Run, names: set[ValueName]) -> list[ApartByProbe]:
             is_named = [one in names for one in _names_at(table, values.firsts)]
             is_wanted = np.array(is_named, np.bool_)[values.ids] & table.column("global_numel").is_null().to_numpy()
             tables.append(table.filter(pa.array(is_wanted)))
-    except CorruptError:  # which is damage of the run from now on
+    except CorruptError:  # the error counts as damage of the run from now on
         return []
     table = pa.concat_tables(tables).unify_dictionaries()
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
-    sizes = table.column("l2").to_numpy().astype(np.float32)  # a shard may have no more digits
+    sizes = table.column("l2").to_numpy().astype(np.float32)  # shards may have fewer digits
     values = group_rows(table, NAME)
     groups = group_rows(table, (*NAME, "phase", "scope", "attempt", "step"))
     low, high = np.full(groups.num_groups, np.inf, np.float32), np.zeros(groups.num_groups, np.float32)

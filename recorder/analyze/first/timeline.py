@@ -27,7 +27,7 @@ _COLUMNS = (*_KEY, "seq", "time_ns", "dtype", "shape", "numel", "offsets", "plac
 
 NAME = ("root", "module_path", "site", "name")
 VALUE_COLUMNS = (*_KEY, "dtype", "shape")
-"""The columns of a table that a `RecordedValue` is made of."""
+"""The columns of a table from which a `RecordedValue` is made."""
 _WINDOW_ROWS = 50_000
 _LATEST = 1 << 61
 """A number that is larger than every sequence number or time of a row."""
@@ -78,7 +78,7 @@ class RecordedValue(NamedTuple):
 
 
 class FirstRows(NamedTuple):
-    """The first record of each value, and those of masks that grew. Records at later steps are compared with them."""
+    """The first record of each value, and records of masks that grew. Later records are compared with these records."""
 
     table: Any
     nan: Integers
@@ -146,7 +146,7 @@ class Timeline:
 
     def before(self, rank: int | None) -> Timeline:
         """Return the timeline of a rank over all steps before this range. It includes rows for all ranks."""
-        assert self.steps is not None, "a range of steps has others before it"
+        assert self.steps is not None, "only a range of steps has earlier steps"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
         return Timeline(self.run, self.attempts, steps, tables=whole_rows(writers, steps))

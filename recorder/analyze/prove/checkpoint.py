@@ -54,7 +54,7 @@ class _SavedValue:
     _described: dict[str, str] = field(default_factory=dict)
 
     def described(self, like: str) -> str:
-        """Return the value's description as the probe makes it. If `like` describes a chunk, take that chunk alone."""
+        """Return the value's description as the probe makes it. If `like` describes a chunk, take only that chunk."""
         part = like.partition("[")[2]
         if part not in self._described:
             value = self.value
@@ -136,7 +136,7 @@ def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
     for path in _of_one_checkpoint(files, num_ranks):
         try:
             contents.add(_load(path))
-        except Exception as error:  # what a file of the program's own may raise is not known
+        except Exception as error:  # a file of the program may raise any error
             contents.unread.append(f"{path.name} ({type(error).__name__})")
     return contents
 
@@ -223,7 +223,7 @@ class _Match:
         numbered = {path: found[0] for path in self._leaves if (found := re.match(r".*#\d+", path))}
         in_order = sorted(set(numbered.values()), key=lambda prefix: int(prefix.rpartition("#")[2]))
         names = dict(zip(in_order, owners, strict=True)) if len(in_order) == len(owners) else {}
-        for path, prefix in numbered.items():  # of several optimizers, each counts its parameters from 0
+        for path, prefix in numbered.items():  # each optimizer counts its parameters from 0
             named = (owner_of.get(leaf.described("")) for leaf in self._leaves[path])
             names[prefix] = next(filter(None, named), names.get(prefix, prefix))
         return {path: re.sub(r".*#\d+", lambda found: names.get(found[0], found[0]), path) for path in self._leaves}
@@ -287,7 +287,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         return tell(UNKNOWN, "the checkpoint holds no values")
     start = _start_of(run, matches)
     if start is None:
-        text = f"no value in the checkpoint is as one of the {run.num_steps} steps that were seen has left it"
+        text = f"no value in the checkpoint is the result of one of the {run.num_steps} steps that were seen"
         return tell(UNKNOWN, f"{text}; was it saved later, as at the program's end?")
     step = run.steps[start]
     notes += [LEFTOVER] if is_leftover(run) else []
@@ -305,26 +305,26 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     notes += [f"{values_named(keys)} {why}" for why, keys in aside.items()]
     held = {digest for seen in run.ranks.values() for digest in seen.looks[start].digests.values()}
     if extra := _extra(contents, matches, held):
-        notes.append(f"the checkpoint also holds what the run did not hold: {listed(extra, MAX_LISTED)}")
+        notes.append(f"the checkpoint also holds values that the run did not have: {listed(extra, MAX_LISTED)}")
     after = f"after {counted(step, 'step')}"
     if findings:
         is_unsure = contents.unread and all(" missing" in text for text in findings)
         return tell(UNKNOWN if is_unsure else CHANGED, f"in the checkpoint {after}, {'; '.join(findings)}", step)
     values = f"{sum(len(pair.then) for pair in pairs):,} values of {counted(len(pairs), 'rank')}"
-    return tell(UNCHANGED, f"the checkpoint holds what the run held {after}: {values}, bit by bit")
+    return tell(UNCHANGED, f"the checkpoint holds the state of the run {after}: {values}, bit by bit")
 
 
 def _start_of(run: Observed, matches: Mapping[int, _Match]) -> int | None:
-    """Return the index of the update before which the run held what the checkpoint holds. Return None without one."""
+    """Return the index of the update before which the run had the checkpoint's state. Return None if there is none."""
     votes = votes_of(run, {rank: match.now for rank, match in matches.items()})
     firsts = {kind: update for update in sorted(votes, reverse=True) for kind in votes[update]}
-    return max(firsts.values(), default=None)  # no value is from the future
+    return max(firsts.values(), default=None)  # no value of the checkpoint is from a later step
 
 
 def _pair(
     step: int, rank: int, digests: Mapping[str, str], now: Mapping[str, str], aside: dict[str, dict[str, None]]
 ) -> Pair:
-    """Pair what a rank held as a step began with what the checkpoint holds `now`.
+    """Pair a rank's values at the beginning of a step with the values in the checkpoint (`now`).
 
     Random states that need not be those of the step are not paired. They are added to `aside`, by the reason in words.
     """

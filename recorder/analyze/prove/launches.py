@@ -103,7 +103,7 @@ class Observed:
     """The exit code and the ranks of one launch of the program."""
 
     what: str = ""
-    """Which launch of the proof it is, in words, such as ``resumed``."""
+    """The launch of the proof, in words, such as ``resumed``."""
     exit_code: int
     """The exit code of the command. A negative code is the signal that ended it."""
     ranks: Mapping[int, RankSeen]
@@ -231,9 +231,9 @@ class Launches:
         if exit_code:
             lines = written.read_text(encoding="utf-8", errors="replace").splitlines()
             summaries = [i for i, line in enumerate(lines) if i and "failed (exitcode: " in line]
-            del lines[max(summaries, default=len(lines)) :]  # what torchrun adds to the rank's own words
+            del lines[max(summaries, default=len(lines)) :]  # torchrun adds such lines to the output of the rank
             prefix = next((found[0] for line in lines if (found := re.match(r"\[rank\d+\]: ", line))), "")
-            lines = [line for line in lines if line.startswith(prefix)]  # other ranks fail since the first one did
+            lines = [line for line in lines if line.startswith(prefix)]  # after the first rank, others fail
             self._said = "\n".join(lines[-_TAIL_LINES:])
         return read_observed(folder, exit_code, what)
 
@@ -303,7 +303,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 def _is_done(folder: Path) -> bool:
     """Return whether the probe ended the program on all ranks. If so, the exit code is not the program's own."""
-    if (folder / RESUMED).is_dir():  # the launcher started the ranks anew after they were killed
+    if (folder / RESUMED).is_dir():  # the launcher has restarted the ranks after they were killed
         folder = folder / RESUMED
     num_done = len(list(folder.glob("*.done")))
     return num_done > 0 and num_done == len(list(folder.glob("*.jsonl")))

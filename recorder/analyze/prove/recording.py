@@ -60,7 +60,7 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
         return tell(UNKNOWN, f"{UNKNOWN}: {text} with exit code {plain.exit_code}")
     ignored = _unseeded(plain, again)
     if ignored:
-        notes.append(f"not compared, since the program does not seed it: {values_named(sorted(ignored))}")
+        notes.append(f"not compared, because the program does not seed: {values_named(sorted(ignored))}")
     looks = [seen.looks[0].digests for seen in plain.ranks.values() if seen.looks]
     if unread := sorted({key for look in looks for key, digest in look.items() if "unread" in digest}):
         notes.append(f"not compared, since their bits cannot be read here: {listed(unread, MAX_LISTED)}")
@@ -156,7 +156,7 @@ def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes
 
 
 def prove(launches: Launches, command: Sequence[str]) -> Proven:
-    """Run a program three times and judge whether the recorder changes it. If it seems so, run it a fourth time."""
+    """Run a program three times and judge whether the recorder changes it. If so, run the program a fourth time."""
     ours = (PREFIX, f"_{PREFIX}")
     bare = {name: value for name, value in launches.environ.items() if name != FLAG and not name.startswith(ours)}
     num_steps = launches.num_steps
@@ -204,7 +204,7 @@ class Batches(NamedTuple):
     """How the batches of two launches on different numbers of ranks compare."""
 
     problem: str
-    """How the samples differ, at the first step at which they do; empty if they never do."""
+    """How the samples differ, at the first step with a difference; empty if there is none."""
     step: int | None
     order: str
     """In words, whether the samples of each step come in the same order; empty if the samples differ."""

@@ -83,7 +83,7 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
     for i, update in enumerate(updates):
         step = update[0].step
         texts = [*course.state_findings(i), *(text for at, text in batches if at == step)]
-        texts = [text for text in texts if text.startswith(_OTHER_OPTIMIZER)] or texts  # the rest follows from it
+        texts = [text for text in texts if text.startswith(_OTHER_OPTIMIZER)] or texts  # others follow
         gradients = "" if texts else course.gradients(i)
         if gradients and not course.suspects:
             text = f" from step {step} on: {gradients}, although the state and the batches are equal: the program"
@@ -129,9 +129,9 @@ def is_leftover(launch: Observed) -> bool:
 
 
 def start_of(killed: Observed, resumed: Observed) -> int | None:
-    """Return the index of the killed launch's update that the resumed one makes first; None if it starts anew."""
+    """Return the index of the killed launch's update that the resumed one makes first; None for a new start."""
     votes = votes_of(killed, {rank: seen.looks[0].digests for rank, seen in resumed.ranks.items()})
-    if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
+    if all(kinds == ["batch"] for kinds in votes.values()):  # nothing shows a restored state
         return None
     return max(votes, key=lambda update: (len(votes[update]), "param" in votes[update], update))
 
@@ -177,12 +177,12 @@ class BothLaunches:
         self.suspects = []
         for kind in _STATE:
             groups: dict[tuple[str, bool, bool], list[tuple[str, int]]] = {}
-            """Keys and ranks, by how values differ, whether no step changes them, and whether gradients must decide."""
+            """Keys and ranks, by how values differ, whether no step changes them, and whether gradients decide."""
             for pair in self._updates[i]:
                 then, now = of_kind(pair.then, kind), of_kind(pair.now, kind)
                 for key in then if kind in _BESIDE else {**then, **now}:
                     if now.get(key) == then.get(key) or (key not in now and kind == "variable"):
-                        continue  # a later line may make the variable
+                        continue  # the program may set the variable later
                     is_idle = (kind == "rng" or key not in now) and self._is_idle(key, pair.rank)
                     is_suspect = kind == "flag" or key not in then
                     how = self._how(key, pair)
@@ -245,7 +245,7 @@ class BothLaunches:
         return f"{values_named(keys)} {how}{on}"
 
     def batch_findings(self) -> Iterator[tuple[int, str]]:
-        """Yield each way in which the resumed run's batches differ, in words, with the first step at which they do."""
+        """Yield each way in which the resumed run's batches differ, in words, with the first step of the difference."""
         ranks_of: dict[tuple[int, str], list[int]] = {}
         for rank, seen in self._killed.ranks.items():
             pairs = [pair for update in self._updates for pair in update if pair.rank == rank]
@@ -256,7 +256,7 @@ class BothLaunches:
             yield step, f"the resumed run {text} ({named('rank', ranks)}, step {step})"
 
     def gradients(self, i: int) -> str:
-        """Say which gradients of update `i` differ, and on which ranks. Return an empty string if none does."""
+        """Return in words which gradients of update `i` differ, and on which ranks. Empty if no gradient differs."""
         places = [
             (key, pair.rank)
             for pair in self._updates[i]
@@ -287,10 +287,10 @@ def _reading(pairs: Sequence[Pair], looks: Sequence[Look]) -> str:
     if places[0] == 0:
         return "reads the batch of step 0 again: the sampler started anew"
     if len(steps) > 1 or pairs[0].step in steps:
-        return f"reads its batches in another order, here one of {named('step', steps)}"
+        return f"reads its batches in another order, here a batch of {named('step', steps)}"
     if steps[0] < pairs[0].step:
         return f"reads the batch of step {steps[0]} again"
-    return f"leaves out batches: it reads that of step {steps[0]} already"
+    return f"leaves out batches: it reads the batch of step {steps[0]} already"
 
 
 def _distance(earlier: _Digests, later: _Digests) -> int:

@@ -42,7 +42,7 @@ _TYPES = {
 
 
 class CannotReplay(Exception):
-    """The call cannot be run here. The message says why, and what the user can do."""
+    """The call cannot be run on this machine. The message says why, and what the user can do."""
 
 
 class Compared(NamedTuple):
@@ -107,7 +107,7 @@ def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         return _replay(folder, options)
     except CannotReplay:
         raise
-    except Exception as error:  # a damaged folder may lead to any error
+    except Exception as error:  # a damaged folder may cause any error
         raise CannotReplay(f"{folder}: {type(error).__name__}: {error}; write it anew") from error
 
 
@@ -129,7 +129,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
     one = _Call(call, tensors, _device(options.device), getattr(torch, options.dtype) if options.dtype else None)
     with _settings(call):
         module = make_module(bundle, options, notes)
-        if options.factory:  # without a factory the module has no memory yet
+        if options.factory:  # without a factory the parameters have no memory yet
             module = module.to(one.device, one.dtype)
         _load(module, one)
         inputs = _inputs(one)
@@ -170,7 +170,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)
-    except (AssertionError, ImportError, RuntimeError) as error:  # torch raises any of these for a missing device
+    except (AssertionError, ImportError, RuntimeError) as error:  # torch raises any of them for a missing device
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise CannotReplay(f"--device {name}: {why}; name a device that is here, or leave it out") from None
     return device
@@ -296,7 +296,7 @@ def _load(module: nn.Module, call: _Call) -> None:
     parts = [name for name in tensors if name in held and tensors[name].shape != held[name].shape]
     if parts:
         named = ", ".join(parts[:4])
-        raise CannotReplay(f"{named}: another shape than the module has; a part of it, as FSDP leaves it?")
+        raise CannotReplay(f"{named}: another shape than in the module; is it a rank's chunk, as of FSDP?")
     made: dict[str, torch.Tensor] = {}
     for name in wanted:
         about = facts["tensors"][name]
@@ -322,7 +322,7 @@ def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
     strides = about["stride"]
     if not tensor.numel() or len(strides) != tensor.dim():
         return tensor.clone()
-    offset = about["offset"] % 64  # only the alignment of the offset matters
+    offset = about["offset"] % 64  # of the offset, only the alignment matters
     needed = offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     if needed > 16 * tensor.numel() + 64:  # the tensor is a view of a small part of a large one
         return tensor.clone()
@@ -351,7 +351,7 @@ class _Enter(torch.autograd.Function):
 
 
 _Inputs = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Maps an argument's name to two tensors: the leaf that gets the gradient, and what the module is given."""
+"""Maps an argument's name to two tensors: the leaf that gets the gradient, and the tensor that the module gets."""
 
 
 def _inputs(call: _Call) -> _Inputs:

@@ -49,7 +49,7 @@ class RecordedCall:
     key: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     gradients: Sequence[Mapping[str, Any]]
-    """The rows of the gradients of the parameters in the module. Empty unless this call alone made these gradients."""
+    """The rows of the gradients of the parameters in the module. Empty unless only this call made these gradients."""
 
 
 def recorded_calls(
@@ -154,9 +154,9 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
         raise CorruptError(f"{run.name}: site call of {call.module_path!r} does not say which tensors it has")
     for name, one in about.items():
         if name not in arrays and not (isinstance(one, dict) and "same_as" in one):
-            lacks.append(f"{name}: no row of it")
+            lacks.append(f"{name}: it has no row")
     if not any(name.startswith("output.") for name in arrays):
-        lacks.append("output: no row of it")
+        lacks.append("output: it has no row")
     document = {
         "bundle": VERSION, "run": run.name, "module": call.module_path, "step": call.step, "rank": call.rank,
         **{column: call.key[column] for column in _KEY}, "lacks": lacks, "tensors": tensors, "facts": facts,
@@ -242,7 +242,7 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
         for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
             where = f"{printable(repr(one.module))}, rank {one.rank}"
             where += f", micro-step {one.micro_step}, call {one.call}" * (num_of[one.module, one.rank] > 1)
-            own = "" if one.verdict == CANNOT_TELL else where  # calls not judged for the same reason share a line
+            own = "" if one.verdict == CANNOT_TELL else where  # unjudged calls with the same reason share a line
             calls_of.setdefault((one.verdict, one.why, own), []).append(where)
         for (verdict, why, _), calls in calls_of.items():
             of_calls = f" ({counted(len(calls), 'call')})" if len(calls) > 1 else ""

@@ -68,4 +68,4 @@ def test_a_block_that_the_scheduler_gives_to_two_texts_is_named(tmp_path: Path) 
     score(tmp_path / "trainer", llama(), ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long())
     found = aligned(tmp_path).parting
     assert found is not None and found.value.text == "'model.layers.1.self_attn.o_proj' input input"
-    assert "'model.layers.1.self_attn' hands on something else in its own code" in found.text
+    assert "'model.layers.1.self_attn' passes on something else in its own code" in found.text

@@ -79,7 +79,7 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str, int, str]] = {
         "trainer's at no recorded step",
     ),
     "another epsilon": (_other_eps, "'model.layers.1.post_attention_layernorm' output", 0, "the module itself"),
-    "positions that are late by one": (_late, "'model.layers.0.self_attn.o_proj' input input", 6, "hands on something"),
+    "positions that are late by one": (_late, "'model.layers.0.self_attn.o_proj' input input", 6, "passes on some"),
 }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def test_whole_numbers_of_a_module_without_experts_choose_none(tmp_path: Path) -
         with recorder.attach(model, enabled=True, dir=str(tmp_path / side), roots="any", rules=RULES):
             model(tokens)
     found = aligned(tmp_path).parting
-    assert found is not None and "experts" not in found.text and "the root hands on something else" in found.text
+    assert found is not None and "experts" not in found.text and "the root passes on something else" in found.text
 
 
 @pytest.mark.parametrize("is_inside", [False, True])

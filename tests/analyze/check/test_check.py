@@ -155,7 +155,7 @@ def test_a_sound_run_of_another_model_is_a_note(tmp_path: Path) -> None:
     strange = recorder.open_run(other)
     assert check(run, baselines=[alike]).notes == []
     assert check(run, baselines=[alike, strange]).notes == [
-        f"the sound run {strange.name} has no value of this run: another model, or other sites or names; "
+        f"the sound run {strange.name} has no value of this run: it has another model, other sites or other names; "
         "nothing is compared with it"
     ]
 

@@ -486,10 +486,10 @@ def test_a_selection_narrows_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
-        ({"step": 7}, "steps are 0 in the one, 7 in the other"),
-        ({"root": "net"}, "roots are 'model' in the one, 'net' in the other"),
-        ({"module_path": "other"}, "modules are 'layers.0' in the one, 'other' in the other"),
-        ({"site": "grad"}, "sites are 'output' in the one, 'grad' in the other"),
+        ({"step": 7}, "steps are 0 in one run, 7 in the other"),
+        ({"root": "net"}, "roots are 'model' in one run, 'net' in the other"),
+        ({"module_path": "other"}, "modules are 'layers.0' in one run, 'other' in the other"),
+        ({"site": "grad"}, "sites are 'output' in one run, 'grad' in the other"),
         ({"mode": "eval"}, "no step has the same module, site, name, phase and mode in both"),
     ],
 )

@@ -98,7 +98,7 @@ def test_every_type_and_shape_is_loaded_bit_for_bit(tmp_path: Path, dtype: str, 
     model = Model(write(tmp_path / "run", rows), "param")
     if to == "safetensors" and dtype in ("complex32", "complex128", "float4_e2m1fn_x2"):
         with pytest.raises(
-            UnsupportedError, match=f"a0.w0 is of {dtype}, which safetensors cannot hold so; use --to dcp"
+            UnsupportedError, match=f"a0.w0 is of {dtype}, which safetensors cannot store; use --to dcp"
         ):
             write_model(model, tmp_path / "out", to)
         return
@@ -281,8 +281,8 @@ def broken_run(path: Path) -> recorder.Run:
 REFUSED = {
     "differs": "rank 1 differs from rank 0",
     "stats": "the values of some ranks were not recorded",
-    "half": "no row of rank 1, which held a piece of it",
-    "gone": "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it",
+    "half": "no row of rank 1, which had a chunk of it",
+    "gone": "it has no row at this step: no rule keeps it, it was dropped, or no optimizer has it",
     "scaled": "recorded as its parts scaled._data",
 }
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_given_is_named_and_nothing_is_written(cli: Cli, tmp_path
     assert found.exit_code == 1
     assert found.err.splitlines() == [f"finding: {name}: {why}" for name, why in REFUSED.items()]
     assert found.out == (
-        f"{out}: not written: 5 of the parameters and buffers of 'model' at step 0 cannot be given; --partial "
+        f"{out}: not written: 5 of the parameters and buffers of 'model' at step 0 cannot be written; --partial "
         "writes the other 1 tensor\n"
     )
     assert not out.exists()
@@ -380,7 +380,7 @@ def test_a_replica_that_one_rank_recorded_is_whole_and_said(cli: Cli, tmp_path: 
 def test_buffers_that_differ_are_the_first_ranks(tmp_path: Path) -> None:
     rows = [[state_row(0, "w", WHOLE), state_row(1, "mean", WHOLE + rank, site="buffer")] for rank in (0, 1)]
     model = Model(write(tmp_path / "run", *rows, modules=[module("", "w", buffers=["mean"])]), "param")
-    assert (model.refused, model.notes) == ([], ["mean: rank 1 differs from rank 0; the first rank's is taken"])
+    assert (model.refused, model.notes) == ([], ["mean: rank 1 differs from rank 0; the first rank's value is used"])
     write_model(model, tmp_path / "out.safetensors", "safetensors")
     assert load(tmp_path / "out.safetensors")["mean"].tolist() == WHOLE.tolist()
 

@@ -99,7 +99,7 @@ def test_what_would_change_something_is_refused(
     of: Any, question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LookupFailedError, match=r"(DELETE|DROP|COPY): only SELECT is taken"):
+    with pytest.raises(LookupFailedError, match=r"(DELETE|DROP|COPY): expected only SELECT"):
         ask(question, of)
     with pytest.raises(LookupFailedError, match=r"the query: 2 statements; ask one at a time"):
         ask("select 1; select 2", of)

@@ -82,7 +82,7 @@ def test_a_catalog_is_made_once_and_follows_a_run_that_grows(tmp_path: Path, cli
     made = cli("catalog", tmp_path / "runs")
     where = tmp_path / "runs" / "_catalog"
     assert (made.exit_code, made.err) == (0, "")
-    assert made.out == f"{where}: 2 runs registered, 112 rows; 0 were there as they are\n"
+    assert made.out == f"{where}: 2 runs registered, 112 rows; 0 were registered already\n"
     grow(tmp_path / "runs" / "b", [4, 5])
     again = cli("catalog", tmp_path / "runs", "--json").json
     assert (again["registered"], again["unchanged"]) == ({str(tmp_path / "runs" / "b"): 84}, 1)
@@ -271,7 +271,7 @@ def test_a_catalog_that_pyiceberg_is_configured_for_is_taken_by_its_name(tmp_pat
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
-    assert typed("catalog", "run") == "recorder: 1 run registered, 56 rows; 0 were there as they are\n"
+    assert typed("catalog", "run") == "recorder: 1 run registered, 56 rows; 0 were registered already\n"
     assert json.loads(typed("sql", COUNT, "--catalog", "recorder", "--json"))["rows"] == [["run", 56]]
     assert (tmp_path / "of.db").exists()
 

@@ -134,7 +134,7 @@ def test_a_checkpoint_that_holds_all_is_certified_in_each_format(
 ) -> None:
     save(training.saved[SAVED], tmp_path)
     proof = judged(training, tmp_path)
-    assert proof.text.startswith("unchanged: the checkpoint holds what the run held after 4 steps:")
+    assert proof.text.startswith("unchanged: the checkpoint holds the state of the run after 4 steps:")
     tables = ("buffer table", "state beside the model AveragedModel.module.table")
     assert proof.notes == tuple(f"{name} is missing, and no step changes it" for name in tables)
     assert proof.compared["optimizer states"] == 3 * 6
@@ -208,7 +208,7 @@ def test_what_is_too_much_and_what_moved_on_are_notes(training: Training, tmp_pa
     as_one_file(state, tmp_path)
     proof = judged(training, tmp_path)
     assert proof.verdict == "unchanged"
-    assert "the checkpoint also holds what the run did not hold: state.inner.teacher.weight" in proof.notes
+    assert "the checkpoint also holds values that the run did not have: state.inner.teacher.weight" in proof.notes
     assert "random state of the CPU moved on before step 4 began: --resume shows whether it is restored" in proof.notes
 
 
@@ -277,7 +277,7 @@ def test_a_launched_program_shows_what_its_checkpoint_holds(tmp_path: Path) -> N
     done = jobs.python(tmp_path, "-m", "recorder", *options, *environment, "--", str(PROGRAM), "sound").wait(240)
     assert done.returncode == 0, done.output
     found = json.loads(done.output[done.output.index("{") :])
-    assert "holds what the run held after 4 steps" in found["text"]
+    assert "holds the state of the run after 4 steps" in found["text"]
     assert found["subject"] == "checkpoint"
     seeded = (
         "random state of the program's own generator fresh was seeded anew before step 4 began, and need not be saved"

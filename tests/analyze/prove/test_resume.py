@@ -39,7 +39,7 @@ OMISSIONS = {
     "python": "random state of Python differs, nothing else: whatever draws from it",
     "noise": "random state of the program's own generator self.noise differs, nothing else: whatever draws from it",
     "sampler": "the resumed run reads the batch of step 0 again: the sampler started anew (ranks 0, 1, step 4)",
-    "skips": "the resumed run leaves out batches: it reads that of step 5 already (ranks 0, 1, step 4)",
+    "skips": "the resumed run leaves out batches: it reads the batch of step 5 already (ranks 0, 1, step 4)",
     "workers": "did not read in its steps: the random states of its DataLoader's workers began anew",
     "accumulation": "makes the step from 1 of its 2 batches: the gradients accumulated before are lost",
     "stale": "parameters 0.weight, 0.bias, 1.weight, 1.bias and 2 more are as at step 3",
@@ -146,7 +146,11 @@ def test_a_number_that_a_new_iterator_drew_is_a_note_unless_gradients_differ() -
 
 @pytest.mark.parametrize(
     ("read", "text"),
-    [("120", "reads its batches in another order, here one of steps 1, 4"), ("012", "unchanged"), ("20", "steps 2, 5")],
+    [
+        ("120", "reads its batches in another order, here a batch of steps 1, 4"),
+        ("012", "unchanged"),
+        ("20", "steps 2, 5"),
+    ],
 )
 def test_of_repeated_data_no_wrong_batch_is_named(read: str, text: str) -> None:
     killed = seen(*({**step, "batch 0": f"b{i % 3}"} for i, step in enumerate(course(0, 6))))

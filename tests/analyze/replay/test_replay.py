@@ -229,7 +229,7 @@ def test_freed_memory_is_never_read(tmp_path: Path) -> None:
         optimizer.step()
     (one,) = audit(recorder.open_run(tmp_path), step=0)
     assert one.verdict == "cannot tell"
-    assert "param.weight: no row of it" in one.why
+    assert "param.weight: it has no row" in one.why
 
 
 def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, tmp_path: Path, cli: Cli) -> None:
