@@ -47,7 +47,7 @@ Thresholds = dict[str, dict[str, float]]
 class OwnThreshold(StreakRule):
     """The base of rules that a user writes as a TOML table. Such a rule is an upper or a lower limit of a statistic."""
 
-    advice = "it is a rule of yours"
+    advice = "it is your own rule"
     modules: ClassVar[tuple[str, ...]] = ("*",)
     statistic: ClassVar[str]
     limit = "limit"

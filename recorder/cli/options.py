@@ -159,7 +159,7 @@ LayoutOption = Annotated[
         metavar="PATTERN=LAYOUT",
         help="The layout of some values over ranks, instead of the inferred one: PATTERN is written like modules, and "
         "matches module_path:site:name; LAYOUT is shard(DIM), replicate, partial(sum), "
-        "partial(avg) or per_rank. Repeatable; of several that fit a value the last holds.",
+        "partial(avg) or per_rank. Repeatable; if several fit a value, the last one is used.",
     ),
 ]
 PartialOption = Annotated[bool, typer.Option("--partial", help="Compute values that lack ranks from the other ranks.")]

@@ -189,7 +189,7 @@ class Planner:
     ) -> Plan | NoPlan:
         key = value.key
         if self._reader.topology.is_between(stage, key.module_path, key.site):
-            return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
+            return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} sends or receives it")
         is_state = key.site in STATES and key.phase != "backward"
         if is_state or isinstance(plan, NoPlan):
             return plan

@@ -46,7 +46,7 @@ def global_tensor(
     """
     _, values, assembler = loaded
     if not values.counts[tensor_rows.positions].any():
-        why = "a later attempt recorded this step again; rank= gives what one rank had"
+        why = "a later attempt recorded this step again; rank= selects one rank's tensor"
         raise LookupFailedError(f"{tensor_rows.what}: {why}")
     value = value_of(values, tensor_rows)
     plan = plan_of(value, tensor_rows.what, partial=partial)
@@ -54,7 +54,7 @@ def global_tensor(
         ranks = zip(value.present, value.positions, strict=False)
         lacking = [rank for rank, position in ranks if assembler.tensor(position) is None]
         raise LookupFailedError(
-            f"{tensor_rows.what}: of rank {listed(lacking)} there are no values; a rule with keep=tensor keeps them"
+            f"{tensor_rows.what}: rank {listed(lacking)} has no values; a rule with keep=tensor keeps values"
         )
     if len(value.present) > 1 and dict(plan.note).get("batch") == NO_ROOT_INPUT:
         _logger.warning(

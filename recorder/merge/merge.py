@@ -286,7 +286,7 @@ _KINDS = {
     "unknown_column": "without columns that a later version of recorder has written",
     "stranger": "left out, because it belongs to another run",
     "per_rank": "kept per rank",
-    "inferred": "put together as their shapes suggest, and nothing else says",
+    "inferred": "put together as their shapes suggest, without other evidence",
     "between_stages": "kept per rank, because it goes from one pipeline stage to another",
     "superseded": "left out, because a newer attempt recorded the same steps",
 }
@@ -317,12 +317,12 @@ def _lines(run: Run, report: MergeReport) -> Iterator[str]:
             yield "  and more"
     recording = [writer for writer in run.writers if writer.state == "recording"]
     if recording:
-        yield f"note: {counted(len(recording), 'writer')} still at work; merge again for later rows"
+        yield f"note: {counted(len(recording), 'writer')} still recording; merge again for later rows"
     for ending in run.endings:
         yield f"note: {ending}"
     num_dropped = sum(writer.balance.num_dropped for writer in run.writers)
     if num_dropped:
-        yield f"note: {counted(num_dropped, 'row')} had been dropped while it was recorded; recorder doctor says why"
+        yield f"note: {counted(num_dropped, 'row')} were dropped during the recording; recorder doctor says why"
     kept = f", {report.num_kept_units} of {counted(report.num_units, 'unit')} kept" if report.num_kept_units else ""
     is_measurable = report.merged_bytes >= 1e6 and report.elapsed_s >= 1
     rate = f", {report.merged_bytes / 1e6 / report.elapsed_s:.0f} MB/s" if is_measurable else ""

@@ -168,7 +168,7 @@ def _inputs_of(writer: RecordedWriter) -> list[Any]:
 
 _ROW_WEIGHT = 1024
 _MAX_DAMAGE = 20
-_DAMAGED = "they are damaged, or cannot be read"
+_DAMAGED = "the values are damaged, or cannot be read"
 _NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does not know"
 
 

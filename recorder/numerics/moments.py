@@ -291,10 +291,10 @@ def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Unit
     sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
     for units, ranges in pieces:
         if units.dim != dim:
-            raise ValueError(f"units of dim {units.dim} stand beside units of dim {dim}")
+            raise ValueError(f"units of dim {units.dim} cannot be joined with units of dim {dim}")
         for local, start, size in ranges:
             if local + size > len(units) or start + size > num:
-                raise ValueError(f"{len(units)} units do not hold those from {local} to {local + size}")
+                raise ValueError(f"{len(units)} units do not include units {local} to {local + size}")
             at, own = slice(start, start + size), slice(local, local + size)
             sums[0, at] += units.sum[own]
             sums[1, at] += units.sum_sq[own]

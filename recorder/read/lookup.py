@@ -79,7 +79,7 @@ def find_tensor(
         positions = positions[counts[positions]]
         if not len(positions):
             raise LookupFailedError(
-                f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
+                f"{what}: a later attempt recorded these steps again; rank= selects one rank's tensor"
             )
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
         positions = positions[rows.numbers("rank")[positions] == NONE]  # a merged run also has single ranks' rows

@@ -108,7 +108,7 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
         elif host:
             why = f"it wrote on host {host!r} within the last minute"
         else:  # without a manifest, the writer has just begun, or was killed before it wrote one
-            why = "it began within the last minute and has not said on which host"
+            why = "it began within the last minute, on an unknown host"
         return f"may be alive: {why}"
     if assume_dead:
         return ""
@@ -117,7 +117,7 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
     elif host == os.uname().nodename:
         why = f"process {pid} of a host of this name is out of sight: in another container, or before a boot"
     else:
-        why = f"host {host!r} cannot be asked from here" if host else "it never said on which host it runs"
+        why = f"host {host!r} cannot be asked from here" if host else "its host is unknown"
     return f"may be alive: {why}; when the job is over, say --assume-dead"
 
 

@@ -47,7 +47,7 @@ def test_labels_that_never_change_or_are_all_alike_are_named() -> None:
         (lambda step: np.full(8, step % 4), "all labels of a batch are equal"),
         (
             lambda step: np.where(np.arange(24) < 9 + step % 3, step % 4, -100),
-            "all labels of a batch are equal, but for those of -100, which the loss ignores",
+            "all labels of a batch are equal, except labels -100, which the loss ignores",
         ),
         (lambda step: np.where(np.arange(24) < 7, step % 4, -100), None),
         (lambda step: np.r_[np.where(np.arange(24) < 9 + step % 3, step % 4, -100), 1 + step % 4], None),

@@ -80,7 +80,7 @@ def test_a_nan_that_comes_back_is_named_again() -> None:
 
 def test_the_rule_says_whether_the_module_made_it_or_was_given_it() -> None:
     for site, spoiled, words, detail in (
-        ("input", np.ones(4), "the module made it", ""),
+        ("input", np.ones(4), "the module made the value", ""),
         ("param", [1, np.nan], "neither is a parameter of the module: weight", "weight holds 1 NaN, 0 infinite"),
     ):
         recorded = Recorded()
@@ -878,5 +878,5 @@ def test_the_weights_of_losses_are_no_gradients_that_drown_others() -> None:
     verdict = recorded.judge(Objectives, 100)
     assert verdict.findings == []
     assert [one.why for one in verdict.unjudged] == [
-        "needs the tensor that the objectives share: what they were handed are single numbers"
+        "needs the tensor that the objectives share: they got only single numbers"
     ]

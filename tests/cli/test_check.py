@@ -90,7 +90,7 @@ def test_what_is_not_judged_is_one_line_unless_it_is_asked_for(cli: Cli, trained
     unjudged = cli("check", trained, "--json").json["not_judged"]
     lines = [line for line in cli("check", trained).out.splitlines() if "not judged" in line]
     assert len(unjudged) > 5 and len(lines) == 1
-    assert lines[0].startswith(f"{len(unjudged)} of 31 rules not judged, for want of ")
+    assert lines[0].startswith(f"{len(unjudged)} of 31 rules could not judge the run without ")
     assert "keep=units (2)" in lines[0] and lines[0].endswith("; --verbose names each")
     told = cli("check", trained, "--verbose").out
     assert all(one["rule"] in told and one["why"] in told for one in unjudged)
@@ -183,7 +183,9 @@ def test_sound_runs_say_what_is_normal(cli: Cli, trained: Path, tmp_path: Path) 
     )
     assert "there at steps 0 to 7)" in found.out.splitlines()[0]
     excused = cli("check", trained, "--baseline", trained_again(tmp_path, trained), "--fail-on", "warning")
-    assert excused.exit_code == 0 and "note    dead:" in excused.out and "so it is in a sound run" in excused.out
+    assert (
+        excused.exit_code == 0 and "note    dead:" in excused.out and "a sound run has this finding, too" in excused.out
+    )
 
 
 def trained_again(folder: Path, run: Path) -> Path:

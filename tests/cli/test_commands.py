@@ -277,7 +277,7 @@ class TestDoctor:
         dead.wait()
         writer.finish(state="recording", pid=dead.pid, host=os.uname().nodename)
         found = cli("doctor", run)
-        assert "missing ranks: nothing of 0, 2 of 3" in found.out
+        assert "missing ranks: no files of 0, 2 of 3" in found.out
         ending = "its process ended without closing; the record ends in step 0; rows of the last steps may be missing"
         assert f"missing rank 1 (writer {writer.directory.name}): {ending}" in found.out
         assert "ends with 100 bytes of a write that was cut" in found.out

@@ -168,7 +168,9 @@ def test_steps_that_the_ring_left_out_are_laid_to_the_ring(cli: Cli, run: Path) 
     record(run, rows, rules=rules, ledger=ledger(4, observed=40) | {"passed": 36})
     answer = cli("doctor", run)
     assert lines(answer, "ok", "filtered by steps=: 3 of 4 steps are wanted")
-    assert lines(answer, "ok", "kept by keep=ring alone: 3 of 4 steps passed, as no trigger asked for them")
+    assert lines(
+        answer, "ok", "kept only by keep=ring: 3 of 4 steps were not written, because no trigger asked for them"
+    )
 
 
 def test_unequal_steps_are_told_also_where_no_rule_wants_the_steps_between(cli: Cli, run: Path) -> None:
@@ -221,7 +223,7 @@ def test_what_was_dropped_or_never_there_is_explained_and_not_said_to_be_never_c
     found = cli("doctor", run)
     (line,) = lines(found, "note", "param ")
     assert line.endswith("the ledger explains the 15 missing values: 15 dropped or never there")
-    assert lines(found, "missing", "85 values", "seen and dropped, or never there", "(disk_full)")
+    assert lines(found, "missing", "85 values", "dropped, or never there", "(disk_full)")
     assert "never called" not in found.out
     told = [one for one in cli("doctor", run, "--json").json["checks"] if one.get("site") == "param"]
     assert (told[0]["missing"], told[0]["perhaps_dropped"], told[0]["dropped"]) == (15, 15, 0)
@@ -242,8 +244,8 @@ def test_steps_behind_the_last_recorded_one_are_said_to_be_in_no_table(cli: Cli,
     record(run, rows, ledger=ledger(len(rows), observed=85, disk_full=34))
     (line,) = lines(cli("doctor", run), "note", "seen after the last")
     assert line == (
-        "note    rank 0: 34 rows were seen after the last recorded one, of step 2, and dropped: "
-        "steps after it, if there were any, are not in the table"
+        "note    rank 0: 34 rows were seen after the last recorded row, of step 2, and dropped: "
+        "later steps, if there were any, are not in the table"
     )
 
 
@@ -309,7 +311,7 @@ def test_a_forged_count_of_removed_rows_is_not_told_as_a_fact(cli: Cli, run: Pat
     record(run, rows, ledger=ledger(len(rows)) | {"retired": {"rows": 123456789, "bytes": 1}})
     found = cli("doctor", run)
     assert found.exit_code == 1 and "123456789" not in found.out
-    assert lines(found, "missing", "its accounts contradict themselves")
+    assert lines(found, "missing", "its counts of rows contradict each other")
 
 
 def test_absent_ranks_are_told_with_what_may_have_kept_them(cli: Cli, tmp_path: Path) -> None:
@@ -318,7 +320,7 @@ def test_absent_ranks_are_told_with_what_may_have_kept_them(cli: Cli, tmp_path: 
         record(run, training(2), autoload=autoload)
         found = cli("doctor", run)
         assert found.exit_code == 1
-        assert lines(found, "missing", "ranks: nothing of 1, 2 of 3", why)
+        assert lines(found, "missing", "ranks: no files of 1, 2 of 3", why)
         assert lines(found, "output", "8 of 24 values were recorded")
 
 

@@ -115,7 +115,7 @@ def assert_told(
     assert tuple(sorted(set(rows[rows.site == "grad"].step))) == steps, "of every step, whatever hid the calls"
 
 
-COMPILED = "compiled: its hooks step aside; RECORDER_COMPILED=tap puts taps into the graph: "
+COMPILED = "compiled: hooks do nothing there; RECORDER_COMPILED=tap puts taps into the graph: "
 LATE = "attached after compilation: attach first, or call torch.compiler.reset(): "
 
 
@@ -179,7 +179,7 @@ def test_attached_after_the_first_compiled_call(cli: Cli, tmp_path: Path, how: s
     calls(torch.ones(3, 4))
     found = recorded(cli, tmp_path, calls if how == "wrapper" else model, calls)
     hidden = INSIDE if how == "wrapper" else INSIDE | {""}
-    event = "event late (rank 0): model: attached after compilation, so nothing is seen inside (the whole model)"
+    event = "event late (rank 0): model: attached after compilation, so no hook runs inside (the whole model)"
     assert_told(found, {"late": hidden}, LATE, event, exit_code=1)
 
 
@@ -258,7 +258,7 @@ def test_what_attention_uses_without_calling_it(cli: Cli, tmp_path: Path) -> Non
     assert_told(
         recorded(cli, tmp_path, Attention()),
         {"fused": {"encoder.self_attn.out_proj"}},
-        "MultiheadAttention uses its parameters without calling it: 'encoder.self_attn.out_proj'",
+        "MultiheadAttention uses its parameters without a call: 'encoder.self_attn.out_proj'",
         exit_code=0,
     )
 

@@ -94,7 +94,7 @@ def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:
     parts = reply_of(open_run(run), answer._replace(replica_probed=probed)).parts()
     titles = [part if isinstance(part, str) else str(getattr(part, "title", "")) for part in parts]
     assert titles[1:3] == [
-        "run: first replica that differs: step 1, 'up' grad weight, rank 1 apart from the others, by the probe "
+        "run: first replica that differs: step 1, 'up' grad weight, rank 1 unlike the other ranks, by the probe "
         "(equal at step 0); rank 1 has 2 times what rank 0 has",
         "run: first replica that differs in the rows: step 1, 'up' param weight, ranks 0 | 1",
     ]
@@ -103,7 +103,7 @@ def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:
 def test_replicas_that_differ_from_the_first_record_on_were_equal_in_none_before(cli: Cli, tmp_path: Path) -> None:
     found = cli("first", training(tmp_path / "run", weight_at=0))
     (line,) = [line for line in found.out.splitlines() if line.startswith("last equal")]
-    assert line.endswith("no record before shows them equal")
+    assert line.endswith("no earlier record shows them equal")
 
 
 def test_first_of_a_healthy_run(cli: Cli, tmp_path: Path) -> None:
@@ -121,8 +121,12 @@ def test_first_of_a_healthy_run(cli: Cli, tmp_path: Path) -> None:
     [
         ({"broadcast_buffers": False}, 1, "nothing ever makes them equal again: DDP has broadcast_buffers=False"),
         ({"broadcast_buffers": True}, 0, "no finding: the forward updates each rank's own, and DDP broadcasts"),
-        ({"kind": "fsdp2"}, 0, "no finding: FSDP broadcasts no buffers and keeps each rank's own"),
-        ({}, 0, "no finding: a forward may update each rank's own, and nothing says whether they are broadcast"),
+        ({"kind": "fsdp2"}, 0, "no finding: FSDP does not broadcast buffers, and keeps each rank's own buffers"),
+        (
+            {},
+            0,
+            "no finding: a forward may update each rank's own buffers, and it is unknown whether they are broadcast",
+        ),
     ],
 )
 def test_first_says_what_buffers_that_differ_mean(
@@ -236,7 +240,7 @@ def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> 
     how = "statistics, without values to compare: max 4 | 4.000001, 2.5e-07 apart"
     assert lines.pop(2) == "culprit: step 0, forward of 'up': output differs: max 4 in A, 4.000001 in B"
     assert lines[2] == f"first difference: step 0, micro_step 0, 'up' output: {how}"
-    assert "stats apart: where only statistics are there" in lines[4]
+    assert "stats apart: if only statistics were recorded" in lines[4]
     assert lines[5].index("of max") < lines[5].index("stats apart")
     assert [cells(line)[0:2] + cells(line)[5:8] for line in lines[6:8]] == [
         ["up", "0", "-", "-", "2.5e-07"],
@@ -265,7 +269,7 @@ def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_
     assert list(accusations([*culprits, *culprits], 0)) == [
         culprit,
         culprit,
-        "note: of several culprits the first is sure; the others may follow from it",
+        "note: of several culprits only the first is certain; the others may follow from it",
     ]
     (one,) = culprits
     later = one._replace(step=1, phase="start", module_path=None, num_params=40, site="param", name="weight")
@@ -274,7 +278,7 @@ def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_
     )
     rate, update = (culprits[0]._replace(phase="update", module_path=path) for path in (None, "up"))
     of_rate, follows = accusations([rate, update], 0)
-    assert "alike" in of_rate and follows == "  the update of 'up' differs, too, which may follow from it"
+    assert "alike" in of_rate and follows == "  the update of 'up' differs, too, which may be a consequence"
 
 
 def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> None:
@@ -333,10 +337,10 @@ def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
     assert lines[2].startswith(
         "equal where both runs have it; 2 in B alone: 2 values compared: 2 equal exactly, 0 differ ("
     )
-    assert lines[3].startswith("one run lacks values that the other has, and so the exit code is 1; --common")
+    assert lines[3].startswith("one run lacks values that the other run has, so the exit code is 1; --common")
     assert cli("diff", b, c, "--brief").out.splitlines() == [*lines[:4], lines[-1]]
     common = cli("diff", b, c, "--common", "--brief")
-    left_aside = ["note: 2 values that one run alone has do not count (--common)", lines[-1]]
+    left_aside = ["note: 2 values that only one run has do not count (--common)", lines[-1]]
     assert common.exit_code == 0 and common.out.splitlines()[3:] == left_aside
 
 
@@ -384,8 +388,8 @@ def test_diff_proposes_lines_for_modules_that_may_be_renamed(cli: Cli, tmp_path:
     assert found.exit_code == 1
     at = found.out.splitlines().index("  up = ff")
     assert found.out.splitlines()[at - 1] == (
-        "hint: 2 modules that A has alone and as many of B have tensors of the same shapes; if they are the same, "
-        "--rename FILE pairs them, with these lines"
+        "hint: 2 modules that only A has, and as many of B, have tensors of the same shapes; "
+        "if the modules are the same, --rename FILE pairs them, with these lines"
     )
     as_json = cli("diff", *runs, "--json").json
     assert as_json["hints"] == [{"old": "up", "new": "ff", "num_modules": 2, "num_same": 0}]

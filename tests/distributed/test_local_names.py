@@ -34,7 +34,7 @@ def test_what_nobody_explains_stays_with_its_rank(runs: dict[str, recorder.Run],
     (apart,) = (way for way in layouts(runs[name]).ways if way.layout == "each rank its own")
     assert apart.ground == PLAIN[name] and layouts(runs[name]).contradiction is None
     assert not first(runs[name]).is_found and not check(runs[name]).findings
-    assert first(runs[name]).why_none_compared == f"whose replicas they are is not known: {PLAIN[name]}"
+    assert first(runs[name]).why_none_compared == f"the ranks that are replicas are not known: {PLAIN[name]}"
 
 
 def test_the_stages_of_a_schedule_are_told_apart(runs: dict[str, recorder.Run]) -> None:

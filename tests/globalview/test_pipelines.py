@@ -86,7 +86,7 @@ def test_the_models_input_is_the_first_stages_and_its_output_the_last_ones(tmp_p
     assert len(between) == 6, "one of each micro-batch"
     notes = [(one["rank"], json.loads(one["note"])) for one in between]
     assert all(note["between_stages"] == [rank, 2] for rank, note in notes)
-    assert {note["per_rank"] for _, note in notes} == {f"stage {i} of 2 hands it on or is handed it" for i in (0, 1)}
+    assert {note["per_rank"] for _, note in notes} == {f"stage {i} of 2 sends or receives it" for i in (0, 1)}
 
 
 @pytest.mark.parametrize("note", ["{", "[]", '"x"', "[" * 100_000])

@@ -58,7 +58,7 @@ def test_what_is_no_finding_is_a_note(cli: Cli, tmp_path: Path) -> None:
         add_steps(writer, [2], is_sealed=False)
         writer.finish(state="recording", roots=roots(), host="another")
     result = cli("merge", run, "-o", out, "--jobs", 1)
-    assert "note: 2 writers still at work; merge again for later rows" in result.out
+    assert "note: 2 writers still recording; merge again for later rows" in result.out
     assert result.exit_code == 0
 
 

@@ -59,7 +59,7 @@ def test_a_payload_that_is_corrupt_costs_its_own_row_alone(tmp_path: Path) -> No
     of_site = (pc.field("site") == "grad_output") & (pc.field("step") == 0)
     lost = found.table(["encoding", "note", "l2"], of_site & pc.is_valid(pc.field("l2"))).to_pylist()
     assert [row["encoding"] for row in lost] == [None]
-    assert json.loads(lost[0]["note"])["no_values"] == "they are damaged, or cannot be read"
+    assert json.loads(lost[0]["note"])["no_values"] == "the values are damaged, or cannot be read"
     assert np.array_equal(found.array("layers.0", "param", step=0), weight(0))
     assert np.array_equal(found.array("layers.0", step=2), np.concatenate([batch(2, 0), batch(2, 1)]))
 

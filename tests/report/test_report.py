@@ -491,7 +491,7 @@ def test_the_first_value_that_one_run_alone_has_because_it_is_not_finite_is_the_
         writer.add_shard([rows])
         writer.finish()
     told = "culprit: step 1, forward of 'b', rank 0: output is NaN or infinite in 3 elements, in A alone"
-    first = "A has its first NaN or infinity: step 1, 'b' output, rank 0; what was healthy before it: recorder first"
+    first = "A has its first NaN or infinity: step 1, 'b' output, rank 0; the healthy values before it: recorder first"
     lines = cli("diff", tmp_path / "a", tmp_path / "b", "--brief").out.splitlines()
     at = lines.index(told)
     assert lines[at + 1] == f"hint: {first} {tmp_path / 'a'}" and lines[at + 2].startswith("culprit: step 2")
@@ -500,7 +500,7 @@ def test_the_first_value_that_one_run_alone_has_because_it_is_not_finite_is_the_
     cli("report", tmp_path / "a", "--against", tmp_path / "b", "-o", tmp_path / "r.html")
     data = read_page(tmp_path / "r.html")["against"].data
     culprit = data["culprits"][0]
-    assert data["notes"] == ["note: of several culprits the first is sure; the others may follow from it"]
+    assert data["notes"] == ["note: of several culprits only the first is certain; the others may follow from it"]
     assert data["notes"][0] in lines and all(f" {run}" in one["text"] for one in data["culprits"] for run in "A")
     assert (culprit["text"], culprit["step"], culprit["seen_at"], culprit["site"]) == (told, 1, "b", "output")
     assert culprit["hint"].startswith(first)

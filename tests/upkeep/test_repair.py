@@ -376,11 +376,11 @@ class TestLife:
         (begun / "_writer.json.77-0a0b0c0d.tmp").write_text("{")
         (outcome,) = [outcome for outcome in repair(run, assume_dead=True) if outcome.what == "skipped"]
         assert outcome.path == begun
-        assert outcome.text == "may be alive: it began within the last minute and has not said on which host"
+        assert outcome.text == "may be alive: it began within the last minute, on an unknown host"
         for path in [*begun.iterdir(), begun]:
             os.utime(path, (1e9, 1e9))
         (outcome,) = repair(run)
-        assert "it never said on which host" in outcome.text
+        assert "its host is unknown" in outcome.text
         assert "--assume-dead" in outcome.text
         assert words(repair(run, assume_dead=True)) == {"removed"}
         assert list(begun.iterdir()) == []

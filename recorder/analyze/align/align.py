@@ -67,7 +67,7 @@ class Aligned:
                 return f"{self.parting.text}; trainer and engine part from {apart}"
             return f"trainer and engine part at {apart}: {self.parting.text}"
         if wrong:
-            return f"weights differ: {told_weight(wrong[0])}, and no value of a module parts beyond noise"
+            return f"weights differ: {told_weight(wrong[0])}, and no value of a module differs beyond noise"
         differ = sum(one.is_finding for one in self.tokens)
         return (f"the tokens of {counted(differ, 'sample')} differ; " if differ else "") + self._told_values
 
@@ -75,10 +75,10 @@ class Aligned:
     def _told_values(self) -> str:
         if self.logprobs is not None and self._are_logprobs_apart:
             text = f"log-probabilities differ by {self.logprobs.mean_abs:.2g} on average"
-            why = "logits are changed behind the last module (a temperature?), or values of these tokens are missing"
-            return f"{text}, where rounding explains {self.search.logprobs_bound:.2g}, and no value parts: {why}"
+            why = "logits are changed after the last module (a temperature?), or values of these tokens are missing"
+            return f"{text}, where rounding explains {self.search.logprobs_bound:.2g}, and no value differs: {why}"
         if not self.values:
-            return "no value of a module is on both sides"
+            return "no value of a module was recorded on both sides"
         if (unsure := self.search.unsure) is not None:
             apart = f"{unsure.text} differs by up to {unsure.largest:.2g}"
             if self.search.noise and unsure.num_beyond:
@@ -142,7 +142,7 @@ def align(
     told = compare_tokens(ours, theirs, matches[0])
     joined = JoinedTokens(ours, theirs, list(zip(sides[1:], matches, strict=True)))
     if not joined.num_tokens:
-        why = next((one.text for one in told), "the tokens of one of them are not known; say them with recorder.tokens")
+        why = next((one.text for one in told), "the tokens of one run are not known; pass them to recorder.tokens")
         which = f"trainer and engine of {trainer.name}" if engine is None else f"{trainer.name} and {engine.name}"
         raise LookupFailedError(f"{which} have no token in common: {why}")
     of_weights, states = None, list[WeightState]()
@@ -202,7 +202,7 @@ def _unpaired(trainer: AlignedRun, engine: AlignedRun, few: str) -> Iterator[str
     if alone := [path for path in paths if path and path not in theirs]:
         leaves = theirs - {path.rpartition(".")[0] for path in theirs}
         is_inside = all(not leaves.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format)) for path in alone)
-        how = ", inside modules that the engine has whole" if is_inside else "; --rename pairs them"
+        how = ", inside modules that the engine does not split" if is_inside else "; --rename pairs modules"
         yield f"{len(alone)} of {len(paths)} modules are in the trainer alone: {listed(map(repr, alone), 3)}{how}"
 
 
@@ -233,7 +233,7 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
     yield StateLine("fault" if not found.is_fine else "ok" if is_told else "note", found.told)
     if found.parting is not None:
         (bad, prompts), (bad_decoded, decoded) = found.parting.at_once, found.parting.one_by_one
-        where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"
+        where = f"{bad} of {prompts} tokens of prompts, {bad_decoded} of {decoded} decoded tokens"
         yield f"where: {where}; first {_at(found.parting.first)}; worst {_at(found.parting.worst)}"
     yield f"compared: {counted(found.num_tokens, 'token')} of {samples}; bounds are {found.bounds}"
     for one in found.tokens[:most]:
@@ -255,7 +255,7 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         state = "note" if its.num_other else "ok"
         yield StateLine(state, f"experts of {counted(len(found.experts), 'router')}: {text}")
     if found.num_unknown:
-        advice = "left out; say whose they are with recorder.tokens(sample_ids=...)"
+        advice = "left out; name their samples with recorder.tokens(sample_ids=...)"
         yield StateLine("note", f"the tokens of {counted(found.num_unknown, 'call')} are not known: {advice}")
     for note in found.notes:
         yield StateLine("note", note)
@@ -276,7 +276,7 @@ def _weights_line(found: Aligned) -> StateLine:
     states = Counter(state.state for state in found.weights)
     num = len(found.weights) - states[UNKNOWN]
     if not num:
-        why = "of steps or types that cannot be compared" if found.weights else "not at the same steps of both sides"
+        why = "of steps or dtypes that cannot be compared" if found.weights else "not at the same steps of both sides"
         return StateLine("note", f"weights were not compared: they are {why} (record site=param keep=fingerprint)")
     wrong = [state for state in found.weights if state.state in WRONG]
     if not wrong:

@@ -253,7 +253,7 @@ class Search:
         """Note which values differ although later values agree. Return those not computed from positions."""
         shifted = [self.values[number] for number in numbers if self._is_of_positions(number)]
         others = [self.values[number] for number in numbers if self.values[number] not in shifted]
-        for own, why in (shifted, ", as where whole samples are at other positions"), (others, ""):
+        for own, why in (shifted, ", as if whole samples are at other positions"), (others, ""):
             if own:
                 text = f"{own[0].text} differs by up to {own[0].largest:.2g}, and what follows does not"
                 self.notes.append(f"{text}{why} (values: {len(own)})")
@@ -290,7 +290,7 @@ class Search:
                     why = f"its {name.module_path!r} computes something else, so it is another model"
         if 2 * len(found) <= num:
             other_types = f"it computes in {', '.join(sorted(types))}, and the trainer does not"
-            why = other_types if types else "it shares no tokens, or no modules"
+            why = other_types if types else "it has no common tokens, or no common modules"
         elif not any(found.values()):
             why = "it equals the engine to the last bit; run the engine in other batches"
         if why:
@@ -410,16 +410,16 @@ class Search:
         if text := next((text for at, text in self._num_chosen if at <= number), ""):
             return "module", text
         if "Dropout" in self._class_name(path):
-            return "module", "dropout drops elements on one side alone, or others on each; evaluation mode turns it off"
-        few = self.few_compared or (few_before and f"{few_before} it were recorded for these tokens")
+            return "module", "dropout drops elements on one side, or others on each; evaluation mode turns dropout off"
+        few = self.few_compared or (few_before and f"{few_before} this one were recorded for these tokens")
         if why := few or ("" if number else "no module that runs before it was compared"):
             return "module", f"{why}, so it is this module, or any before it"
         return "module", self._alone_near(path) or self._of_code(number, name, path)
 
     def _of_inputs(self, path: str, beyond: Integers) -> str:
         if (self.joined.begins > self.joined.bases)[beyond].all():
-            text = "the trainer has packed these samples behind others without position_ids or cu_seqlens"
-            return f"{text}, and each attends to those before it"
+            text = "the trainer has packed these samples behind other samples without position_ids or cu_seqlens"
+            return f"{text}, so each attends to the samples before it"
         samples = self.joined.samples
         for what, slots, ours, theirs in self._whole_inputs(path, beyond):
             differs = np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))
@@ -437,7 +437,7 @@ class Search:
             here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
             if (alone := sorted(here ^ there)) and (here <= there or there <= here):
                 side = "engine" if here < there else "trainer"
-                why = " (an adapter that was not merged, or that is switched off?)" if "lora" in alone[0] else ""
+                why = " (an adapter that was not merged, or is switched off?)" if "lora" in alone[0] else ""
                 return f"{alone[0]!r} runs in the {side} alone{why}"
         return ""
 

@@ -96,7 +96,7 @@ def compare_tokens(trainer: AlignedRun, engine: AlignedRun, matches: Sequence[Ma
     """Return a remark for each sample that differs. Empty if all of the engine's samples equal the trainer's."""
     told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, match)]
     if absent := matches.count(None):
-        text = f"{absent} of the engine's {counted(len(engine.samples), 'sample')} are not in the trainer"
+        text = f"{absent} of the engine's {counted(len(engine.samples), 'sample')} are not in the trainer's run"
         taken = {match.number for match in matches if match}
         rest = [one.sure for one, match in zip(engine.samples, matches, strict=True) if match is None]
         for number, own in enumerate(one.tokens for one in trainer.samples):
@@ -164,7 +164,7 @@ def _told(trainer: AlignedRun, engine: AlignedRun, number: int, match: Match) ->
     if position < min(len(ours), len(theirs)):
         numbers = f"{ours[position]} in the trainer and {theirs[position]} in the engine"
         other = next((one for one, of in enumerate(trainer.samples) if of.tokens[: len(theirs)] == theirs), None)
-        order = "" if other is None else f"; these are the tokens of the trainer's {trainer.name_of(other)}"
+        order = "" if other is None else f"; they are the tokens of the trainer's {trainer.name_of(other)}"
         prompt = theirs[: _num_prompt(engine, number)]
         rows = [of.tokens for of in engine.samples if of.tokens[: len(prompt)] == prompt]
         has_other_end = ours[position + 1 : len(theirs)] != theirs[position + 1 : len(ours)]

@@ -222,7 +222,7 @@ def told_weight(state: WeightState) -> str:
         how = f"stale by {counted(behind, 'update')}" if behind > 0 else "later than the compared step"
         return f"{name} is the trainer's of step {state.step}: {how}"
     return {
-        DIFFERS: f"{name} equals the trainer's at no recorded step",
+        DIFFERS: f"{name} equals the trainer's parameter at no recorded step",
         TRAINER_ONLY: f"{name} is in the trainer alone (an adapter that was not merged?)",
         ENGINE_ONLY: f"{name} is in the engine alone (a tie that was lost?)",
         OTHER: f"the engine has merged another adapter than that of {name}, as of an earlier update",

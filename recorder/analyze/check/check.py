@@ -109,7 +109,7 @@ def check(
     whole = _without_parts(verdict.findings)
     findings = with_causes(whole, rows.catalog)
     if len(whole) < len(verdict.findings):
-        notes.append("ranks with one batch never had the same parameters: they are taken for parts of one model")
+        notes.append("ranks with one batch never had the same parameters, so they count as parts of one model")
     if normal is not None:
         findings = _excused(findings, normal)
         notes += _notes_on(baselines, normal, engine.last_step)
@@ -123,7 +123,7 @@ def check(
     notes += replicas.notes if replicas is not None else ()
     notes += [*rows.probe_notes, *filter(None, [left_out(run)]), *run.endings]
     if rows.num_superseded:
-        notes.append(f"{rows.num_superseded} rows of steps that a restart did again were left out")
+        notes.append(f"{rows.num_superseded} rows were left out, because a restart repeated their steps")
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
@@ -205,7 +205,7 @@ def _sizes(run: Run, steps: int) -> Sizes:
 
 def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
     noted = [
-        one._replace(severity=Severity.NOTE, what=f"{one.what}; so it is in a sound run")
+        one._replace(severity=Severity.NOTE, what=f"{one.what}; a sound run has this finding, too")
         if one.severity > Severity.NOTE and _subject(one) in normal.said
         else one
         for one in findings
@@ -221,7 +221,7 @@ def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[
     damaged = [run.name for run in baselines if run.problems]
     notes = [f"the baseline run {name} is damaged on disk; its unreadable rows were left out" for name in damaged]
     if last_step > normal.last_step >= 0:
-        notes.append(f"the sound runs end at step {normal.last_step}: later steps have little to be compared with")
+        notes.append(f"the sound runs end at step {normal.last_step}: later steps are compared with little")
     return notes
 
 
@@ -477,7 +477,7 @@ def _wants(checked: Checked) -> str:
     ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
     wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS])
     wants += ", ..." if len(ordered) > _MAX_WANTS else ""
-    return f"{checked.num_unjudged} not judged, for want of {wants}"
+    return f"{checked.num_unjudged} could not judge the run without {wants}"
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:

@@ -141,7 +141,7 @@ class RunRows:
         num_steps = self._probe.last_step + 1 - self._probe.first_step
         first = self._probe.last_step + 1 - int(num_steps / excess) if excess > 1 else steps[0]
         if excess > 1:
-            self.probe_notes = [f"of the probe only the steps from {first} on were judged: it is very large"]
+            self.probe_notes = [f"only the probe's steps from {first} on were judged, because the probe is very large"]
         try:
             for table in probe_tables([writer]):
                 at = table.column("step").to_numpy()

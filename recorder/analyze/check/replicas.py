@@ -13,8 +13,8 @@ from ...system.text import counted
 from ..first.replica_groups import Differing, factor_of
 from ..first.replicas import FINDINGS, ApartByProbe, apart_by_probe, compare_replicas
 
-_APART = "ranks that share the value hold different ones"
-NEVER_EQUAL = "ranks have held different ones from the first record on"
+_APART = "ranks that share the value hold different values"
+NEVER_EQUAL = "ranks have held different values from the first record on"
 
 
 def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
@@ -27,7 +27,7 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     findings = [_finding(one, numbers[one.value.site], probed.pop(site, None)) for site, one in search.firsts.items()]
     findings += [_probed_finding(one) for one in probed.values()]
     stale = (one for one in search.buffers if one.is_stale)
-    findings += [_finding(one, 1, None, "nothing makes the ranks' buffers equal again") for one in stale]
+    findings += [_finding(one, 1, None, "the program never makes the ranks' buffers equal again") for one in stale]
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
     notes = [f"replicas: {note}" for note in search.notes()]
@@ -44,7 +44,7 @@ def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str
     details += filter(None, [factor_of(one) or (probed.factor if probed is not None else "")])
     details += [f"the first of {counted(number, 'value')} at this site that differ"] if number > 1 else []
     details += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
-    details += [] if value.site in FINDINGS else ["a sum over these ranks may have been left out"]
+    details += [] if value.site in FINDINGS else ["a reduction over these ranks may be missing"]
     severity = Severity.WARNING if one.is_assumed else Replica.severity
     what = NEVER_EQUAL if one.was_never_equal else what
     since = probed.step if probed is not None and probed.step < value.step else None

@@ -30,7 +30,7 @@ from .pairs import Alignment, PairedSteps, RunSteps, Verdicts
 _LARGEST = float(np.finfo(np.float64).max)
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """The kinds of differences that are errors of the training. Other kinds result from how a run was recorded."""
-ROUNDING_ALONE = "its gradient is rounding alone"
+ROUNDING_ALONE = "its gradient is only rounding"
 _OWN_SHARE = 1e-3
 """A rank's chunk of a tensor counts as different if its distance exceeds this share of the largest chunk distance."""
 _FIGURES = (
@@ -497,7 +497,7 @@ def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], 
         known = [one for one in now if all(one in of_a[at] for at in earlier)]
         if not known:
             break
-        again = "again: is it computed, or reduced, anew?"
+        again = "again: is the gradient not computed, or not reduced, anew?"
         for steps, text in (([*earlier, step], "added: not zeroed?"), ([step - number], again)):
             if _fit(a, b, [([of_a[at][one] for at in steps], of_a[step][one], of_b[one]) for one in known]):
                 some = ", ".join(map(str, steps[:-1])) + " and " * (len(steps) > 1) + str(steps[-1])

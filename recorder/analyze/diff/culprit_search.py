@@ -19,7 +19,7 @@ from .culprit_events import StepEvent
 FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
     "forward", "recompute", "backward", "reduction", "update", "start"
 )  # fmt: skip
-_OF_A_GROUP = "the learning rate of one group alone"
+_OF_A_GROUP = "the learning rate of one group only"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
@@ -229,7 +229,7 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
                 owner = forward.caller(event.path) if is_input else event.path
                 if owner is None:
                     if not bad.at:
-                        yield Suspect(step, FORWARD, now.root, "", event, why="the root was given something else")
+                        yield Suspect(step, FORWARD, now.root, "", event, why="the root was called with another input")
                 elif not (
                     _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
                     or _inherits_state(now, old, owner, is_first=is_first, below=not is_input)
@@ -265,7 +265,7 @@ def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
             owner = again.caller(event.path) if is_input else event.path
             why = ""
             if owner is None or (is_input and owner not in again.called):  # an outermost block reads its saved input
-                owner, why = event.path, "it was given something else than in its forward"
+                owner, why = event.path, "it was called with another input than in its forward"
             inherits = bool(bad.at) if is_input or not again.has_inputs else bad.has(owner)
             if not inherits and _call(event) not in wrong_before:
                 yield Suspect(step, RECOMPUTE, now.root, owner, event, why=why)
@@ -329,7 +329,7 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
 
 def _handed(event: StepEvent) -> str:
     stage = event.stage or 0
-    return f"stage {stage} was handed something else by stage {stage + (1 if event.phase == BACKWARD else -1)}"
+    return f"stage {stage} got something else from stage {stage + (1 if event.phase == BACKWARD else -1)}"
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:

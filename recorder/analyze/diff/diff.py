@@ -34,9 +34,9 @@ _SUMMANDS = (
     "the values are sums over ranks, whose values were not kept; the ranks that add to them are not the same in both "
     "runs, or have no statistics"
 )
-_PRINTS = "the values have fingerprints alone, which noise changes: statistics or tensors would tell"
-_ON_OTHER_PARTS = "the values are of single ranks, which worked on other parts of the batch"
-_IN_OTHER_MICRO_STEPS = "the runs divide the same batch into other numbers of micro-steps (gradient accumulation)"
+_PRINTS = "the values have only fingerprints, which noise changes: record statistics or tensors"
+_ON_OTHER_PARTS = "the values are of single ranks, which worked on different parts of the batch"
+_IN_OTHER_MICRO_STEPS = "the runs divide the same batch into different numbers of micro-steps (gradient accumulation)"
 _MAX_LISTED = 6
 
 
@@ -190,7 +190,7 @@ def _with_nonfinite(
         told = Culprit(
             **names, phase=phase, root=value.root, seen_at=path, micro_step=value.micro_step, call=value.call,
             rank=value.rank, ranks=ranks, why="", alone_in=name, **figures,
-            hint=f"{name.upper()} has its {sentence(bad)}; what was healthy before it: {command}",
+            hint=f"{name.upper()} has its {sentence(bad)}; the healthy values before it: {command}",
         )  # fmt: skip
         same = [one for one in culprits if (one.step, one.seen_at, one.alone_in) == (value.step, path, name)]
         return [told, *(one for one in culprits if one not in same)]

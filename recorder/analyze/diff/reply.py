@@ -36,7 +36,7 @@ _DULL = {"nonfinite": "0|0"} | dict.fromkeys(
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
 _APART = "apart: the share of values that would have to change sign or power of two for both to have one distribution"
 _DEAD = "dead: units with no value but zero; farthest: the unit whose root of the mean square (rms) differs most"
-_STATS_APART = "stats apart: where only statistics are there, how far these are apart in the same measure"
+_STATS_APART = "stats apart: if only statistics were recorded, their distance in the same measure"
 
 
 def reply_of(a: Run, b: Run, result: Diff, options: DiffOptions, *, limit: int | None, is_brief: bool) -> Reply:
@@ -121,7 +121,7 @@ _HOW = {
     "fingerprint": "fingerprints only: there is nothing else to compare",
     "shape": "shapes",
     "dtype": "types; the values are equal",
-    "after_tap": "one run took the gradient behind the module, of the uses outside it alone",
+    "after_tap": "one run took the gradient behind the module, which covers only uses outside of the module",
 }
 
 
@@ -160,26 +160,26 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
 
 def _reasons(result: Diff, limit: int, *, common: bool) -> Iterator[str]:
     if result.first is None and result.verdict == "different":
-        yield "one run lacks values that the other has, and so the exit code is 1; --common ignores that"
+        yield "one run lacks values that the other run has, so the exit code is 1; --common ignores such values"
     if not result.has_common_modules:
-        yield "no module is common: what was compared is of the root or of the program, such as a learning rate"
+        yield "no module is common: only values of the root or the program, such as a learning rate, were compared"
     for left_out in result.left_out:
         of = f" of {listed(map(repr, left_out.modules), limit or len(left_out.modules))}" if left_out.modules else ""
         yield f"not compared: {counted(left_out.num_values, 'value')}{of}: {left_out.why}"
     if result.num_incomparable:
         values = counted(result.num_incomparable, "value")
         way_out = "" if common else "; --common ignores that"
-        yield f"not compared: {values}: one run has nothing of what the other kept of them{way_out}"
+        yield f"not compared: {values}: the two runs did not keep the same kind of data of them{way_out}"
 
 
 def _faults(result: Diff, limit: int) -> Iterator[str]:
     for text, num in list(result.unread.items())[: limit or None]:
         yield f"cannot be read: {counted(num, 'value')}, compared by statistics if there are any: {text}"
     for text in result.damage[: limit or None]:
-        yield f"cannot be read: rows that are left out: {text}"
+        yield f"cannot be read, and are left out: rows: {text}"
     hidden = sum(max(0, num - limit) for num in (len(result.unread), len(result.damage))) if limit else 0
     if hidden:
-        yield f"{hidden} more of these (--limit 0 shows all)"
+        yield f"{hidden} more such lines (--limit 0 shows all)"
     for partial in result.partial:
         num_values = counted(partial.num_values, "value")
         yield f"{partial.run.upper()} lacks {named('rank', partial.ranks)} in {num_values}"
@@ -231,9 +231,9 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
         return
     num_modules, num_same = (sum(getattr(hint, name) for hint in hints) for name in ("num_modules", "num_same"))
     same = f", {num_same} of them equal first parameters" if num_same else ""
-    alike = f"{counted(num_modules, 'module')} that A has alone and as many of B have tensors of the same shapes{same}"
+    alike = f"{counted(num_modules, 'module')} that only A has, and as many of B, have tensors of the same shapes{same}"
     cut = _cut_text(len(hints), limit)
-    yield f"hint: {alike}; if they are the same, --rename FILE pairs them, with these lines{cut}"
+    yield f"hint: {alike}; if the modules are the same, --rename FILE pairs them, with these lines{cut}"
     for hint in hints[: limit or None]:
         yield f"  {hint.line}"
 
@@ -263,7 +263,7 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
             yield f"hint: {culprit.hint}"
         paths = dict.fromkeys(repr(one.module_path) for one in follow if one.step == culprit.step)
         if paths and culprit.phase == "update" and culprit.module_path is None:
-            yield f"  the update of {listed(paths)} differs, too, which may follow from it"
+            yield f"  the update of {listed(paths)} differs, too, which may be a consequence"
             follow = []
     yield from culprit_notes(led, limit)
     if limit and len(led) > limit:
@@ -290,9 +290,9 @@ def _worse_run(culprit: Culprit) -> str:
 def culprit_notes(culprits: Sequence[Culprit], limit: int = 0) -> Iterator[str]:
     """Yield notes on the certainty of the culprits. The first `limit` culprits are shown; 0 means all culprits."""
     if len(culprits) > 1 and culprits[0].why != ROUNDING_ALONE:
-        yield "note: of several culprits the first is sure; the others may follow from it"
+        yield "note: of several culprits only the first is certain; the others may follow from it"
     if any(one.why == ROUNDING_ALONE for one in culprits[: limit or None]):
-        yield "note: an update of rounding alone may differ between sound trainings, since Adam divides by it"
+        yield "note: a gradient of mere rounding may change updates in sound trainings, since Adam divides by it"
 
 
 def _accused(culprit: Culprit) -> str:
@@ -317,7 +317,7 @@ def _symptom(culprit: Culprit) -> str:
     if culprit.statistic is None and culprit.nonfinite_a != culprit.nonfinite_b:
         return f"{value} is NaN or infinite in {culprit.nonfinite_b} elements of B, {culprit.nonfinite_a} of A"
     if culprit.factor is not None:
-        return f"{value} is {number(culprit.factor)} times what it is in A"
+        return f"{value} is {number(culprit.factor)} times its value in A"
     if culprit.max_abs:
         of_max = "" if culprit.of_max is None else f", {number(culprit.of_max)} of the largest magnitude"
         noise = f", {culprit.max_abs / culprit.noise:.3g} times the noise" if culprit.noise else ""
@@ -330,7 +330,7 @@ def _symptom(culprit: Culprit) -> str:
 
 def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
     if result.num_bare:
-        yield f"note: of {counted(result.num_bare, 'value')} neither run kept anything that could be compared"
+        yield f"note: of {counted(result.num_bare, 'value')} neither run recorded data that can be compared"
     handed_on = "of {} that go between stages, or to experts and back, are not compared: {} is not cut so"
     recomputed = "that {} recomputed for its backward are not compared: {} recomputed nothing at these steps"
     for num, text, *runs in (
@@ -341,7 +341,7 @@ def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
             yield f"note: {counted(num, 'row')} {text.format(*runs)}"
     if result.still_roots:
         roots = ", ".join(map(repr, result.still_roots))
-        yield f"warning: the noise runs moved nothing in {roots}, where every difference counts"
+        yield f"warning: the noise runs changed nothing in {roots}, so every difference there counts"
     if result.loud_noise is not None:
         step, share = result.loud_noise
         yield (
@@ -517,7 +517,7 @@ def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:
     """Yield lines about the values and steps that do not count, because only one run has them."""
     num_only = sum(pc.sum(table.column("rows")).as_py() or 0 for table in (result.only_a, result.only_b))
     if num_only and options.common:
-        yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
+        yield f"note: {counted(num_only, 'value')} that only one run has do not count (--common)"
     for run, steps in (("A", result.steps_only_a), ("B", result.steps_only_b)):
         if steps:
             yield f"steps only in {run}: {span(steps)} (not compared; no difference by itself)"

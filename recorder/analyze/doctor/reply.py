@@ -34,8 +34,8 @@ _MAX_GAPS = 40
 """The most lines about gaps that are printed for each state (see `Check.state`). ``--json`` has all lines."""
 _STEP_SOURCES = {
     "counted": "counted from 0",
-    "optimizer": "counted on from the number in the optimizer's state",
-    "user": "those that the program gave",
+    "optimizer": "continued from the number in the optimizer's state",
+    "user": "numbers that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
 """For each kind of event that explains missing values, the reason. Most other kinds of events are failures."""
@@ -44,9 +44,9 @@ _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed", "exception",
 _OF_COMMANDS = {"command_refused", "uncarried"}
 """Kinds of events about commands that were not carried out. Nothing is lost: anybody may send an invalid command."""
 _UNKNOWN = {
-    "site": "nothing is expected there; a later version of recorder knows what is missing",
+    "site": "no value is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",
-    "column": "it is passed over",
+    "column": "it is ignored",
 }
 """For each kind of name, the end of a line about a name that only a later version of the format has."""
 _STATES = ("ok", "note", "missing")
@@ -132,16 +132,16 @@ def checks_of(run: Run) -> Iterator[Check]:
 def _absent_ranks(run: Run, absent: Sequence[int]) -> Iterator[Check]:
     if not absent:
         return
-    why = f"they called no root, were killed before the first row, or had it off ({AUTOLOAD}=0, or no {FLAG}=1)"
+    why = f"they called no root, were killed before the first row, or had recording off ({AUTOLOAD}=0, or no {FLAG}=1)"
     kinds = {event.kind for writer in run.writers for event in writer.manifest.events}
     if not any(writer.manifest.autoload for writer in run.writers):
-        why = "the program attached the others and not these, or they were killed before the first row"
+        why = "the program attached only other ranks, or these ranks were killed before the first row"
     if "nodes_apart" in kinds:
         why = "nodes share no file system: each has a directory of this run, to be copied into one"
     if "unjoined" in kinds:
         why = "ranks that cannot agree on a name write a run each: look for unjoined-* beside this run"
     listed = _listed(list(map(str, absent)))
-    yield Check("missing", f"ranks: nothing of {listed} of {run.world_size}: {why}", members={"absent_ranks": absent})
+    yield Check("missing", f"ranks: no files of {listed} of {run.world_size}: {why}", members={"absent_ranks": absent})
 
 
 def _recorded_settings(run: Run) -> Iterator[Check]:
@@ -205,7 +205,7 @@ def _filters(expected: Expectation) -> Iterator[Check]:
         yield Check("ok", f"filtered by steps=: {num_chosen} of {expected.num_steps_lived} steps are wanted")
     if passed := expected.num_steps_passed:
         steps = f"{passed} of {expected.num_steps_lived} steps"
-        yield Check("ok", f"kept by keep=ring alone: {steps} passed, as no trigger asked for them")
+        yield Check("ok", f"kept only by keep=ring: {steps} were not written, because no trigger asked for them")
     if unselected := expected.num_modules - expected.num_selected:
         where = f"{unselected} of {counted(expected.num_modules, 'module')}"
         yield Check("ok", f"filtered by module=, class= or site=, or containers without a call: {where}")
@@ -257,8 +257,8 @@ def _totals(expected: Expectation) -> Iterator[Check]:
     for tail in expected.tails:
         who = "" if tail.rank is None else f"rank {tail.rank}: "
         rows = "1 row was" if tail.num_rows == 1 else f"{tail.num_rows} rows were"
-        where = f"seen after the last recorded one, of step {tail.step}, and dropped"
-        yield Check("note", f"{who}{rows} {where}: steps after it, if there were any, are not in the table")
+        where = f"seen after the last recorded row, of step {tail.step}, and dropped"
+        yield Check("note", f"{who}{rows} {where}: later steps, if there were any, are not in the table")
 
 
 def _unknown(expected: Expectation) -> Iterator[Check]:
@@ -340,7 +340,7 @@ def _accounts(run: Run) -> Iterator[Check]:
         if writer.rows_gone and not writer.problems:
             yield Check("missing", f"{where}: {writer.rows_gone}")
         if error := writer.manifest.restarted:
-            yield Check("note", f"{where}: the writer failed once and began anew: {error}", is_strict=True)
+            yield Check("note", f"{where}: the writer failed once and restarted: {error}", is_strict=True)
         if writer.state == "recording":
             yield Check("note", f"{where}: is recording now", is_strict=True)
         for shard in writer.all_shards:
@@ -355,13 +355,13 @@ def _balance(where: str, balance: RowCounts) -> Iterator[Check]:
         text = f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
         yield Check("missing", text)
     if balance.passed:
-        yield Check("ok", f"{where}: {counted(balance.passed, 'row')} of the ring passed, as no trigger asked for them")
+        yield Check("ok", f"{where}: {counted(balance.passed, 'row')} of the ring not written, as no trigger came")
     if balance.suspect:
         rows = counted(balance.suspect, "row")
         yield Check("missing", f"{where}: {rows} written, but a sync failed: the disk may have lost them")
     if not balance.is_possible:
         why = "more rows removed by retention than were ever written"
-        yield Check("missing", f"{where}: its accounts contradict themselves: {why}")
+        yield Check("missing", f"{where}: its counts of rows contradict each other: {why}")
     elif balance.retired_rows:
         rows = counted(balance.retired_rows, "old row")
         yield Check("note", f"{where}: {rows} removed by retention", is_strict=True)
@@ -398,7 +398,7 @@ def environment_checks() -> Iterator[Check]:
     """Yield the lines about this environment: what would prevent torch from starting the recorder, and the settings."""
     try:
         is_on = is_enabled()
-        off = f"off; {FLAG}=1 turns it on"
+        off = f"off; {FLAG}=1 turns recording on"
         yield Check("ok" if is_on else "note", f"{FLAG}: recording is {'on' if is_on else off}")
     except ConfigError as error:
         yield Check("missing", str(error))
@@ -410,7 +410,7 @@ def environment_checks() -> Iterator[Check]:
     if hooks:
         yield Check("ok", f"entry point: {hooks[0].name} = {hooks[0].value}")
     else:
-        what = f"entry point: none in {_ENTRY_POINT_GROUP!r}, so torch cannot start it: {install_line()}"
+        what = f"entry point: none in {_ENTRY_POINT_GROUP!r}, so torch cannot start the recorder: {install_line()}"
         yield Check("missing", what)
     try:
         yield Check("ok", f"torch: {metadata.version('torch')}")

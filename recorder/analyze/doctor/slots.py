@@ -241,21 +241,21 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
     problems: list[str] = []
     texts = manifest.rules
     if len(texts) > _MAX_RULES:
-        problems.append(f"there are {len(texts)} rules; those behind the first {_MAX_RULES} are not judged")
+        problems.append(f"there are {len(texts)} rules; only the first {_MAX_RULES} are judged")
     for text in texts[:_MAX_RULES]:
         try:
             parsed = parse_rules(text, takes_unknown_sites=True)
         except (ConfigError, RecursionError) as error:
-            problems.append(f"rule {text!r} cannot be read, so nothing is expected by it: {error}")
+            problems.append(f"rule {text!r} cannot be read, so no value is expected by it: {error}")
             continue
         rules += parsed
         if unknown := [site for rule in parsed for site in rule.site if site not in SITE_OF]:
             sites = ", ".join(map(repr, unknown))
-            problems.append(f"rule {text!r} names sites that are unknown to this version, and not judged: {sites}")
+            problems.append(f"rule {text!r} names sites that are unknown to this version, and are not judged: {sites}")
     try:
         return [rule for rule in manifest.in_force(rules) if rule.keep & ~(KEEP_PROBE | KEEP_TOKENS)], problems
     except (ConfigError, RecursionError) as error:
-        problems.append(f"rules that were sent while it ran cannot be read, so nothing is expected by them: {error}")
+        problems.append(f"rules that were sent during the run cannot be read, so no value is expected by them: {error}")
         return rules, problems
 
 

@@ -220,7 +220,7 @@ def _tensorboard() -> Opener:
         if isinstance(value, Histogram):
             edges, counts = value.buckets()
             rows = np.column_stack((edges[:-1], edges[1:], counts)).astype(np.float64)
-            metadata = create_summary_metadata(display_name="", description="The very bins that were recorded.")
+            metadata = create_summary_metadata(display_name="", description="Exactly the recorded bins.")
             return Summary.Value(tag=tag, tensor=make_tensor_proto(rows), metadata=metadata)
         if isinstance(value, np.ndarray):
             height, width, _ = value.shape

@@ -196,7 +196,7 @@ class Model:
         there = f"steps with some are {listed(steps)}"
         if not steps:
             rule = f"site={','.join(SITES[self.what])} keep=tensor steps=::100"
-            there = f"without a rule that says so they are not kept: record with RECORDER_RULES='{rule}'"
+            there = f"they are kept only by a rule: record with RECORDER_RULES='{rule}'"
         raise LookupFailedError(f"{which} has no {_NOUNS[self.what]} of {self.root!r} with its values; {there}")
 
     @property
@@ -221,7 +221,7 @@ class Model:
         given: list[dict[str, Any]] = []
         stages_of, missing_stages = _stages_of(self._run)
         for stage in missing_stages:
-            self.refused.append(Refused(f"stage {stage}", "no rank that has this stage of the pipeline left anything"))
+            self.refused.append(Refused(f"stage {stage}", "no rank of this pipeline stage left any file"))
         for name, recorded in _names(known, left_out, rows, with_ties=self.what == "param").items():
             row = _last_of(rows.get(recorded, []))
             if row is None:
@@ -263,7 +263,7 @@ class Model:
         num_scaled = sum(note_members(row["note"]).get("grad") == "scaled" for row in given)
         if num_scaled:
             gradients = counted(num_scaled, "gradient")
-            self.notes.append(f"{gradients} still multiplied with the loss scale, as the optimizer was given them")
+            self.notes.append(f"{gradients} still multiplied by the loss scale, as the optimizer got them")
 
 
 def _choose_root(run: Run, what: str, root: str | None) -> str:
@@ -274,7 +274,7 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
         named = " or ".join(f"--root {one}" for one in there)
         raise LookupFailedError(f"{run.name} has {len(there)} models, and a file holds one: {named}")
     if root is not None and root not in there:
-        raise LookupFailedError(f"{run.name} has no {_NOUNS[what]} of {root!r}; it has of {listed(there)}")
+        raise LookupFailedError(f"{run.name} has no {_NOUNS[what]} of {root!r}; it has those of {listed(there)}")
     return there[0] if root is None else root
 
 
@@ -343,7 +343,7 @@ def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
             if not path or name.startswith(f"{path}."):
                 names.setdefault(full_name(alias, name[len(path) :].removeprefix(".")), recorded)
         if len(names) > _MAX_NAMES:
-            raise UnsupportedError(f"its manifests give the model more than {_MAX_NAMES} names")
+            raise UnsupportedError(f"its manifests list for the model more than {_MAX_NAMES} names")
 
 
 def _stages_of(run: Run) -> tuple[dict[str, set[int]], list[int]]:

@@ -85,7 +85,7 @@ class First(NamedTuple):
         rest = f"; {missing} not recorded" if missing else ""
         at = None if self.nonfinite is None else self.nonfinite.value.step
         if at is not None and at not in self.steps_compared:
-            rest += f"; replicas were not compared at step {at}, at which none was recorded"
+            rest += f"; replicas were not compared at step {at}, because none was recorded"
         of = f"{counted(sum(numbers.values()), 'value')} of {steps_in_words(self.steps_compared)}"
         return f"no {what} differs between its replicas ({of} compared{rest})"
 
@@ -168,7 +168,7 @@ def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
     module = None if bad.before is None else run.modules.get((bad.before.root, bad.before.module_path))
     if module is not None and module.foreign_hooks:
         hooks = f"hooks of the program on {module.path!r} ({', '.join(module.foreign_hooks)})"
-        what = "what they make of a value is not recorded there, and first seen here"
+        what = "their changes of a value are not recorded there, and first show here"
         return [f"between the last healthy value and this one ran {hooks}: {what}"]
     if listed := run.foreign_hooks:
         return [f"the program's own hooks may change these modules' values after they were recorded: {listed}"]
@@ -180,8 +180,8 @@ _MAX_LISTED = 5
 _MAX_RANKS = 8
 _BUFFERS = {
     BROADCAST: "no finding: the forward updates each rank's own, and DDP broadcasts the first rank's before the next",
-    OWN: "no finding: FSDP broadcasts no buffers and keeps each rank's own",
-    None: "no finding: a forward may update each rank's own, and nothing says whether they are broadcast",
+    OWN: "no finding: FSDP does not broadcast buffers, and keeps each rank's own buffers",
+    None: "no finding: a forward may update each rank's own buffers, and it is unknown whether they are broadcast",
 }
 _STALE = "nothing ever makes them equal again: DDP has broadcast_buffers=False"
 _HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record they are equal again"
@@ -214,7 +214,7 @@ def _nonfinite_part(run: Run, answer: First) -> str | Table:
     rows = [*_nonfinite_rows(bad), ("affected", f"{affected}, NaN or infinite")]
     source = run.manifest.merged_from
     if bad.value.rank is None and source is not None:
-        rows.append(("which rank", f"the run that this was merged from tells: recorder first {source.path}"))
+        rows.append(("which rank", f"ask the run that was merged: recorder first {source.path}"))
     return _pairs_table(f"{run.name}: {sentence(bad)}", rows)
 
 
@@ -226,7 +226,7 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
         yield "update", "skipped by GradScaler at this step, as it does where scaled gradients overflow"
     if bad.num_gradients > 1:
         what = f"{bad.num_gradients} gradients of parameters are not finite at this step"
-        yield "order", f"{what}; which the backward made first, only site=grad_output at this step would tell"
+        yield "order", f"{what}; only site=grad_output at this step would show which the backward made first"
     yield "values before it", f"{bad.num_before} of this step on its rank"
     before = bad.before
     healthy = "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}"
@@ -247,7 +247,7 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     if probed is not None and (bad.last_healthy is None or bad.last_healthy.step < probed):
         yield "last healthy", f"step {probed} (by keep=probe, which has one number of it at every step)"
     elif bad.last_healthy is None:
-        yield "last healthy record", "none: it was never recorded healthy before"
+        yield "last healthy record", "none: no earlier record is healthy"
     else:
         steps = counted(bad.num_steps_healthy, "step")
         last, born = bad.last_healthy.step, bad.value.step
@@ -260,7 +260,7 @@ def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
     differing, probed = answer.replica, answer.replica_probed
     if probed is not None:
         ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {ranks_in_words(probed.ranks)}"
-        ranks += " apart from the others" if probed.is_odd else " hold different ones"
+        ranks += " unlike the other ranks" if probed.is_odd else " hold different ones"
         title = f"first replica that differs: step {probed.step}, {_named(*probed.key[1:])}, {ranks}"
         factor = f"; {probed.factor}" if probed.factor else ""
         alone, unseen = (" alone", "; no recorded step shows it") if differing is None else ("", "")
@@ -296,7 +296,7 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
     if differing.is_assumed:
         yield "replicas", "assumed: neither DDP nor FSDP was seen around this model"
     equal = differing.last_equal
-    yield "last equal", "no record before shows them equal" if equal is None else f"step {equal.step}"
+    yield "last equal", "no earlier record shows them equal" if equal is None else f"step {equal.step}"
     if told := factor_of(differing):
         yield "factor", told
     names = [_named(*one) for one in answer.differing]

@@ -146,11 +146,11 @@ class NonFiniteFinder:
                     words = f"gradients overflowed at {steps_in_words(steps)}, {why}"
                     notes.append(f"{words}; not counted as a finding")
         if len(self.masks) > _MAX_NOTED:
-            notes.append(f"{len(self.masks) - _MAX_NOTED} more values are infinite as masks are")
+            notes.append(f"{len(self.masks) - _MAX_NOTED} more values are infinite, as masks are")
         if self._num_unchecked:
-            why = "have neither statistics nor values and could not be looked at; keep=stats records them"
+            why = "have neither statistics nor values, and were not checked; keep=stats records statistics"
             notes.append(f"{self._num_unchecked} rows {why}")
-        notes += [f"could not be looked at: {problem}" for problem in self._problems[:_MAX_PROBLEMS]]
+        notes += [f"could not be checked: {problem}" for problem in self._problems[:_MAX_PROBLEMS]]
         if len(self._problems) > _MAX_PROBLEMS:
             notes.append(f"{len(self._problems) - _MAX_PROBLEMS} more values could not be read")
         return notes

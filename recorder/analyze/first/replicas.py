@@ -119,15 +119,15 @@ class ReplicaFinder:
     def notes(self) -> list[str]:
         texts = {
             "nothing": "have neither fingerprints nor statistics nor values to compare",
-            "statistics": "have statistics alone: they are equal, which proves nothing"
+            "statistics": "have only statistics, which are equal and prove nothing"
             if self._reads_payloads
             else "have equal statistics and no fingerprints, which proves nothing: "
             "check reads no tensors, recorder first compares those that were recorded",
-            "after": "after the first that differs have no fingerprints and were not compared",
+            "after": "after the first difference have no fingerprints, and were not compared",
         }
         notes = [f"{num} replicas {texts[why]}" for why in texts if (num := self._num_uncompared[why])]
         if num := len(self._own):
-            notes.append(f"{num} parameters, gradients and states are each rank's own, as experts' are: left out")
+            notes.append(f"left out: {num} parameters, gradients and states that each rank has for itself, as experts")
         return notes + self._problems
 
     def why_none(self) -> str:
@@ -135,7 +135,7 @@ class ReplicaFinder:
         if not self.num_compared.keys().isdisjoint(FINDINGS):
             return ""
         if "statistics" in self._why_uncompared:
-            return "there are statistics alone, and equal ones prove nothing"
+            return "there are only statistics, and equal statistics prove nothing"
         if "nothing" in self._why_uncompared:
             return "there are neither fingerprints nor values"
         if len(self._ranks) > 1 and self._recorded.isdisjoint(FINDINGS):
@@ -144,7 +144,7 @@ class ReplicaFinder:
             roots = [(root.name, number) for number, one in enumerate(self._run.writers) for root in one.manifest.roots]
             conflicts = (self._run.topology.group(root, "", number).conflict for root, number in roots)
             if conflict := next(filter(None, conflicts), ""):
-                return f"whose replicas they are is not known: {conflict}"
+                return f"the ranks that are replicas are not known: {conflict}"
             return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
         if len(self._ranks) == 1 and not self._run.is_merged:
             (rank,), world_size = self._ranks, self._run.world_size or 1

@@ -334,9 +334,9 @@ def _pair(
         if kind not in _HELD or (kind == "other" and not is_there and digest.startswith("=")):
             continue
         if now.get(key, _MOVED) == _MOVED and f"seeded {key.removeprefix('rng ')}" in digests:
-            why = f"was seeded anew before step {step} began, and need not be saved"
+            why = f"was seeded anew before step {step}, and need not be saved"
         elif kind == "rng" and is_there and now[key] != digest:
-            why = f"moved on before step {step} began: --resume shows whether it is restored"
+            why = f"changed before step {step} began: --resume shows whether it is restored"
         else:
             then[key] = digest
             continue

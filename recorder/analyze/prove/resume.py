@@ -64,8 +64,8 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
     if start is None:
         text = f"no checkpoint was saved before step {num_steps - 1} began"
         if is_leftover(killed) and is_leftover(resumed):
-            return tell(UNKNOWN, f": {text}; both launches went on from one that is {OLD}: remove it")
-        why = "the resumed run starts anew, or both launches from an older checkpoint"
+            return tell(UNKNOWN, f": {text}; both launches continued from a checkpoint that is {OLD}: remove it")
+        why = "the resumed run starts anew, or both launches start from an older checkpoint"
         return tell(CHANGED, f": {why}: {text}, or none was loaded")
     notes += [LEFTOVER] if is_leftover(killed) else []
     step = killed.steps[start]

@@ -124,7 +124,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         raise CannotReplay("cannot be run, something is missing: " + "; ".join(bundle["lacks"][:4]))
     odd = [name for name, about in call["tensors"].items() if "dtensor" in about or "layout" in about]
     if odd:
-        raise CannotReplay(f"{', '.join(odd[:4])}: a part of a distributed or sparse tensor, which is not replayed")
+        raise CannotReplay(f"{', '.join(odd[:4])}: a part of a distributed or sparse tensor, which cannot be replayed")
     notes = list(_other_versions(call))
     one = _Call(call, tensors, _device(options.device), getattr(torch, options.dtype) if options.dtype else None)
     with _settings(call):
@@ -142,7 +142,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
             replayed = {name: output.detach().clone() for name, output in outputs.items()}
             replayed |= _backward(outputs, inputs, tensors)
         except Exception as error:
-            raise CannotReplay(f"the call fails here: {type(error).__name__}: {error}") from error
+            raise CannotReplay(f"the call fails on this machine: {type(error).__name__}: {error}") from error
     replayed |= {f"grad.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
     compared = [_compare(_shown(name), tensors[name], replayed[name]) for name in tensors if name in replayed]
     missing = [name for name in tensors if name.startswith("output.") and name not in replayed]
@@ -172,7 +172,7 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (AssertionError, ImportError, RuntimeError) as error:  # torch raises any of them for a missing device
         why = str(error).partition("\n")[0].partition(". ")[0]
-        raise CannotReplay(f"--device {name}: {why}; name a device that is here, or leave it out") from None
+        raise CannotReplay(f"--device {name}: {why}; name a device of this machine, or leave --device out") from None
     return device
 
 
@@ -195,11 +195,11 @@ def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -
             raise CannotReplay(f"{options.factory}: {what}")
         code, python = code_digest(type(made)), call["python"]
         if python.split(".")[:2] != sys.version.split()[0].split(".")[:2]:
-            notes.append(f"whether the code of {qualified} has changed cannot be told: it ran in Python {python}")
+            notes.append(f"it is unknown whether the code of {qualified} has changed: it ran in Python {python}")
         elif code != call["code"]:
-            changed = f"the code of {type(made).__qualname__} is not that which was recorded ({call['source']})"
+            changed = f"the code of {type(made).__qualname__} is not the recorded code ({call['source']})"
             if not options.anyway:
-                raise CannotReplay(f"{changed}; --anyway runs it all the same")
+                raise CannotReplay(f"{changed}; --anyway runs the call anyway")
             notes.append(changed)
         return made
     if call["constructor"] is None or not where.startswith("torch.nn.modules."):

@@ -254,7 +254,7 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
 
     def exit_code() -> int:
         if all(one.verdict == CANNOT_TELL for one in results):
-            why = printable(results[0].why) if results else "of each, a part is missing"
+            why = printable(results[0].why) if results else "a part of each call is missing"
             raise LookupFailedError(f"none of the {counted(len(results), 'call')} could be judged; the first: {why}")
         return int(any(one.verdict == NOT_REPRODUCED for one in results))
 
@@ -329,7 +329,7 @@ def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audite
         elements = f"{wrong.num_differing} of {wrong.numel} elements differ"
         said = f"{wrong.name}: {elements}, by {wrong.largest:.3g} of {wrong.scale:.3g}"
         if not is_repeatable:
-            return tell(CANNOT_TELL, f"{said}, and another time by something else: it does not repeat itself here")
+            return tell(CANNOT_TELL, f"{said}, and differently a second time: the call is not deterministic here")
         if notes:
             return tell(CANNOT_TELL, "; ".join([said, *notes]))
         return tell(NOT_REPRODUCED, f"{said}, twice alike here: at the time, or here, a machine or a race was at fault")

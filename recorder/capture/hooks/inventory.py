@@ -34,7 +34,7 @@ _OTHERS = "parameters, gradients and optimizer state are"
 _HIDDEN = {
     "compiled": "values inside compiled modules are not recorded ({}); " + _OTHERS + ". RECORDER_COMPILED=tap, or "
     "recorder.instrument(model) before the first call, puts taps into the compiled graph",
-    "late": "attached after compilation, so nothing is seen inside ({}); attach first, with RECORDER_COMPILED=tap, or "
+    "late": "attached after compilation, so no hook runs inside ({}); attach first, with RECORDER_COMPILED=tap, or "
     "call torch.compiler.reset()",
     "scripted": "values inside scripted modules are not recorded ({}); " + _OTHERS + ". recorder.instrument(model) "
     "before torch.jit.script or trace puts taps into the scripted code",

@@ -296,7 +296,7 @@ arguments are the pool, the settings and a function that logs a line.
 """
 
 WHY_LOST = {
-    CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
-    NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
+    CUDA_GRAPH: "a CUDA graph was being captured: nothing can be recorded then, nor when the graph is replayed",
+    NO_DEVICE_ROOM: "the device's pool had no room for the value; a larger RECORDER_DEVICE_POOL_BYTES helps",
 }
 """Maps each reason of a `LostError` that `Stager.copy` raises to a sentence that explains the reason."""

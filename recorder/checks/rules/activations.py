@@ -14,7 +14,7 @@ from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, StreakRul
 _LEAST_ELEMENTS = 8
 _TANH = ("Tanh", "Hardtanh", "Softsign")
 _SIGMOID = ("Sigmoid", "Hardsigmoid")
-_HAS_LEFT_ZERO = "a branch that begins at zero has left it by then"
+_HAS_LEFT_ZERO = "a branch that begins at zero has left zero by then"
 _THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 
 
@@ -42,7 +42,7 @@ class Saturated(StreakRule):
     sentence = "A sigmoid or a tanh is near its ends in nearly all elements, record after record."
     sites, columns = ("output",), ("sum_sq", "sum", "numel")
     settings = (
-        Setting("slope", 0.02, "of the largest slope", CALIBRATED),
+        Setting("slope", 0.02, "fraction of the largest slope", CALIBRATED),
         Setting("records", 5, "records", CALIBRATED),
     )
     what = "nearly all elements are at the ends of the function, where it has no slope"
@@ -69,10 +69,10 @@ class EvaluationOutput(StreakRule):
     sentence = "An output in evaluation has another size than in training, by a factor."
     sites, columns, reads_probe = ("output",), ("sum_sq", "numel"), True
     settings = (Setting("ratio", 30, "times", CALIBRATED), Setting("records", 2, "evaluations", CALIBRATED))
-    needs = "needs outputs of an evaluation besides those of training"
+    needs = "needs outputs of an evaluation and of the training"
     what = "the output in evaluation has another size than in training"
     measure, limit = "larger over smaller root mean square", "ratio"
-    advice = "look at the running statistics of norms, and at what the module does only in one of the modes"
+    advice = "look at the running statistics of norms, and at operations that the module does in only one mode"
 
     def set_up(self) -> None:
         self._trained = Memory()
@@ -225,14 +225,14 @@ _SCALE = re.compile(r"(.*[._])?scale(_inv)?")
 
 class _Precision(CheckRule):
     name = "low_precision"
-    sentence = "Values lie where their type has few bits left, or at its end, as those of float16 and float8 may."
+    sentence = "Values of float16 or float8 are so small that their type has few bits left, or at the type's upper end."
     sites = ("input", "output", "grad_input", "grad_output", "param", "grad", "tap")
     keep = "histogram"
     settings = (
         Setting("low", 0.5, "of the values", CALIBRATED),
         Setting("high", 0.1, "of the values", CALIBRATED),
         Setting("scale", 1e14, "or its inverse", "torchao: 448 / 1e-12 for a tensor of zeros"),
-        Setting("records", 3, "records", "a GradScaler has found its scale by then"),
+        Setting("records", 3, "records", "a GradScaler has found its scale after so many steps"),
     )
     measure: ClassVar[str] = "share of values"
 
@@ -240,18 +240,18 @@ class _Precision(CheckRule):
 class _Low(_Precision, _Above):
     columns = ("histogram.subnormal_share",)
     what, limit = "most values are so small that the type loses their bits", "low"
-    advice = "scale up what is cast: a GradScaler, or the scale of the float8 recipe"
+    advice = "scale the values up before the cast: a GradScaler, or the scale of the float8 recipe"
 
 
 class _High(_Precision, _Above):
     columns = ("histogram.top_share",)
     what, limit = "many values are at the upper end of the type", "high"
-    advice = "scale down what is cast, or keep it in bfloat16"
+    advice = "scale the values down before the cast, or keep them in bfloat16"
 
 
 class _Scale(_Precision, StreakRule):
     columns = ("absmax", "min")
-    what = "a scale of float8 is at the end of what it can be"
+    what = "a scale of float8 is at its lowest or highest value"
     measure, limit = "the scale", "scale"
     advice = "look at the tensor that is scaled: it is all zeros, or far too large"
 

@@ -123,7 +123,7 @@ RUNNING_VARIANCE = "running_var"
 
 class _Variance(CheckRule):
     name = "running_statistics"
-    sentence = "The running variance of a batch norm never moves, leaps, or is apart over ranks."
+    sentence = "The running variance of a batch norm never changes, leaps, or differs between ranks."
     sites, columns = ("buffer",), ("mean",)
     settings = (
         Setting("drift", 0.5, "of the value before", CALIBRATED),
@@ -175,7 +175,7 @@ class _Apart(_Variance, StreakRule):
 
 
 class _Still(_Variance, StreakRule):
-    what = "the running variance is that of the beginning, although the norm counts batches: is its momentum 0?"
+    what = "the running variance still has its first value, although the norm counts batches: is its momentum 0?"
     measure, limit = "records without a change", "records"
 
     def set_up(self) -> None:
@@ -268,7 +268,7 @@ class Unusual(BaselineRule):
     """
 
     name = "unusual"
-    sentence = "A statistic is far outside what it was at these steps of the sound runs."
+    sentence = "A statistic is far outside its range at these steps of the sound runs."
     sites, columns = ("output", "grad_output", "param", "grad", "buffer", "scalar", "tap"), ("sum_sq", "numel")
     settings = (
         Setting("spreads", 4, "spreads outside the range", CALIBRATED),
@@ -280,7 +280,7 @@ class Unusual(BaselineRule):
     def set_up(self) -> None:
         super().set_up()
         self._spells = [Spells() for _ in STATISTICS]
-        self._waiting = WaitingFindings(", and came back", self._spells)
+        self._waiting = WaitingFindings(", and returned to normal", self._spells)
         self._first_step: int | None = None
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -315,7 +315,7 @@ class Unusual(BaselineRule):
         for index, since in begun:
             side, lane, step = "above" if above[index] > 0 else "below", int(lanes[index]), int(steps[index])
             one = self.finding(
-                lane, step, f"{statistic.name} is {side} what it was in the sound runs",
+                lane, step, f"{statistic.name} is {side} its range in the sound runs",
                 "spreads", far[index], self.thresholds["spreads"], since=since,
             )  # fmt: skip
             low, high = steps_of(int(phase_of(np.array([step]))[0]))
@@ -328,9 +328,7 @@ class Unusual(BaselineRule):
 
 class Invariant(BaselineRule):
     name = "invariant"
-    sentence = (
-        "What always held in the sound runs does not hold: equal replicas, batches of their own, values that change."
-    )
+    sentence = "A condition of all sound runs is violated: equal replicas, batches of their own, values that change."
     sites, columns = ("input", "param", "buffer", "optim", "grad", "grad_output"), ("sum", "sum_sq", "min", "max")
     settings = (Setting("records", 3, "records", "calibrated on sound trainings; TrainCheck"),)
     advice = "it held in every record of the sound runs"
@@ -369,7 +367,7 @@ class Invariant(BaselineRule):
             if is_asked and key not in recorded:
                 yield Finding(
                     self.name, Severity.WARNING, 0, *key[:4], ranks=(),
-                    what="in the sound runs it is there, and here it never is",
+                    what="it exists in the sound runs, and never in this run",
                     measure="records", value=0.0, threshold=1.0, advice=self.advice,
                 )  # fmt: skip
 
@@ -399,7 +397,9 @@ class Width(CheckRule):
         runs = [self._sizes, *self.other_widths]
         widths = np.array([one.width(self._sizes) for one in runs])
         if widths.max() / widths.min() < _LEAST_SPAN:
-            self.why_not_judged = f"it needs runs whose widths are {_LEAST_SPAN:g} times apart, and these are alike"
+            self.why_not_judged = (
+                f"it needs runs whose widths are {_LEAST_SPAN:g} times apart, and these widths are alike"
+            )
             return
         outputs = [one.outputs for one in runs]
         detail = f"widths {', '.join(f'{width:g}' for width in sorted(widths))} times this"

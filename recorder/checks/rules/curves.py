@@ -260,7 +260,7 @@ class Spike(CurveRule):
     """
 
     name = "spike"
-    sentence = "The loss or the norm of all gradients leaps out of what it was over the last records."
+    sentence = "The loss or the norm of all gradients leaps out of its range over the last records."
     settings = (
         Setting("sigmas", 6, "standard deviations", "OLMo-core's stability monitor"),
         Setting("window", 128, "records", "OLMo-core's stability monitor"),
@@ -383,7 +383,7 @@ class LossStuck(CurveRule):
         Setting("drop", 0.01, "of the loss", CALIBRATED),
         Setting("rise", 3, "times the beginning", CALIBRATED),
         Setting("leap", 5, "times the median of the records before", CALIBRATED),
-        Setting("share", 0.1, "of the beginning", "a leap of what is almost zero is none"),
+        Setting("share", 0.1, "of the beginning", "a leap of a loss near zero does not count"),
     )
     advice = "compare the gradients and the learning rate with those of a training that learns"
 
@@ -527,7 +527,7 @@ class Overfitting(CurveRule):
     def finish(self) -> Iterator[Finding]:
         for curve, (one, best) in self._found.items():
             if self._validations[curve].best < best:
-                one = one._replace(severity=Severity.NOTE, what=f"{one.what}; later it is better still")
+                one = one._replace(severity=Severity.NOTE, what=f"{one.what}; later the loss reaches a new minimum")
             yield one
         if not self._validations:
             self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"

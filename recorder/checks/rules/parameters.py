@@ -144,7 +144,7 @@ class NoGradient(StreakRule):
 
     def set_up(self) -> None:
         self._spells = Spells(weight=1e6)
-        self._waiting = WaitingFindings(", and later it is not", [self._spells])
+        self._waiting = WaitingFindings(", but not later", [self._spells])
         self._first_step: int | None = None
         """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
@@ -273,7 +273,7 @@ class Objectives(StreakRule):
     def finish(self) -> Iterable[Finding]:
         super().finish()
         if not self._has_shared:
-            self.why_not_judged = "needs the tensor that the objectives share: what they were handed are single numbers"
+            self.why_not_judged = "needs the tensor that the objectives share: they got only single numbers"
         return ()
 
 
@@ -402,8 +402,8 @@ class _Update(CheckRule):
     settings = (
         Setting("updates", 3, "first updates, judged by records", "from a random start they are large"),
         Setting("ratio", 0.5, "of the weight's norm, at least", "usual is 1e-3; smdebug's WeightUpdateRatio allows 10"),
-        Setting("began", 1e-2, "root mean square", "what begins at zero grows by any factor"),
-        Setting("left", 0.5, "of the norm at first", "the weight has then lost more than it has"),
+        Setting("began", 1e-2, "root mean square", "a weight that begins at zero grows by any factor"),
+        Setting("left", 0.5, "of the norm at first", "the weight has then lost more than half of its norm"),
         Setting("inward", 0.71, "of an update's length", "the rest is less than half of its square"),
         Setting("shrinking", 10, "updates in a row", "ours"),
     )  # fmt: skip
@@ -470,7 +470,7 @@ class _Shrinking(_Large):
 
     what = "the weight has lost most of its norm, because its updates do little but shrink it"
     measure, limit = "of the norm at first", "left"
-    advice = "weight decay outweighs the gradient: make it smaller, or look why the weight has hardly any gradient"
+    advice = "weight decay outweighs the gradient: reduce it, or look why the weight has hardly any gradient"
 
     def set_up(self) -> None:
         super().set_up()
@@ -498,7 +498,7 @@ class Update(_Update, PartsRule):
 
 class Unchanged(StreakRule):
     name = "unchanged"
-    sentence = "A parameter has a gradient, and its values stay as they are."
+    sentence = "A parameter has a gradient, and its values do not change."
     sites, columns = ("param", "grad", "scalar"), EXACT
     settings = (
         Setting("records", 3, "records", "smdebug's UnchangedTensor; TrainCheck"),
@@ -609,7 +609,7 @@ class Unchanged(StreakRule):
         ]
         is_param = self.catalog.mark("param", lambda key: key.site == "param")[self.catalog.series_of]
         has_zeros = any(key.site == "grad" for key in self.catalog.series)
-        none = "every gradient is zero" if has_zeros else "nothing ever has a gradient"
+        none = "every gradient is zero" if has_zeros else "no parameter ever has a gradient"
         for lane in () if self._largest else np.flatnonzero(is_param).tolist():
             key, num, since = self.catalog.key_of(lane), self._streaks.length(lane), self._streaks.since(lane)
             module = self.catalog.modules.get((key.root, key.module_path))
@@ -623,7 +623,7 @@ class Unchanged(StreakRule):
             total = float(np.nansum(self._numel[np.flatnonzero(is_param & (self.catalog.rank_of == rank))]))
             share, largest = float(self._numel[own].sum()) / total, int(own[np.argmax(self._numel[own])])
             if share > self.thresholds["rounded"]:
-                what = "most of the model stays as it is: the updates are smaller than what its type resolves"
+                what = "most of the model does not change: the updates are smaller than its type can resolve"
                 since = self._streaks.since(largest)
                 yield self.finding(largest, self._stays[largest], what, "share of elements", share,
                                    self.thresholds["rounded"], Severity.WARNING, since)  # fmt: skip
@@ -661,7 +661,7 @@ class Unchanged(StreakRule):
 
 class Initialisation(CheckRule):
     name = "initialisation"
-    sentence = "A weight begins with equal elements, or on another scale than the same weight of other layers."
+    sentence = "A weight begins with equal elements, or with another scale than the same weight of other layers."
     sites, columns = ("param",), ("std", "mean", "numel")
     settings = (
         Setting("ratio", 8, "times the median", CALIBRATED),
@@ -687,7 +687,7 @@ class Initialisation(CheckRule):
 
     def finish(self) -> Iterator[Finding]:
         if self._first_step is None or self._first_step > 1:
-            self.why_not_judged = f"the first parameters are of step {self._first_step}, and no longer as they began"
+            self.why_not_judged = f"the first recorded parameters are of step {self._first_step}, after updates"
             return
         alike: dict[tuple[int, str, str, str], list[int]] = {}
         for lane in self._lanes:

@@ -51,7 +51,7 @@ class NotCleared(_ProgramRule):
     def finish(self) -> Iterator[Finding]:
         for module, facts in self.catalog.modules.items():
             if facts.uncleared is not None:
-                what = "the gradients are added to those of the step before, which nothing cleared"
+                what = "the gradients are added to the gradients of the previous step, which were not cleared"
                 found = self.finding_on((module[0], ""), facts.uncleared, what)
                 yield found._replace(site="grad", detail=f"seen at '{module[1]}'" if module[1] else "")
 

@@ -48,11 +48,11 @@ SKIPS = "GradScaler skipped the update"
 
 class NonFinite(CheckRule):
     name = "nonfinite"
-    sentence = "A value holds NaN, or infinities that are no mask."
+    sentence = "A value has NaN, or infinities that are no mask."
     severity = Severity.ERROR
     sites, columns = (*SITES, "update"), ("nan_count", "inf_count", "numel")
     settings = (Setting("elements", 1, "elements", "smdebug's ExplodingTensor"),)
-    advice = "recorder first names what was last healthy before it, and recorder stats the value"
+    advice = "recorder first names the last healthy values, and recorder stats shows the value"
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
@@ -159,7 +159,7 @@ class NonFinite(CheckRule):
         elif key.site == "output" and (inputs & is_bad).any():
             what += ", and neither is its input"
         elif key.site == "output" and inputs.any():
-            what += ", and its input is: the module made it"
+            what += ", and its input is: the module made the value"
         elif key.site in ("output", "tap"):
             what += ", and all values recorded before it in this step are finite"
         what += self._objectives(rows.take(same_step), is_bad[same_step])
@@ -198,11 +198,11 @@ class NonFinite(CheckRule):
 
 class Skipped(StreakRule):
     name = "skipped"
-    sentence = "GradScaler skips one step after the other: the parameters stay as they are."
+    sentence = "GradScaler skips one step after the other: the parameters do not change."
     severity = Severity.ERROR
     sites, columns = ("scalar",), ("mean",)
     settings = (Setting("records", _MOST_SKIPPED, "records", "a scale of 2^16 is halved to 1 by then"),)
-    needs = "there is no GradScaler that says which steps it skips"
+    needs = "no GradScaler tells which steps are skipped"
     what = "GradScaler skips one step after the other"
     measure, limit = "records in a row", "records"
     advice = "begin with a smaller scale, and look for what overflows at any scale"
@@ -227,16 +227,16 @@ _LEAST_ELEMENTS = 8
 class Data(CheckRule):
     name = "data"
     sentence = (
-        "Two data-parallel ranks get the same batch, a batch comes again and again or is empty, or an input or the "
+        "Two data-parallel ranks get the same batch, a batch is repeated or is empty, or an input or the "
         "labels are constant."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
     settings = (
-        Setting("records", 3, "records", "a sampler that is left out repeats every batch"),
+        Setting("records", 3, "records", "a missing sampler repeats every batch"),
         Setting("repeats", 20, "records", CALIBRATED),
         Setting("period", 4, "records", "a shorter cycle is no training set"),
     )
-    advice = "look at the data loader: its sampler, its seed on each rank, and whether it moves on"
+    advice = "look at the data loader: its sampler, its seed on each rank, and whether its batches change"
 
     def set_up(self) -> None:
         self._same: dict[tuple[int, int], tuple[int, int]] = {}
@@ -294,7 +294,7 @@ class Data(CheckRule):
             was = previous(lanes, was.copy(), memory)
             period = np.where((period == 0) & (was == hashes), number, period)
         for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
-            what = f"the batch is that of {counted(int(period[index]), 'record')} before, again and again"
+            what = f"the batch repeats that of {counted(int(period[index]), 'record')} before, again and again"
             yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
     def _is_first(self, key: SeriesKey) -> bool:
@@ -328,7 +328,7 @@ class Data(CheckRule):
             for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
                 what = of_labels if is_label[index] else "all elements of the input are equal"
                 if flags is is_flat and is_masked[index]:
-                    what += f", but for those of {_IGNORED}, which the loss ignores"
+                    what += f", except labels {_IGNORED}, which the loss ignores"
                 yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "repeats", since)
 
 

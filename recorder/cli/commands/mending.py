@@ -94,7 +94,7 @@ def merge_command(
     them), rows that stay per rank and older attempts do not count. Exit code 2: nothing was published.
     """
     if scheduler is not None:
-        options.refuse("not with --scheduler, whose workers do the work", jobs=jobs)
+        options.refuse("it cannot be combined with --scheduler, whose workers do the work", jobs=jobs)
     run = open_run(path)
     try:
         with _executor(jobs, scheduler) as (executor, num_workers):

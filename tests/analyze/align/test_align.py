@@ -291,7 +291,7 @@ def test_samples_with_names_are_joined_by_them_and_a_wrong_order_is_named(tmp_pa
     found = aligned(tmp_path)
     assert found.is_fine and found.joined_by == "names" and found.num_tokens == 18
     wrong = align(recorder.open_run(tmp_path / "wrong" / "trainer"), recorder.open_run(tmp_path / "engine"))
-    assert "these are the tokens of the trainer's sample 'b'" in wrong.tokens[0].text and not wrong.is_fine
+    assert "they are the tokens of the trainer's sample 'b'" in wrong.tokens[0].text and not wrong.is_fine
 
 
 def test_a_repeat_of_the_engine_in_another_batch_measures_the_noise(tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_an_adapter_that_was_merged_is_no_fault_and_one_that_was_not_is_named(
     _train(tmp_path / "trainer", trainer, 1, rules=leaves, texts=(sequences, whole_mask(mask)))
     found, printed = aligned(tmp_path), cli("align", tmp_path / "trainer", tmp_path / "engine")
     assert printed.exit_code == int(not found.is_fine)
-    assert ", inside modules that the engine has whole" in printed.out and "--rename" not in printed.out
+    assert ", inside modules that the engine does not split" in printed.out and "--rename" not in printed.out
     if left_out is None:
         assert (
             found.is_fine
@@ -559,7 +559,7 @@ def test_the_command_answers_in_a_sentence_and_in_json(tmp_path: Path, cli: Cli)
     printed = cli("align", tmp_path / "trainer", tmp_path / "engine")
     assert printed.exit_code == 1
     assert "trainer and engine part at 'model.layers.1.self_attn.q_proj' output (Linear), by up to 0.048" in printed.out
-    assert "q_proj.weight equals the trainer's at no recorded step" in printed.out
+    assert "q_proj.weight equals the trainer's parameter at no recorded step" in printed.out
     printed = cli("align", tmp_path / "trainer", tmp_path / "engine", "--json")
     members = printed.json
     assert members["parting"]["value"]["module_path"] == "model.layers.1.self_attn.q_proj"
@@ -606,12 +606,12 @@ def test_modules_with_other_names_in_the_engine_are_paired_by_a_file(tmp_path: P
         with recorder.attach(model, enabled=True, dir=str(tmp_path / side), roots="any", rules=RULES):
             model(tokens)
     alone = cli("align", tmp_path / "trainer", tmp_path / "engine")
-    assert "2 of 4 modules are in the trainer alone: 'up', 'down'; --rename pairs them" in alone.out
+    assert "2 of 4 modules are in the trainer alone: 'up', 'down'; --rename pairs modules" in alone.out
     names = tmp_path / "names.txt"
     names.write_text("up = fc1\ndown = fc2\n")
     found = cli("align", tmp_path / "trainer", tmp_path / "engine", "--rename", names)
     assert "trainer and engine part at 'up' output (Linear)" in found.out
-    assert "up.weight equals the trainer's at no recorded" in found.out
+    assert "up.weight equals the trainer's parameter at no recorded" in found.out
 
 
 def test_positions_that_are_none_are_left_out(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def _off_at_edge(model: Any) -> None:
 FAULTS = {
     "one weight is another": Fault(
         lambda m: _scaled(m.model.layers[1].self_attn.q_proj), "'model.layers.1.self_attn.q_proj' output", "weights", 0,
-        "model.layers.1.self_attn.q_proj.weight equals the trainer's at no recorded step",
+        "model.layers.1.self_attn.q_proj.weight equals the trainer's parameter at no recorded step",
     ),
     "a norm was not synchronised": Fault(
         lambda m: _scaled(m.model.norm), "'model.norm' output", "weights", 0, "model.norm.weight",

@@ -101,8 +101,8 @@ def test_an_expert_that_is_stale_is_the_headline(tmp_path: Path) -> None:
     sequences = write(tmp_path / "engine", engine, ids, mask, **PRESET)
     score(tmp_path / "trainer", mixtral(), sequences, whole_mask(mask), PRESET)
     found = aligned(tmp_path)
-    told = "weights differ: model.layers.0.mlp.experts.down_proj equals the trainer's at no recorded step; trainer and "
-    assert found.told.startswith(f"{told}engine part from ")
+    told = "weights differ: model.layers.0.mlp.experts.down_proj equals the trainer's parameter at no recorded step; "
+    assert found.told.startswith(f"{told}trainer and engine part from ")
 
 
 @pytest.mark.parametrize("is_parted", [False, True])
@@ -122,7 +122,7 @@ def test_samples_that_are_packed_and_see_each_other_are_named(is_parted: bool, t
         assert found.is_fine, found.told  # rotary positions forgive what the mask of the program parts
     else:
         assert found.parting is not None and found.parting.reason == "inputs" and found.parting.first.position > 0
-        assert "packed these samples behind others without position_ids or cu_seqlens" in found.told
+        assert "packed these samples behind other samples without position_ids or cu_seqlens" in found.told
 
 
 def test_beams_that_change_their_rows_are_refused(tmp_path: Path) -> None:

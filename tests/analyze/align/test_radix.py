@@ -74,7 +74,7 @@ def test_calls_whose_batch_does_not_say_where_its_tokens_lie_are_counted_with_wh
     found = _aligned(tmp_path)
     assert found.is_fine and found.num_tokens and found.num_unknown
     printed = cli("align", tmp_path / "trainer", tmp_path / "recordings")
-    told = f"note    the tokens of {found.num_unknown} calls are not known: left out; say whose they are with recorder."
+    told = f"note    the tokens of {found.num_unknown} calls are not known: left out; name their samples with recorder."
     assert told in printed.out, printed.out
 
 

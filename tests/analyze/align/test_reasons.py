@@ -144,7 +144,7 @@ def test_dropout_that_is_left_on_is_called_so(is_inside: bool, tmp_path: Path) -
         assert told[0] == "'model.layers.0.self_attn.o_proj' output" and "dropout in training mode" in told[1], told
     else:
         assert told[0] == "'transformer.h.0.attn.resid_dropout' output", told
-        assert "dropout drops elements on one side alone, or others on each" in told[1], told
+        assert "dropout drops elements on one side, or others on each" in told[1], told
 
 
 def test_another_scale_of_attention_is_not_called_dropout(tmp_path: Path) -> None:
@@ -230,7 +230,10 @@ def test_a_fault_of_calls_without_modules_is_not_said_to_be_the_root(
     score(tmp_path / "trainer", llama(), sequences, whole_mask(mask), PRESET)
     found = aligned(tmp_path)
     assert found.parting is not None and found.parting.value.module_path == ""
-    assert "values before it were recorded for these tokens, so it is this module, or any before" in found.parting.text
+    assert (
+        "values before this one were recorded for these tokens, so it is this module, or any before"
+        in found.parting.text
+    )
     assert any(f"values before {found.parting.value.text} were recorded for these tokens; record all" in note
                for note in found.notes), "a note that stands alone names the value"  # fmt: skip
     assert not found.search.few_compared, "a fifth of the modules were compared"

@@ -73,7 +73,7 @@ def test_steps_that_a_restart_did_again_are_left_out_and_counted(tmp_path: Path)
     second.finish(attempt=1)
     found = check(recorder.open_run(run), ["nonfinite"])
     assert found.findings == [] and found.num_rows == 12
-    assert any("4 rows of steps that a restart did again" in note for note in found.notes)
+    assert any("4 rows were left out, because a restart repeated" in note for note in found.notes)
 
 
 def test_damaged_rows_are_left_out_and_counted(tmp_path: Path) -> None:

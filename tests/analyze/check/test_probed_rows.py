@@ -83,7 +83,7 @@ def test_of_a_very_large_probe_the_last_steps_are_read_and_this_is_said(
 ) -> None:
     monkeypatch.setattr(reading, "MOST_PROBED", 16 * 20)
     checked = check(run)
-    assert "of the probe only the steps from 60 on were judged: it is very large" in checked.notes
+    assert "only the probe's steps from 60 on were judged, because the probe is very large" in checked.notes
     assert 0 < checked.num_probed <= 16 * 20
 
 

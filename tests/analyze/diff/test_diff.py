@@ -623,7 +623,7 @@ def test_a_learning_rate_of_one_group_alone_is_an_update_of_what_that_group_hold
     (culprit,) = diff(run("a", (1.0,) * len(rates), []), run("b", rates, moved)).culprits
     assert (culprit.module_path, culprit.num_params) == named
     assert (culprit.phase, culprit.step, culprit.factor) == ("update", 0, 2.0)
-    of_some = {1: "the learning rate of one group alone", 2: "the learning rates of 2 of 3 groups"}
+    of_some = {1: "the learning rate of one group only", 2: "the learning rates of 2 of 3 groups"}
     why = of_some.get(rates.count(2.0), "the learning rate")
     assert culprit.why == (f"{why}: 'norm', 'head'" if named == (None, 2) else why)
 
@@ -674,7 +674,7 @@ def test_local_gradients_of_other_parts_of_the_batch_are_not_compared(tmp_path: 
     apart = diff(two, four, rtol=1e-5, layouts=["up:grad:*=per_rank"])
     assert (apart.only_a.num_rows, apart.only_b.num_rows, apart.num_left_out) == (0, 0, 2)
     assert apart.is_equal and apart.verdict == "equal as far as compared"
-    with pytest.raises(LookupFailedError, match="worked on other parts of the batch"):
+    with pytest.raises(LookupFailedError, match="worked on different parts of the batch"):
         diff(two, four, site="grad", layouts=["up:grad:*=per_rank"])
 
 
@@ -696,7 +696,7 @@ def test_micro_steps_of_a_batch_that_is_divided_otherwise_are_left_out_and_said(
     assert found.is_equal and found.verdict == "equal as far as compared"
     assert [one.num_values for one in found.left_out] == [2] and "accumulation" in found.left_out[0].why
     assert diff(halves, again).verdict == "equal"
-    with pytest.raises(LookupFailedError, match="into other numbers of micro-steps"):
+    with pytest.raises(LookupFailedError, match="into different numbers of micro-steps"):
         diff(whole, halves, site="output")
 
 
@@ -810,7 +810,7 @@ def test_an_update_of_rounding_alone_is_called_that_behind_the_others(tmp_path: 
     a = run("a", 1, 1)
     found = diff(a, run("b", 2, 3), atol=1e-6)
     assert [(one.phase, one.module_path, one.why) for one in found.culprits] == [
-        ("update", "out", ""), ("update", "key", "its gradient is rounding alone")
+        ("update", "out", ""), ("update", "key", "its gradient is only rounding")
     ]  # fmt: skip
     assert [line.split(":")[0] for line in accusations(found.culprits, 0)].count("note") == 2
     alone = diff(a, run("c", 2, 1), atol=1e-6)

@@ -96,7 +96,9 @@ def test_a_hint_says_what_a_person_would_guess(folder: Path) -> None:
         return {compared(folder, name, one=one).culprits[0].hint for one in (False, True)}
 
     assert hints("no_zero_grad") == {"B's gradient is A's of steps 0 and 1 added: not zeroed?"}
-    assert hints("old_gradient") == {"B's gradient is A's of step 1 again: is it computed, or reduced, anew?"}
+    assert hints("old_gradient") == {
+        "B's gradient is A's of step 1 again: is the gradient not computed, or not reduced, anew?"
+    }
     assert hints("summed") == {"B's value is 2 times A's: added up over 2 ranks, not averaged?"}
     (unclipped,) = hints("unclipped")
     assert unclipped.startswith("the norm of all gradients is 0.1 in A") and unclipped.endswith("as without clipping?")

@@ -50,7 +50,7 @@ def test_a_pipeline_and_one_process_agree_and_what_stages_hand_on_is_no_differen
 def test_what_stages_hand_on_is_compared_where_both_runs_have_the_same_stages(folder: Path) -> None:
     found = PIPELINE.compared(folder, "transposed", one=False)
     first = found.culprits[0]
-    assert (first.site, first.seen_at, first.why) == ("input", "", "stage 1 was handed something else by stage 0")
+    assert (first.site, first.seen_at, first.why) == ("input", "", "stage 1 got something else from stage 0")
     assert first.stages == [1] and found.num_handed_on_a == found.num_handed_on_b == 0
 
 

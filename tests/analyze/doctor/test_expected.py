@@ -611,7 +611,7 @@ class TestStrangers:
         record(run, training(2), rules=["site=output,nowhere keep=stats"])
         found = found_in(run)
         (problem,) = found.problems
-        assert problem.endswith("names sites that are unknown to this version, and not judged: 'nowhere'")
+        assert problem.endswith("names sites that are unknown to this version, and are not judged: 'nowhere'")
         assert [total.site for total in found.totals] == ["output"]
 
     def test_a_regular_expression_that_would_take_for_ever_does_not(self, run: Path) -> None:

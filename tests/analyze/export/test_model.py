@@ -342,7 +342,7 @@ def test_stages_of_a_pipeline_are_one_model(cli: Cli, tmp_path: Path) -> None:
     ("name", "num_stages", "said"),
     [
         ("0.w", 2, "finding: 0.w: stages 0, 1 of the pipeline each have one"),
-        ("1.w", 3, "finding: stage 2: no rank that has this stage of the pipeline left anything"),
+        ("1.w", 3, "finding: stage 2: no rank of this pipeline stage left any file"),
     ],
 )
 def test_a_model_of_which_a_stage_is_missing_or_hidden_is_not_given(
@@ -447,7 +447,7 @@ def test_where_the_last_step_is_cut_the_one_before_is_named(cli: Cli, tmp_path: 
 def test_gradients_that_the_optimizer_unscales_itself_are_noted(tmp_path: Path) -> None:
     row = state_row(0, "w", WHOLE, "grad", scope="final", note='{"grad":"scaled"}')
     model = Model(write(tmp_path / "run", [row]), "grad")
-    assert model.notes == ["1 gradient still multiplied with the loss scale, as the optimizer was given them"]
+    assert model.notes == ["1 gradient still multiplied by the loss scale, as the optimizer got them"]
 
 
 def test_gradients_are_those_that_there_are(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_a_step_done_again_by_a_later_attempt_does_not_count(tmp_path: Path) -> 
         writer.finish(attempt=attempt, started_ns=1_700_000_000_000_000_000 + attempt)
     result = found(recorder.open_run(run))
     assert result.nonfinite is not None and result.nonfinite.value[0] == 3
-    assert "4 rows of steps that a restart did again were left out" in result.notes
+    assert "4 rows were left out, because a restart repeated their steps" in result.notes
 
 
 PARAM: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
@@ -332,7 +332,7 @@ def test_the_first_replica_that_differs(tmp_path: Path, by: str) -> None:
     assert (differing.by, differing.groups, differing.is_assumed) == (by, [[0], [1]], False)
     if by == "statistics":  # of the steps before they say nothing
         assert differing.last_equal is None
-        assert result.notes == ["2 replicas have statistics alone: they are equal, which proves nothing"]
+        assert result.notes == ["2 replicas have only statistics, which are equal and prove nothing"]
     else:
         assert differing.last_equal is not None and differing.last_equal.step == 1
     assert result.differing == [("layers.0", "param", "weight")]
@@ -348,7 +348,7 @@ def test_equal_statistics_prove_nothing(tmp_path: Path, others: list[float], enc
     result = found(write(tmp_path / "run", *ranks))
     if encoding is None:
         assert (result.is_found, result.num_compared) == (False, 0)
-        assert result.why_none_compared == "there are statistics alone, and equal ones prove nothing"
+        assert result.why_none_compared == "there are only statistics, and equal statistics prove nothing"
     else:
         assert (result.is_found, result.num_compared) == (others[0] == 3, 1)
         assert result.replica is None or result.replica.by == "values"
@@ -452,7 +452,7 @@ def test_replicas_are_not_called_equal_at_a_step_at_which_none_was_recorded(tmp_
     result = found(write(tmp_path / "run", *ranks))
     assert result.nonfinite is not None and result.nonfinite.value.step == 57 and not result.all_finite
     assert "(6 values of steps 0 to 50 (one in 10) compared" in result.replicas_agree
-    assert "replicas were not compared at step 57, at which none was recorded" in result.replicas_agree
+    assert "replicas were not compared at step 57, because none was recorded" in result.replicas_agree
 
 
 def test_that_nothing_was_found_says_in_how_many_values_and_what_is_not_there(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_what_is_too_much_and_what_moved_on_are_notes(training: Training, tmp_pa
     proof = judged(training, tmp_path)
     assert proof.verdict == "unchanged"
     assert "the checkpoint also holds values that the run did not have: state.inner.teacher.weight" in proof.notes
-    assert "random state of the CPU moved on before step 4 began: --resume shows whether it is restored" in proof.notes
+    assert "random state of the CPU changed before step 4 began: --resume shows whether it is restored" in proof.notes
 
 
 def test_of_several_checkpoints_the_newest_counts_and_files_from_before_the_launch_do_not(
@@ -279,8 +279,6 @@ def test_a_launched_program_shows_what_its_checkpoint_holds(tmp_path: Path) -> N
     found = json.loads(done.output[done.output.index("{") :])
     assert "holds the state of the run after 4 steps" in found["text"]
     assert found["subject"] == "checkpoint"
-    seeded = (
-        "random state of the program's own generator fresh was seeded anew before step 4 began, and need not be saved"
-    )
+    seeded = "random state of the program's own generator fresh was seeded anew before step 4, and need not be saved"
     assert seeded in found["notes"]
     assert sys.executable in found["commands"][0]

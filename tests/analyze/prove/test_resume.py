@@ -177,7 +177,7 @@ def test_a_checkpoint_from_before_the_first_launch_is_named() -> None:
     killed = seen(*course(0, 6, **moments))
     proof = judge_resume(killed, killed, num_steps=6)
     assert proof.verdict == "cannot tell"
-    assert "both launches went on from one that is from before this run started: remove it" in proof.text
+    assert "both launches continued from a checkpoint that is from before this run started: remove it" in proof.text
     proof = judge_resume(killed, seen(*course(3, 6, **moments)), num_steps=6)
     assert (proof.verdict, proof.notes[0]) == ("unchanged", LEFTOVER)
 

@@ -125,7 +125,7 @@ def test_what_does_not_repeat_itself_here_is_not_judged(zoo: recorder.Run, monke
     monkeypatch.setattr(nn.functional, "linear", lambda *args: right(*args) + next(noise))
     (one,) = audit(zoo, step=1, module="down")
     assert one.verdict == "cannot tell"
-    assert "it does not repeat itself here" in one.why
+    assert "the call is not deterministic here" in one.why
 
 
 def test_a_bundle_runs_alone(bundle: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_another_class_changed_code_and_a_cut_bundle_are_refused(
     assert compared[0].verdict == alone.EQUAL
     right = models.Scaled.forward
     monkeypatch.setattr(models.Scaled, "forward", lambda self, pair, *, scale, flags: {"value": pair[0] * 2})
-    with pytest.raises(alone.CannotReplay, match="the code of Scaled is not that which was recorded"):
+    with pytest.raises(alone.CannotReplay, match="the code of Scaled is not the recorded code"):
         alone.replay(tmp_path / "own", alone.Options(factory=FACTORY))
     compared, notes = alone.replay(tmp_path / "own", alone.Options(factory=FACTORY, anyway=True))
     assert compared[0].verdict == alone.DIFFERENT
@@ -181,7 +181,7 @@ def test_another_class_changed_code_and_a_cut_bundle_are_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(alone.CannotReplay, match=r"importing trains_on_import raised RuntimeError: no .* __name__"):
         alone.replay(tmp_path / "own", alone.Options(factory="trains_on_import:make"))
-    with pytest.raises(alone.CannotReplay, match=r"--device nowhere: .* name a device that is here"):
+    with pytest.raises(alone.CannotReplay, match=r"--device nowhere: .* name a device of this machine"):
         alone.replay(bundle, alone.Options(device="nowhere"))
     path = bundle / "tensors.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
