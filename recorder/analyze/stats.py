@@ -302,7 +302,7 @@ def _why(note: str | None, placements: str | None, has: int) -> str | None:
     reasons = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
     if isinstance(told.get("per_rank"), str):
         reasons.append(f"per rank: {told['per_rank']}")
-    return "; ".join(filter(None, reasons)) or None  # no reason if the counts show that no element is finite
+    return "; ".join(filter(None, reasons)) or None  # empty if the counts show that no element is finite
 
 
 def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> str:

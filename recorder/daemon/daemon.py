@@ -275,9 +275,9 @@ class Daemon:
 
     def _say_unsigned(self) -> None:
         if self.shared.settings.accept_commands and not self.shared.settings.key_file:
-            text = "accept_commands: whoever may write to %s may say what runs here record; key_file, the file with a"
+            text = "accept_commands: everybody who can write to %s can change what runs on this node record; a key_file"
             logger.warning(
-                f"{text} key of 16 bytes at least, lets only commands in that are signed", self.shared.destination.url
+                f"{text} with a key of at least 16 bytes admits only signed commands", self.shared.destination.url
             )
 
     def _reload_settings(self) -> None:

@@ -42,8 +42,8 @@ from .value_rows import NO_BATCH, ValueReader, ValueRows
 
 _logger = logging.getLogger("recorder")
 _ADDED_UP = (
-    "its rows say that they are summands, and they are equal to the last bit, as if they had been added up in place: "
-    "--layout '...=replicate' if so, '...=partial(sum)' if not"
+    "its rows say that they are summands, but they are equal to the last bit, as after a sum in place: --layout "
+    "'...=replicate' if they were added up, '...=partial(sum)' if not"
 )
 _OTHER_INPUTS = (
     "ranks {ranks} have parameters over one mesh, and were given different inputs: the mesh may be that of experts, "

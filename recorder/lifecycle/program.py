@@ -124,8 +124,8 @@ class ProgramCalls:
             return
         if step < capture.clock.step:
             text = (
-                f"recorder.step was given {step} after step {capture.clock.step}: values of a step that is named again "
-                "have keys that are there already, so nobody can tell them apart; give numbers that only grow"
+                f"recorder.step was given {step} after step {capture.clock.step}: values of a repeated step have the "
+                "keys of the earlier values, so readers cannot tell them apart; give numbers that only grow"
             )
             self._recorder.events.add("step_went_back", text, key="step")
         capture.clock.name(step)

@@ -169,7 +169,7 @@ def _inputs_of(writer: RecordedWriter) -> list[Any]:
 _ROW_WEIGHT = 1024
 _MAX_DAMAGE = 20
 _DAMAGED = "the values are damaged, or cannot be read"
-_NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does not know"
+_NOT_UNDERSTOOD = "a later version wrote the values in a way that this version does not know"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -249,7 +249,9 @@ class _Repair:
         if not is_new:
             self._report(num_bytes)
         index_path = path.with_name(index_name(path.name))
-        metadata = [name for name in shard.schema.names if name != "data"]  # all, even unknown columns
+        metadata = [
+            name for name in shard.schema.names if name != "data"
+        ]  # also columns that this version does not know
         problem = _index_problem(index_path, num_bytes, metadata)
         if not path.name.startswith("tensors") or not problem:
             return

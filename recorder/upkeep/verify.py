@@ -55,7 +55,7 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Verify
     if note := unsealed_note(run):
         yield VerifyResult(False, note)
     if absent := absence(run):
-        yield VerifyResult(False, f"{run.path}: not looked at: {absent}")
+        yield VerifyResult(False, f"{run.path}: not checked: {absent}")
 
 
 def verify_reply(run: Run, progress: Progress) -> Reply:

@@ -57,7 +57,7 @@ much as several small records.
 _GATHER_S = 0.2
 """The longest wait for more small records, which cost less together. Any other item ends the wait."""
 _LOOK_S = 0.1
-"""The seconds between two checks of what is due by the clock. Nothing costs an idle writer more."""
+"""The seconds between two checks of what is due by the clock. An idle writer costs mostly these checks."""
 _TELL_S = 1.0
 """The seconds between two updates of a dump's progress in the manifest."""
 _MAX_FAILURES = 3

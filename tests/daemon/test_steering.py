@@ -149,7 +149,7 @@ def test_a_daemon_that_takes_unsigned_commands_says_so(
     more = {"key_file": str(tmp_path / "key")} if has_key else {}
     with at_work(tmp_path, str(tmp_path / "there"), accept_commands=True, **more) as daemon:
         wait_until(lambda: any(run.is_settled for run in daemon.runs))
-    assert any("accept_commands: whoever may write to file:" in one for one in said) != has_key, said
+    assert any("accept_commands: everybody who can write to file:" in one for one in said) != has_key, said
 
 
 def test_a_run_where_it_records_takes_no_key(tmp_path: Path, cli: Cli) -> None:

@@ -64,7 +64,7 @@ def test_a_twin_of_which_nothing_could_be_moved_says_so(
 ) -> None:
     (plain, _), (twin, _) = by_rank[0][0]["unknown"]
     assert all(map(torch.equal, plain, twin))
-    assert len(job.lines("model: jitter moved nothing")) == 2  # on each rank
+    assert len(job.lines("model: jitter changed nothing")) == 2  # on each rank
     run = run_of(job, "unknown.twin")
     assert (run.jitter, run.jitter_moved) == (1, ())
     print_reply(ls_command(str(run.path)), as_json=False)

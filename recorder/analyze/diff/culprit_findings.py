@@ -475,9 +475,9 @@ def _guess_clipping(norm_a: float, rows: Sequence[dict[str, Any]]) -> str:
     if clipped_a and clipped_b:
         return f"{both}: clipped to another norm?"
     if clipped_a and factor > 1:
-        return f"{both}, {factor:.4g} times as much: as without clipping?"
+        return f"{both}, {factor:.4g} times as much: not clipped?"
     if clipped_b and factor < 1:
-        return f"{both}, {factor:.4g} times as much: clipped in B alone?"
+        return f"{both}, {factor:.4g} times as much: clipped only in B?"
     return ""
 
 

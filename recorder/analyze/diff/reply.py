@@ -345,22 +345,22 @@ def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
     if result.loud_noise is not None:
         step, share = result.loud_noise
         yield (
-            f"warning: at step {step} the noise runs are {share:.2g} of the norm away from A, more than roundings "
-            "do in a step, and may hide errors; a twin is recorded as A was: same ranks, seeds and program"
+            f"warning: at step {step} the noise runs differ from A by {share:.2g} of the norm, more than rounding "
+            "explains in a step, and may hide errors; record a twin as A was: same ranks, seeds and program"
         )
     if (drifted := result.drifted) is not None:
         yield (
             f"note: from step {drifted.step} on rounding has driven {counted(drifted.num_params, 'parameter')} farther "
-            "apart than the twins show: what is made from them has to be "
-            f"{drifted.times_noise:.3g} times as far apart as else to count as different, and smaller errors are not "
-            "found (--noise may be given again, with other twins)"
+            "apart than the twins show: for values computed from them, the limit of noise is "
+            f"{drifted.times_noise:.3g} times as large, and smaller errors are not found (--noise may be given again, "
+            "with other twins)"
         )
     kinds = zip(result.table.column("site").to_pylist(), result.table.column("kind").to_pylist(), strict=True)
     is_open = any(culprit.phase == "update" for culprit in result.culprits) and ("param", "values") not in kinds
     if options.noise and is_open:  # no differing parameter has values that were compared
         yield (
-            "note: statistics alone do not tell an update that is wrong from one of which rounding decided an element, "
-            "as it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"
+            "note: statistics do not tell a wrong update from an update in which rounding decided an element, as "
+            "it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"
         )
 
 

@@ -38,8 +38,8 @@ _HIDDEN = {
     "call torch.compiler.reset()",
     "scripted": "values inside scripted modules are not recorded ({}); " + _OTHERS + ". recorder.instrument(model) "
     "before torch.jit.script or trace puts taps into the scripted code",
-    "root_not_called": "its modules ran, and its own call was never seen ({}): call it, not .forward(); of a model "
-    "that torch.fx traced, attach what came out",
+    "root_not_called": "its modules ran, but no hook saw its own call ({}): call the model, not .forward(); if "
+    "torch.fx traced the model, attach the result of the trace",
 }
 """The warnings about modules whose calls no hook observes. Each warning is logged once."""
 

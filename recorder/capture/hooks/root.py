@@ -60,8 +60,8 @@ _numbers = itertools.count(1)
 
 
 _NOTHING_MOVED = (
-    "jitter moved nothing: the model was given no floating tensor, and no nn.Embedding of it was seen to run "
-    "(compiled, scripted, or of another class); this run differs from one without jitter in nothing, and is no twin"
+    "jitter changed nothing: the model got no floating-point tensor, and none of its nn.Embedding modules was seen "
+    "to run (compiled, scripted, or of another class); this run equals a run without jitter, and is no twin"
 )
 
 

@@ -201,7 +201,7 @@ class Skipped(StreakRule):
     sentence = "GradScaler skips one step after the other: the parameters do not change."
     severity = Severity.ERROR
     sites, columns = ("scalar",), ("mean",)
-    settings = (Setting("records", _MOST_SKIPPED, "records", "a scale of 2^16 is halved to 1 by then"),)
+    settings = (Setting("records", _MOST_SKIPPED, "records", "after so many halvings a scale of 2^16 is 1"),)
     needs = "no GradScaler tells which steps are skipped"
     what = "GradScaler skips one step after the other"
     measure, limit = "records in a row", "records"
