@@ -192,9 +192,8 @@ def is_loss(site: str, name: str) -> bool:
 def may_mask(site: str, name: str) -> bool:
     """Whether infinities in a value may be intended, as in an attention mask. A NaN is never intended.
 
-    A gradient, optimizer state or a loss is never infinite on purpose. All code that checks whether values are finite
-    uses this function and those below: the warning during training, `recorder first` and the rule `nonfinite` of
-    `check`.
+    A gradient, optimizer state or a loss is never infinite on purpose. All checks for finite values use this function
+    and those below: the warning during training, `recorder first` and the rule `nonfinite` of `check`.
     """
     known = SITE_OF.get(site)
     return known is None or not (known.is_gradient or known.is_of_optimizer or is_loss(site, name))

@@ -37,8 +37,7 @@ FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedData
 def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataParallel | None:
     """Return the data-parallel group of a root, from wrappers or Megatron's marks. Return None if there is no group.
 
-    The wrapper may be the root, lie inside it, or contain it. `around` are the wrappers that are known to contain the
-    root.
+    The wrapper may be the root, lie inside it, or contain it. `around` are the known wrappers around the root.
     """
     if not is_distributed():
         return None

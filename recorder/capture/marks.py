@@ -357,8 +357,7 @@ def cut_calls(module: nn.Module) -> CutCalls | None:
     """Return how a framework's module cuts its inputs and outputs. Return None for other modules.
 
     A rank's size is used only if the module or its configuration also names the whole size. The whole size must be the
-    rank's size times the number of ranks. Uncut inputs and outputs of these layers are equal on all ranks, and count as
-    replicated.
+    rank's size times the number of ranks. Uncut inputs and outputs of these layers are equal on all ranks: replicated.
     """
     layer = getattr(module, "output_layer", None)
     if isinstance(layer, nn.Module) and getattr(module, "parallel_output", False) is True:  # the model returns logits
@@ -447,7 +446,8 @@ def _cut_by_weight(module: nn.Module, ranks: tuple[int, ...], split: Split) -> C
     whole = {"output": (inputs if is_embedding else outputs, True)} | (
         {} if is_embedding else {"input": (inputs, True)}
     )
-    if parts and not is_embedding and (valid := getattr(module, "old_num_embeddings", 0)):  # the others are padding
+    # Rows of the embedding after the first `valid` ones are padding.
+    if parts and not is_embedding and (valid := getattr(module, "old_num_embeddings", 0)):
         parts = _as_chunks([min(max(valid - start, 0), parts[0]) for start in range(0, sum(parts), parts[0])])
         whole["output"] = (valid, True)
     sizes = {(site, 0, -1): (parts[at],)} if parts and not is_gathered else {}

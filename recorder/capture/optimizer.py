@@ -527,7 +527,8 @@ class OptimizerHooks:
         note = None if inside is optimizer else HERE_ALONE
         for parameter, state in inside.state.items():
             rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
-            if rows is None or not isinstance(state, dict) or id(parameter) not in updated:  # not updated here
+            # ZeRO steps with one group of parameters at a time, and this call leaves the parameter's group out.
+            if rows is None or not isinstance(state, dict) or id(parameter) not in updated:
                 continue
             repeat = _next_repeat(repeats, parameter)
             for key, value in state.items():
@@ -575,7 +576,7 @@ class OptimizerHooks:
             return
         for number, group in zip(numbers, optimizer.param_groups, strict=True):
             rate = group.get("lr")
-            if isinstance(rate, (int, float, torch.Tensor)):  # not None: computed by the optimizer itself
+            if isinstance(rate, (int, float, torch.Tensor)):  # the rate is None if the optimizer computes it
                 self._capture.scalars.record(
                     f"lr.{name}.{number}", rate if isinstance(rate, torch.Tensor) else float(rate), root
                 )

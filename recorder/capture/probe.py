@@ -219,7 +219,7 @@ class Probe:
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from ..format.fingerprint import compiled_weights
-        from .staging.measure import host_measure, measure  # late: these load pyarrow
+        from .staging.measure import host_measure, measure  # imported late, because these modules load pyarrow
 
         self._host_measure, self._measure, self._weights = host_measure, measure, compiled_weights
 

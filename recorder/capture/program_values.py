@@ -87,7 +87,8 @@ class Scalars:
         """Take a one-element tensor at which a backward begins. It is the loss unless the program gives a loss."""
         if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
-        if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel would join this graph
+        # A kernel that is launched now would become part of the graph.
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         try:
             local, chunk = plain(value)

@@ -159,7 +159,8 @@ class TokenBlocks:
         starts, lengths, table, slots = (getattr(of, name) for name in _OF_ATTENTION)
         own = starts[1:] - starts[:-1]
         begun = slots[starts[:-1].long().clamp(max=len(slots) - 1)]
-        size = torch.where(lengths == own, begun // table[:, 0].clamp(min=1), 0).max()  # where samples begin
+        # Computed from samples that begin in this call.
+        size = torch.where(lengths == own, begun // table[:, 0].clamp(min=1), 0).max()
         self._block_tokens = size = size if self._block_tokens is None else torch.maximum(size, self._block_tokens)
         before = (lengths - own - 1).clamp(min=0)
         block = (before // size.clamp(min=1)).clamp(max=table.shape[1] - 1).long()
@@ -188,7 +189,8 @@ class TokenBlocks:
         """Add the log-probabilities of the tokens inside this call, if this module was given the tokens."""
         call, ids = self._call, self._call.ids
         if origin.module_path == _LOGITS and (waiting := self._pending.get(origin.root)) is not None:
-            made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # not of a draft
+            # Other values are the logits of a draft model.
+            made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)
             self._pending[origin.root] = waiting[0], next(made, None)
         if call.number is None or ids is None or call.module_path != origin.module_path:
             return
@@ -196,7 +198,8 @@ class TokenBlocks:
             self._pending[origin.root], call.number, call.ids = (call.number, None), None, None
             return
         values = {name: value for name, value in leaves if value.is_floating_point()}
-        of_head = values.get("log_probs")  # as TRL's heads return; 0 without a label
+        # TRL's heads return log-probabilities instead of logits, with 0 for tokens without a label.
+        of_head = values.get("log_probs")
         if of_head is not None and of_head.shape == (len(ids), ids.shape[1] - 1):
             own = of_head.detach().float().masked_fill(of_head == 0, torch.nan)
             self._add(origin, "logprobs", moment, {"shape": tuple(own.shape)}, own)
@@ -292,7 +295,8 @@ def _given_by_sglang(arguments: Mapping[str, torch.Tensor]) -> Iterator[tuple[st
     places = of.get("req_to_token_pool.req_to_token")
     if slots is None or lengths is None or requests is None or places is None:
         return
-    own = of.get("extend_seq_lens", torch.ones_like(lengths)).to(lengths.dtype)  # absent in decoding
+    # The attribute is absent if every request decodes.
+    own = of.get("extend_seq_lens", torch.ones_like(lengths)).to(lengths.dtype)
     ends = own.cumsum(0)
     yield from (("slots", slots), ("lengths", torch.cat([ends.new_zeros(1), ends])), ("kept", ends - 1))
     behind = places[requests.long(), (lengths - own - 1).clamp(min=0).long()]

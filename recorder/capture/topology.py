@@ -138,8 +138,8 @@ def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] |
     """Return the run's name, and whether all ranks are known to share the name. Runs on the writer thread.
 
     The name is torchrun's run id if that is a UUID, or Slurm's job and step if Slurm started the ranks. Otherwise the
-    ranks agree on a fresh name through the process group's store (compare-and-set). If they cannot, the name is this
-    process's own.
+    ranks agree on a fresh name through the process group's store (compare-and-set). If they cannot, this process has
+    its own name.
     """
     environ = os.environ if environ is None else environ
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")

@@ -9,7 +9,7 @@ too. The last step of a training that is killed is not judged.
 `book.read_table(table, where)` makes `thresholds` and `own` from a TOML table. A rule that raises an error is reported
 as a finding, and the other rules continue. The rules are those of `recorder check`. This module must never raise an
 error, read a tensor or a file, or keep more than the statistics of one step. A record without statistics costs one
-comparison. Rules from installed packages are left out: if a rule did not end, nothing could stop it, and the writer
+comparison. Rules from installed packages are left out: nothing could stop a rule that does not end, and the writer
 would wait.
 """
 

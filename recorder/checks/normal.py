@@ -197,8 +197,7 @@ class Normal:
         """Return the normal range of a statistic for each row. `series` are indexes from `numbers()`.
 
         Values of the phases before and after are normal, too: a sound training may be half or twice as fast. The fewer
-        records or runs were learnt, the wider is the range, because they say less about the differences between sound
-        runs.
+        records or runs were learnt, the wider is the range, because they say less about differences.
         """
         statistic, phases = STATISTICS[numbers.statistic], phase_of(steps)
         here = self._sums[:, series, numbers.statistic, phases]

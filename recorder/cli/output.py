@@ -1,7 +1,6 @@
 """Writes to a terminal or a pipe: replies, tables, JSON, progress bars, one-line errors.
 
-Every text from a file passes `printable`, because untrusted input must never bring a control sequence or markup to a
-terminal.
+Every text from a file passes `printable`, because untrusted input must never bring control sequences to a terminal.
 """
 
 from __future__ import annotations

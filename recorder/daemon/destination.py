@@ -94,8 +94,7 @@ class Destination(Protocol):
 
         The result is ``etag`` (the ETag is as expected), ``read`` (the object was read back), ``synced``, or ``there``
         (an equal object was there before). Raise TakenError if another object has the name, and StoreError if the store
-        fails. The StoreError is of the kind ``damaged`` if the store has stored other bytes. The caller then tries
-        again.
+        fails. The StoreError is of the kind ``damaged`` if the store has stored other bytes. Then try again.
         """
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:

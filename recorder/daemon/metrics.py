@@ -1,8 +1,7 @@
 """The Prometheus metrics of the daemon, and of the runs of its node. No metric is ever renamed.
 
 docs/daemon-reference.md lists every metric, and a test compares the list with the served metrics. Computing the metrics
-must never make a request to the store. The port answers only GET, to /metrics, /healthz and /readyz, and takes no
-input.
+must never make a request to the store. The port answers only GET, to /metrics, /healthz and /readyz.
 """
 
 from __future__ import annotations

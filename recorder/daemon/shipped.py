@@ -394,7 +394,8 @@ class ShippedRun:
             return True
         confirmed, held = self.ledger.get(name), self.held.get(name)
         noted = confirmed.how if confirmed is not None else ""
-        if known is None and held is not None and noted == f"crc:{crc:08x}":  # same document as at the last start
+        # The document has not changed since the last start.
+        if known is None and held is not None and noted == f"crc:{crc:08x}":
             self._documents[name] = _Document(crc, held.e_tag)
             return True
         put = self.put_over(

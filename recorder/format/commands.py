@@ -2,8 +2,8 @@
 
 A command is one small file that never changes, such as ``_commands/000001.json``. It names the steps to which it
 applies. These steps lie ahead when the command is sent, so all ranks act at the same steps without communication. A
-writer answers in its manifest and its status file. A command only selects what is recorded: it never contains a path, a
-size or code.
+writer answers in its manifest and its status file. A command only selects what is recorded, and has no path, size or
+code.
 
 A command appears complete under the next free number. Whoever may write to the run's directory may send commands. Even
 so, every file of a command is untrusted input. Nothing but `send` and `CommandFolder` touches a file.

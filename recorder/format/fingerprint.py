@@ -182,8 +182,7 @@ def flat_fingerprint(
 ) -> int:
     """Return the fingerprint of the elements from index `start` on of a flattened (C order) global tensor.
 
-    `data` are the contiguous little-endian bytes of these elements. Each element is weighted by its position in the
-    global tensor.
+    `data` are the contiguous little-endian bytes of these elements. Their weights depend on their global positions.
     """
     total = done = 0
     for offsets, shape in flat_boxes(global_shape, start, start + len(data) // item_bytes):

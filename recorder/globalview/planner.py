@@ -172,7 +172,8 @@ class Planner:
         return plan, batch
 
     def _infer_sharding(self, value: ValueRows, comparison: Comparison, chunks: Sequence[RankChunk]) -> int | NoPlan:
-        comparison.judged_by.add("other rows")  # valid for this step only
+        # The rows of this step are compared, so the decision is valid only for this step.
+        comparison.judged_by.add("other rows")
         dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         dim = self._reader.sharding.infer(wanted, chunks, dims)

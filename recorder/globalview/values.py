@@ -126,8 +126,7 @@ class GlobalValues:
         """Return the values that have at least one of these rows.
 
         `module_rows` are all rows of the same module and step. They stay grouped, because the next query often needs
-        them. With `is_micro_batch` only one micro-batch of a pipeline is wanted, so missing micro-batches are not
-        reported.
+        them. With `is_micro_batch` only one micro-batch of a pipeline is wanted, so no other one is missing.
         """
         key = module_rows.tobytes(), is_micro_batch
         if key not in self._kept:

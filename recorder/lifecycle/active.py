@@ -1,7 +1,6 @@
 """The active recorder of this process, made at ``import torch`` under ``RECORDER=1``, or else by the first `attach`.
 
-At most one recorder is active at a time. A forked child has none. Except for wrong settings, nothing here may raise
-into training.
+At most one recorder is active at a time. A forked child has none. Only wrong settings may raise into training.
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ class Recorder:
         if capture is None:
             self._stop_for_rules(model)
             self._early.live = optimizers  # `_start` takes the optimizers, without another scan of all objects
-        elif (root := capture.root_of(model)) is not None and self.recording is not None:  # the root's module is new
+        elif (root := capture.root_of(model)) is not None and self.recording is not None:
+            # The root has got another outermost module.
             with self._lock, collector_paused():
                 root.renew()
                 self.recording.optimizers.rescan()

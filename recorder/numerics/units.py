@@ -153,8 +153,7 @@ class Units:
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
     """Encode sums over the units along `dim` for the column `units`.
 
-    `sums` has the shape (3, units): sums, sums of squares, largest magnitudes. `zeros` has the number of zeros per
-    unit.
+    `sums` has the shape (3, units): sums, sums of squares, largest magnitudes. `zeros` counts zeros per unit.
     """
     largest = int(zeros.max(initial=0))
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8

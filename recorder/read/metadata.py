@@ -83,8 +83,8 @@ class MetadataRows:
     def load(self, names: Iterable[str]) -> None:
         """Read and check columns. A query must load all its columns before it uses any position.
 
-        A batch that is damaged in one column is removed from all columns. This changes positions, so all columns are
-        read again.
+        A batch that is damaged in one column is removed from all columns. As positions change, all columns are read
+        again.
         """
         names = list(dict.fromkeys(names))
         while missing := [name for name in names if name not in self._columns]:

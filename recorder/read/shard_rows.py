@@ -188,8 +188,7 @@ class ShardRows:
     def grow(self, max_batches: int) -> list[int]:
         """Find up to `max_batches` further batches of an open shard, and return their numbers.
 
-        A shard that was sealed meanwhile is complete once its last batch is found. FileNotFoundError: the shard is
-        gone.
+        A shard sealed meanwhile is complete once its last batch is found. FileNotFoundError: the shard is gone.
         """
         assert self._salvaged is not None and self._open_growing is not None and self._shard is not None
         salvaged = self._salvaged = salvage(self._open_growing, self._salvaged, max_batches)

@@ -85,8 +85,7 @@ def step_rows(
     """Open the rows of a run for repeated reading. Rows that do not fit in memory are kept on disk meanwhile.
 
     `ranges` are half-open, ascending ranges of steps that do not overlap. By default they cover all steps, with
-    `RANGE_ROWS` rows each. `further` names more columns. At most `max_pending_rows` rows wait in memory on their way to
-    the disk.
+    `RANGE_ROWS` rows each. `further` names more columns. At most `max_pending_rows` rows wait in memory for the disk.
     """
     schema = pa.schema(
         [

@@ -201,7 +201,8 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             indices = np.rint(np.linspace(len(one) - 1, 0, _NUM_QUANTILES)).astype(int)
             num_dead = int((one.zero_count == one.num_values).sum()) if one.num_values else 0
             largest = int(np.argmax(squares))
-            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)  # sums leave these out
+            # The sums leave out nonfinite values.
+            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)
             squares = np.where(lacks, np.nan, squares)  # sorting treats NaN as the largest value
             about = len(one), num_dead, largest, int(lacks.sum())
             collected = self._collected.setdefault((number, step), _UnitsOfStep([], about))

@@ -123,7 +123,8 @@ def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
     `kind` is ``run``, ``runs`` (the list of runs), ``ranks`` (the ranks of a run) or ``side`` (runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
-    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # no request for an icon
+    # An empty icon keeps the browser from requesting /favicon.ico.
+    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)
     pieces = [piece for block in blocks for piece in _packed(block)]
     return b"".join([head, *pieces, _end(script())])
 

@@ -77,7 +77,7 @@ def top_block(
     """Return the block of the head of the page.
 
     `checks` say whether the record is complete. `judged` and `notes` are the findings and omissions of `recorder
-    check`. `numbers` are further members of the block. While the run `is_growing`, the statistics are not searched for
+    check`. `numbers` are further members of the block. While the run `is_growing`, statistics are not searched for
     jumps.
     """
     listed = [*_of_dumps(run)]

@@ -351,7 +351,7 @@ def spread_over(executor: Executor, num_workers: int) -> Mapper:
     is still being recorded), this process works on the range. The mapper raises the errors of ranges. It raises
     ClusterError if a worker finds no run or another run, has other versions, or was lost. Warnings of workers are
     logged here, each text once. Warnings about opening a run are not logged, because this process has opened the run
-    too. Warnings from a range for which a worker returns None are not logged either, because this process then does the
+    too. Warnings from a range for which a worker returns None are not logged either, as this process then does the
     work.
     """
 

@@ -97,8 +97,7 @@ class Target:
     def _pace(self, option: str) -> tuple[int, float]:
         """Return the estimated present step of the fastest rank, and its steps per second.
 
-        The statuses of a young run have no speed, or the speed of its slow first steps. The speed is then measured
-        here.
+        The statuses of a young run have no speed, or the speed of its slow first steps. Then measure the speed here.
         """
         until_s = time.monotonic() + _PACE_S + (0.0 if self.by_daemons is None else _CARRYING_S)
         ranks, began = self.ranks, dict[str, tuple[float, int]]()
@@ -130,8 +129,7 @@ class Target:
 def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -> float | None:
     """Return a rank's steps per second. Return None for a young rank that was not watched for long enough.
 
-    `shown_s` is the monotonic time of the rank's status. `began` has the first time and step that were read of each
-    writer.
+    `shown_s` is the monotonic time of the rank's status. `began` has each writer's first time and step.
     """
     status = rank.status
     if status.recent_s >= _YOUNG_S or rank.state == "silent":

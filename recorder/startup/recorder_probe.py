@@ -182,7 +182,8 @@ def _objects() -> list[Any]:
 
 
 def _outermost(instances: list[Any]) -> list[Any]:
-    modules = [module for module in instances if "_modules" in vars(module)]  # no half-built module
+    # Modules whose `__init__` still runs have no `_modules`.
+    modules = [module for module in instances if "_modules" in vars(module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 

@@ -127,7 +127,8 @@ class ResumeProbe(base.ProgramProbe):
                 self._kind_of[type(one)] = _kind(type(one))
             if kind := self._kind_of[type(one)]:
                 found.setdefault(kind, []).append(one)
-        optimizers = [one for one in found.get(_OPTIMIZER, []) if "param_groups" in vars(one)]  # else a wrapper
+        # An optimizer without `param_groups` wraps another optimizer.
+        optimizers = [one for one in found.get(_OPTIMIZER, []) if "param_groups" in vars(one)]
         self._see_models(seen, optimizers)
         models = {id(reference()) for reference in self._models}
         for module in base._outermost(found.get(_MODULE, [])):

@@ -122,7 +122,7 @@ def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_o
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[VerifyResult]:
     file = _SealedFile(rows.path)
     report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
-    names = [name for name in file.shard.schema.names if name != "data"]  # all, even unknown columns
+    names = [name for name in file.shard.schema.names if name != "data"]  # also columns that this version does not know
     index, findings = _read_index(rows, names, report)
     metadata: dict[int, Any] = {}
     num_damaged = 0

@@ -4,8 +4,7 @@ Each run that a page shows has a thread, which draws the run's new rows while a 
 or a slow store, must never hold up other runs.
 
 Every address begins with a secret token. `Host` must be this machine or a numeric address, which stops DNS rebinding.
-`Origin`, if sent, must be this server. Only panes can be changed. The server must never use a part of an address as a
-path.
+`Origin`, if sent, must be this server. Only panes can be changed. No part of an address is used as a path.
 """
 
 from __future__ import annotations
@@ -361,7 +360,8 @@ class Watching:
             location = self._location(name)
             if location is None:
                 return None
-            ranks = self._status.get(name) if isinstance(location, Path) else None  # as read for the list
+            # The list of runs has read the status already.
+            ranks = self._status.get(name) if isinstance(location, Path) else None
             watched = self._watched[name] = WatchedRun(*find_run(location), ranks)
             return watched
 
@@ -459,7 +459,8 @@ def _is_over(described: Mapping[str, Any]) -> bool:
 
 
 def _listed_of_fleet(path: str, summary: dict[str, Any]) -> dict[str, Any]:
-    state = "killed or silent" if summary["state"] == "unclosed" else summary["state"]  # the page's word
+    # The page uses the words of the ranks' states.
+    state = "killed or silent" if summary["state"] == "unclosed" else summary["state"]
     return {
         "directory": path, "name": summary["name"], "created_s": summary["created_ns"] / 1e9,
         "ranks": len(summary["ranks"]), "states": {state: len(summary["ranks"])},

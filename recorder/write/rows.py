@@ -125,7 +125,8 @@ class RowBatch:
         begin = self._ends[-1]
         encoding, nbytes = self._encoder.encode(data, item_bytes, self._payload[begin:], staged.origin)
         end = begin + nbytes
-        crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # now, while the CPU caches the bytes
+        # The checksum is computed while the bytes are in the CPU's cache.
+        crc = crc32c(self._payload[begin:end].data, self._payload_crc)
         its = NOT_MEASURED if part else measured
         self._extend([*its, *staged, part, start // item_bytes, encoding, len(data)], [end])
         self._detail_bytes += 0 if its.units is None else len(its.units)

@@ -283,8 +283,7 @@ class Writer:
     def close(self, deadline_s: float) -> CloseReport:
         """Write the queued records, seal the shards and stop the thread. A second call returns the first report.
 
-        Rows that cannot be written before the deadline are counted and logged. The writer thread may call `close`, too,
-        in `poll`.
+        Rows that cannot be written before the deadline are counted and logged. `poll` may call `close`, too.
         """
         if self._report is not None:
             return self._report

@@ -306,7 +306,8 @@ class WriterDirectory:
                     encoder=encoder,
                     batch_bytes=min(settings.batch_bytes, max_batch_bytes),
                     max_rows=min(MAX_ROWS, max(1, max_batch_bytes // _ROW_BYTES)),
-                    is_payload_apart=compression is None,  # Arrow compresses with a copy
+                    # Arrow compresses only a payload inside the batch, and copies it.
+                    is_payload_apart=compression is None,
                 ),
                 layout=IpcFormat(SCHEMA, compression),
                 has_index=has_index,
@@ -420,7 +421,8 @@ class WriterDirectory:
             self._ledger.add_retired(-num_rows, -num_bytes)
             return
         for held in shards:
-            path = held.shard.path  # an unsynced directory may have both names
+            # A shard has both names if the directory could not be synced when the shard was published.
+            path = held.shard.path
             names = (open_name(path.name), path.name, index_name(path.name))
             self._delete(kind, held, [path.with_name(name) for name in names])
 

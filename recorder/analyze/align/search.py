@@ -398,7 +398,8 @@ class Search:
         if few_before:
             self.notes.append(f"{few_before} {value.text} were recorded for these tokens; {TO_RECORD_ALL}")
         if wrong := self._wrong_until(number):
-            one_each = {one.name.partition(".lora_")[0]: one for one in reversed(wrong)}  # the lower of a pair
+            # Each adapter has a pair of parameters; only the first of them is named.
+            one_each = {one.name.partition(".lora_")[0]: one for one in reversed(wrong)}
             told = "; ".join(map(told_weight, [*one_each.values()][:-4:-1]))
             merged = f"; merged are the adapters of {listed(map(repr, self._merged), 3)}" if self._merged else ""
             return "weights", f"weights differ: {told}{merged}"

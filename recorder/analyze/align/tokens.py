@@ -416,8 +416,7 @@ class AlignedRun:
     ) -> Iterator[tuple[int, int, int, int, bool]]:
         """Add a sequence to its sample and to the cache.
 
-        Yields five numbers for each token: flat index, sample, position, hash, and whether the token continues a
-        sample.
+        Yields for each token: flat index, sample, position, hash, and whether the token continues a sample.
         """
         own, of, row = sequence.tokens, self.samples[sample], sequence.row
         at = range(first, first + len(own)) if sequence.at is None else sequence.at

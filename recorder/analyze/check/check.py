@@ -398,7 +398,8 @@ def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[
     """Yield each finding without a cause, the like findings on other values, and the findings that it causes."""
     alike: dict[tuple[str, ...], list[JoinedFindings]] = {}
     for one in joined(one for one in findings if not one.cause):
-        what = one.worst.what if one.worst.rule != Unchanged.name else ""  # it is only the reason
+        # In findings of the rule `unchanged`, `what` is only the reason why a parameter does not change.
+        what = one.worst.what if one.worst.rule != Unchanged.name else ""
         alike.setdefault((one.worst.rule, what, one.worst.site), []).append(one)
     for first, *others in alike.values():
         words = first.words.union(*(one.words for one in others))

@@ -140,7 +140,8 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         return equal, float(np.abs(wide_a).max(initial=0.0)), products
     large = np.flatnonzero(~is_equal & _is_rounded(a, b, wide_a, wide_b))
     pairs = zip(_unrounded(a, wide_a, large), _unrounded(b, wide_b, large), strict=True)
-    exact = [(abs(two - one), max(abs(one), abs(two))) for one, two in pairs]  # distance, magnitude
+    # Each pair's distance, and the larger magnitude.
+    exact = [(abs(two - one), max(abs(one), abs(two))) for one, two in pairs]
     with np.errstate(all="ignore"):
         scale = np.maximum(np.abs(wide_a), np.abs(wide_b))
         apart = np.abs(np.subtract(wide_b, wide_a, out=wide_b))
@@ -203,7 +204,8 @@ def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[An
 def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
     """Return how many representable numbers the floats of each pair are apart. -0 and 0 are one number."""
     if bits == 64:  # distances between float64 numbers need all 64 bits
-        up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))  # unsigned
+        # The bits without the sign bit.
+        up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))
         one, two = (np.where(np.signbit(v), _MIDDLE - m, _MIDDLE + m) for v, m in ((a, up), (b, down)))
         return np.where(one > two, one - two, two - one)
     one, two = (_ordered(values, bits) for values in (a, b))

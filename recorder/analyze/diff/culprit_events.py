@@ -1,7 +1,7 @@
 """Turns the paired rows of two recorded runs into events, in the order of execution.
 
 An event is one value of a step, with the ranks on which the value differs between the runs. All rows of the value are
-one event, even if each rank has a row because the ranks' values form no single tensor. This module must never read a
+one event, even if each rank has a row because their values form no single tensor. This module must never read a
 payload.
 """
 
@@ -148,7 +148,8 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
     keys_a = {tuple(row[name] for name in VALUE_KEY) for row in alone_a}
     whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
     alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
-    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # single in a, by rank in b
+    # The values that are one tensor in `a`, and one tensor per rank in `b`.
+    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}
     for side, table, only in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
         for row_index, row in zip(only.tolist(), _rows(table.take(pa.array(only))), strict=True):
             key = tuple(row[name] for name in VALUE_KEY)

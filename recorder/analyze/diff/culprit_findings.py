@@ -249,7 +249,8 @@ def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: In
 def _factor(row: dict[str, Any]) -> float | None:
     if row.get("nonfinite_a") != row.get("nonfinite_b"):
         return None
-    cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
+    # `np.array` turns None into NaN.
+    cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))
     factor = float(multiples(cosine, one, two))
     return None if math.isnan(factor) else factor
 

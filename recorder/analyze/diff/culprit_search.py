@@ -312,7 +312,8 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
             owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
             if is_loss:
                 inherits = "" in bad.at
-            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # gradients come from outside
+            elif bad.has_below(owner, but=event.path if event.path != owner else None):
+                # The module's gradients from outside differ.
                 inherits = True
             else:
                 inherits = owner in wrong_output if owner in of_output else bool(bad.at)

@@ -315,8 +315,7 @@ class NoiseMeasure:
         The relative error of a sum of n numbers is lambda sqrt(n) times the unit roundoff (Higham and Mary 2019, "A New
         Approach to Probabilistic Rounding Error Analysis"). The error of its square root is half as large, and the
         error of the ratio of two roots is twice that half. Lambda is 2 here; for torch's norm of 10 million elements on
-        one thread, 1.6 was measured. Sums of shorter dtypes are kept in float32. The result is at most half of
-        `_MIN_FACTOR`.
+        one thread, 1.6 was measured. Sums of shorter dtypes are kept in float32. The most is half of `_MIN_FACTOR`.
         """
         unit = min(float(self._eps[rows].max()) / _ROUNDINGS, 2.0 ** _BITS["float32"]) / 2
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)

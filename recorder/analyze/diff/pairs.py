@@ -325,8 +325,7 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
 def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
     """Return the roots (models under hooks) with a value, selected or not, that differs between two runs.
 
-    Values and numbers that the program passes to the recorder, such as seconds, count only if there are no other
-    values.
+    Values and numbers that the program passes to the recorder, such as seconds, count only without other values.
     """
     pairs = align(a.rows.table, b.rows.table)
     is_made = ~holds(a.rows.table.column("site"), GIVEN_SITES.__contains__)[pairs.a]
@@ -396,8 +395,7 @@ def _handed_on(a: RunSteps, b: RunSteps) -> list[Flags]:
     """Flag the values that ranks pass to each other, unless both runs have the same stages and experts.
 
     Two runs have the same stages if these values have the same ranks, stages, micro-batches and sizes. A size depends
-    on whether ranks share or split a batch. Inputs and outputs of experts are flagged even where one run has them in
-    one piece.
+    on whether ranks share or split a batch. Inputs and outputs of experts are flagged even if one run has them whole.
     """
     marked = [holds(side.table.column("note"), lambda note: stage_of(note)[1]) for side in (a, b)]
     keys = [_keys_between_stages(side.table.filter(pa.array(f))) for side, f in zip((a, b), marked, strict=True)]

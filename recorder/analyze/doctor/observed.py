@@ -140,7 +140,8 @@ def _gaps_of(writer: RecordedWriter, rows: SlotRows, following: int | None) -> I
     balance = writer.balance
     is_open = {"recording": Cause.LIVE, "unclosed": Cause.DIED}.get(writer.state)
     usual = Cause.DROPPED if balance.num_dropped else Cause.UNACCOUNTED if is_open is None else is_open
-    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # if rows come after the gap
+    # The cause of a gap between two rows.
+    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual
     if balance.passed and not balance.num_missing:
         usual = usual_between
     spans = _removed(writer, rows)

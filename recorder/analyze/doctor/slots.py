@@ -153,8 +153,8 @@ class Slots:
     def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
         """Return the index of each row's slot (a site of a module). -1 for a row without a slot.
 
-        `module` is the module's index, `site` the index in `SLOT_SITES`, and `name` the code from `name_code`. Each is
-        -1 if unknown.
+        `module` is the module's index, `site` the index in `SLOT_SITES`, and `name` the code from `name_code`. -1:
+        unknown.
         """
         slots = np.full(len(module), -1, np.int64)
         known = (module >= 0) & (site >= 0)

@@ -156,8 +156,7 @@ class Model:
         """Find the tensors of `what`, which is ``param`` or ``grad``. No tensor is read yet.
 
         `root` names the model if the run has several. `step` is by default the last step with such tensors. `layouts`
-        is as in `Run.view`. Raises LookupFailedError if there is no such model or step, or no values of the model were
-        recorded.
+        is as in `Run.view`. Raises LookupFailedError if there is no such model or step, or the model has no values.
         """
         if what not in SITES:
             raise LookupFailedError(f"what {what!r}: choose of {', '.join(SITES)}")

@@ -174,7 +174,8 @@ class RunTables:
             with table.update_spec() as update:
                 update.add_identity("run_id")
                 update.add_identity("day")
-        if missing := set(schema.names) - {field.name for field in table.schema().fields}:  # an older table
+        # The table is of an older version.
+        if missing := set(schema.names) - {field.name for field in table.schema().fields}:
             with table.update_schema() as evolution:
                 evolution.union_by_name(pa.schema([field for field in schema if field.name in missing]))
         return table

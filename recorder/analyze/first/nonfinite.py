@@ -129,8 +129,8 @@ class NonFiniteFinder:
         """Return the first value that is not finite; None if all values are finite.
 
         A gradient of a step whose update GradScaler skipped counts only if no other value is NaN or infinite, and if
-        the last update was skipped, too. GradScaler finds its scale by overflows, but a training that ends in overflows
-        has a fault.
+        the last update was skipped, too. GradScaler finds its scale by overflows, but a training that ends in them has
+        a fault.
         """
         return self.first or (self._overflow if self._is_skipping else None)
 

@@ -238,7 +238,8 @@ def apart_by_probe(run: Run, names: set[ValueName]) -> list[ApartByProbe]:
         return []
     table = pa.concat_tables(tables).unify_dictionaries()
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
-    sizes = table.column("l2").to_numpy().astype(np.float32)  # shards may have fewer digits
+    # The numbers in a shard may have only the digits of a float32.
+    sizes = table.column("l2").to_numpy().astype(np.float32)
     values = group_rows(table, NAME)
     groups = group_rows(table, (*NAME, "phase", "scope", "attempt", "step"))
     low, high = np.full(groups.num_groups, np.inf, np.float32), np.zeros(groups.num_groups, np.float32)

@@ -294,7 +294,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     looks_of_ranks = zip(*(seen.looks for seen in run.ranks.values()), strict=False)
     began_ns = [max(int(look.digests.get("began", contents.saved_ns)) for look in looks) for looks in looks_of_ranks]
     if sum(time_ns < contents.saved_ns for time_ns in began_ns) > start:
-        why = "it is stale, unless it is saved in the background or in the middle of the step"
+        why = "the checkpoint is stale, unless it is saved in the background or in the middle of the step"
         notes.append(f"the checkpoint was written after step {step} had begun: {why}")
     aside: dict[str, dict[str, None]] = {}
     for rank, match in matches.items():

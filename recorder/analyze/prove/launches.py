@@ -1,7 +1,6 @@
 """Launches a program together with `recorder_probe`, and reads what this probe saw of each rank.
 
-All proofs use this module. A proof launches the program several times, and compares the launches. torch is never
-imported here.
+All proofs use this module. A proof launches a program several times, and compares the launches. Never imports torch.
 """
 
 from __future__ import annotations
@@ -233,7 +232,8 @@ class Launches:
             summaries = [i for i, line in enumerate(lines) if i and "failed (exitcode: " in line]
             del lines[max(summaries, default=len(lines)) :]  # torchrun adds such lines to the output of the rank
             prefix = next((found[0] for line in lines if (found := re.match(r"\[rank\d+\]: ", line))), "")
-            lines = [line for line in lines if line.startswith(prefix)]  # after the first rank, others fail
+            # The other ranks fail because the first one has failed.
+            lines = [line for line in lines if line.startswith(prefix)]
             self._said = "\n".join(lines[-_TAIL_LINES:])
         return read_observed(folder, exit_code, what)
 
@@ -271,7 +271,7 @@ class Launches:
         )
         proof = replace(proof, notes=(*proof.notes, *notes))
         if proof.verdict == UNCHANGED and proof.subject == "recording" and not any(run.num_rows for run in runs):
-            text = f"the program left no row in a run in {self._recordings}, and nothing shows what recording would do"
+            text = f"the program left no row in a run in {self._recordings}, so the effect of recording is unknown"
             proof = replace(proof, verdict=UNKNOWN, text=f"{UNKNOWN}: {text}")
         for run in runs:
             keep_proof(proof, run.path)

@@ -63,7 +63,7 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
         notes.append(f"not compared, because the program does not seed: {values_named(sorted(ignored))}")
     looks = [seen.looks[0].digests for seen in plain.ranks.values() if seen.looks]
     if unread := sorted({key for look in looks for key, digest in look.items() if "unread" in digest}):
-        notes.append(f"not compared, since their bits cannot be read here: {listed(unread, MAX_LISTED)}")
+        notes.append(f"not compared, because their bits cannot be read: {listed(unread, MAX_LISTED)}")
     itself, other = _compare(plain, again, ignored), _compare(plain, recorded, ignored)
     if (own := _ends(plain, again)) and itself.step is None:
         return tell(UNKNOWN, f"{UNKNOWN}: without the recorder the program differs by itself: {own}")
@@ -123,7 +123,7 @@ def _ends(a: Observed, b: Observed) -> str:
             steps = f"{counted(a.ranks[rank].num_steps, 'step')}, then {b.ranks[rank].num_steps}"
             return f"rank {rank} took {steps} (exit codes {a.exit_code} and {b.exit_code})"
         if len(a.ranks[rank].looks) != len(b.ranks[rank].looks):
-            return f"rank {rank}: another number of optimizer steps between two steps"
+            return f"rank {rank}: a different number of other optimizers' steps between two steps"
     if a.exit_code != b.exit_code:
         return f"the program ended with exit code {a.exit_code}, then with {b.exit_code}"
     return ""
@@ -151,7 +151,7 @@ def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes
             problem = f"rank {rank} prints {next(iter(more))[:80]!r} under the recorder"
     if num_left_out:
         lines = counted(num_left_out, "printed line")
-        notes.append(f"not compared, since two launches without the recorder differ there, as times do: {lines}")
+        notes.append(f"not compared, because two launches without the recorder differ there, too, as in times: {lines}")
     return problem, num_compared
 
 

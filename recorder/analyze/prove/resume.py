@@ -83,11 +83,12 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
     for i, update in enumerate(updates):
         step = update[0].step
         texts = [*course.state_findings(i), *(text for at, text in batches if at == step)]
-        texts = [text for text in texts if text.startswith(_OTHER_OPTIMIZER)] or texts  # others follow
+        # The other differences follow from another optimizer.
+        texts = [text for text in texts if text.startswith(_OTHER_OPTIMIZER)] or texts
         gradients = "" if texts else course.gradients(i)
         if gradients and not course.suspects:
             text = f" from step {step} on: {gradients}, although the state and the batches are equal: the program"
-            why = "does not repeat itself, as prove without --resume shows, or has state that is not seen"
+            why = "does not repeat itself, as prove without --resume shows, or has state that prove does not see"
             return tell(UNKNOWN, f"{text} {why}", step)
         if texts or gradients:
             text = "; ".join([*texts, *course.suspects, *filter(None, [gradients])])
@@ -198,7 +199,7 @@ class BothLaunches:
         is_alone = len(texts) == 1 and not self.suspects
         if is_alone and texts[0].startswith("random") and not any(map(_has_other_batches, self._updates[i])):
             drops = "of the CPU" in texts[0] or "of the GPU" in texts[0]
-            what = "dropout, a new iterator of a DataLoader, whatever else" if drops else "whatever"
+            what = "dropout, a new iterator of a DataLoader, or anything else" if drops else "whatever"
             texts = [f"{texts[0]}, nothing else: {what} draws from it"]
         return texts
 

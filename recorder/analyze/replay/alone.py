@@ -108,7 +108,7 @@ def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
     except CannotReplay:
         raise
     except Exception as error:  # a damaged folder may cause any error
-        raise CannotReplay(f"{folder}: {type(error).__name__}: {error}; write it anew") from error
+        raise CannotReplay(f"{folder}: {type(error).__name__}: {error}; write the folder again") from error
 
 
 def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
@@ -250,7 +250,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
             continue
         start, stop = one["data_offsets"]
         if not 0 <= start <= stop <= len(body):
-            raise ValueError(f"{name} ends behind the end of {path.name}")
+            raise ValueError(f"{name} ends after the end of {path.name}")
         dtype = getattr(torch, _TYPES[one["dtype"]])
         flat = torch.frombuffer(body[start:stop], dtype=dtype) if stop > start else torch.empty(0, dtype=dtype)
         tensors[name] = flat.reshape(one["shape"])

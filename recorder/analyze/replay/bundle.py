@@ -122,8 +122,7 @@ def _facts(run: Run, call: RecordedCall) -> dict[str, Any]:
 def write_bundle(run: Run, call: RecordedCall, path: Path) -> list[str]:
     """Write the folder of one call, and return what is missing in it.
 
-    Raises WriteError if something is at the path already, or it cannot be written, and CorruptError if bytes are
-    damaged.
+    Raises WriteError if the path exists or cannot be written, and CorruptError if bytes are damaged.
     """
     with published_folder(path) as folder:
         return fill_bundle(run, call, folder)

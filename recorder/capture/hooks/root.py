@@ -82,8 +82,7 @@ class Root:
 
         `clock` is the clock of an earlier root with this name. Its counts continue, so that no row's key is used twice.
         `is_elsewhere` returns whether a module belongs to another root, which records the module under a path of its
-        own. `inner_roots` are the roots that the module contains. Their calls share the micro-steps of this root's
-        calls.
+        own. `inner_roots` are the roots that the module contains. Their calls share this root's micro-steps.
         """
         self.capture = capture
         self.name = name

@@ -162,7 +162,7 @@ class XlaStager(Stager):
         self._copying = threading.Lock()
         self._seen: list[weakref.ref[_LazyCopy]] = []
         self._pid = os.getpid()
-        atexit.register(self.close)  # runs before torch_xla's own exit functions
+        atexit.register(self.close)  # registered last, so that it runs before torch_xla shuts down
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         with torch.no_grad(), torch._C._DisableTorchDispatch():

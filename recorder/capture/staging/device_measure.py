@@ -2,8 +2,7 @@
 
 A tensor is cut into boxes, which are contiguous parts. Only a few numbers for each box are copied to the host, where
 the writer thread merges them. Sums are in float64, as on the host, but in another order, so their last bits may differ.
-Counts, extremes and fingerprints are equal. Nothing here may read a device value on the host, because training would
-wait for it.
+Counts, extremes and fingerprints are equal. Nothing here may read a device value on the host: training would wait.
 """
 
 from __future__ import annotations
@@ -165,7 +164,8 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
     total, sum_abs = known.sum(), known.abs_().sum()
     known.mul_(known)
     sum_fourth = known.mul_(known).sum()
-    away = (wide - total / num_finite).masked_fill_(others, 0.0)  # `wide` may be the value itself
+    # For a float64 value, `wide` is the value itself, which must not be changed.
+    away = (wide - total / num_finite).masked_fill_(others, 0.0)
     deviations = away.mul_(away).sum()
     columns = (num_nonzero, num_nan, num_finite, low, high, total, deviations, sum_abs, sum_fourth)
     return [number.view(torch.int64) for number in columns]

@@ -1,8 +1,7 @@
 """Defines the operations of a device with streams, implements them for CUDA, and computes norms on a device.
 
 Only this module calls CUDA. Every call is made in a hook of training or on the writer thread. No call waits for the
-device except `Device.fetch`, which the writer alone may call. Norms are computed in the hook and copied to the host
-once a step.
+device except `Device.fetch`, which the writer alone may call. Norms are computed in hooks and copied once a step.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, k
     """Return a plan by which the compiled loops measure a nonempty tensor. Return None if Python must measure it.
 
     The result is also None if `keep` has neither `KEEP_STATS` nor `KEEP_FINGERPRINT`. A negative `unit_dim` counts from
-    the last dim.
+    the end.
     """
     if not keep & (KEEP_STATS | KEEP_FINGERPRINT) or dtype not in KINDS:
         return None

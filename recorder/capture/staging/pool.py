@@ -204,7 +204,7 @@ class Pool:
     def _collect_small(self) -> None:
         """Move free blocks of `GRAIN_BYTES` to the general free list, where adjacent blocks merge into larger ones."""
         blocks: list[PoolBlock] = []
-        with contextlib.suppress(IndexError):  # from `pop`, when no block is left
+        with contextlib.suppress(IndexError):  # `pop` raises IndexError when no block is left
             while True:
                 blocks.append(self._small.pop())
         self._returned.extend(sorted(blocks, key=lambda block: block.offset))
@@ -289,7 +289,7 @@ class RingMemory:
 
     def take(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
         """Return a block, or None if there is no room. Waiting would not help: only steps that pass make room."""
-        if not self._is_judged and moment.mode == "train":  # evaluations have other sizes
+        if not self._is_judged and moment.mode == "train":  # an evaluation does not show the size of a training step
             if self._first is None:
                 self._first = moment.step
             if moment.step == self._first:

@@ -7,8 +7,7 @@ value once. That takes about a thirtieth of the time of the copy over the bus.
 
 If the region is full, training's stream makes the copy to the host itself, at the speed of the bus. The copy is still
 in program order, and the host does not wait. The writer polls events to see which copies are over. A copy that is over
-gives back its device block, event and pool block. A block that a device may still write into is never given to another
-record.
+gives back its device block, event and pool block. A block that a device may still write into is never reused.
 
 Nothing here may wait for a device, launch anything while a graph is captured, or allocate memory in each step.
 """

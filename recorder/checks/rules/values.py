@@ -136,7 +136,8 @@ class NonFinite(CheckRule):
             earliest = bad[(indices[bad] == indices[first]) & (one_step.series[bad] == one_step.series[first])]
             now, nans, infs = is_bad[start:end], nan[start:end], inf[start:end]
             found = [self._found(one_step, now, index, nans[index], infs[index]) for index in earliest.tolist()]
-            for one in [one for one in found if one.detail] or found:  # a rank's bad chunk spoils all
+            # One rank's bad chunk of a parameter makes all ranks' values bad.
+            for one in [one for one in found if one.detail] or found:
                 if one.severity > Severity.NOTE:  # a skipped step does not affect later values
                     self._bad_step = step
                 yield one
@@ -263,7 +264,7 @@ class Data(CheckRule):
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at) > 1:
                 yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
-        sizes = told["l2"].astype(np.float32).astype(np.float64) + 0.0  # digits of the probe
+        sizes = told["l2"].astype(np.float32).astype(np.float64) + 0.0  # the probe has only the digits of a float32
         yield from self._repeated(*_batches(told, sizes.view(np.uint64)))
         yield from self._emptied(rows.take(rows.where("first argument", self._is_first)).by_lane())
         yield from self._constant(rows.without_probe().by_lane())

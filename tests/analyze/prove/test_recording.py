@@ -78,7 +78,7 @@ def test_what_nobody_seeds_and_what_tells_the_time_is_left_out_and_said() -> Non
     assert proof.verdict == "unchanged"
     assert proof.notes == (
         "not compared, because the program does not seed: random state of Python",
-        "not compared, since two launches without the recorder differ there, as times do: 2 printed lines",
+        "not compared, because two launches without the recorder differ there, too, as in times: 2 printed lines",
         "the program ended by itself after 4 steps of 9",
     )
 

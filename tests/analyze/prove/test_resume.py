@@ -34,7 +34,7 @@ OMISSIONS = {
     "count": "state beside the model AveragedModel.n_averaged is 0 and not 4",
     "average": "state beside the model AveragedModel.",
     "means": "variables self.means.0.weight, self.means.0.bias, self.means.1.weight, self.means.3.weight and",
-    "cpu": "random state of the CPU differs, nothing else: dropout, a new iterator of a DataLoader, whatever else",
+    "cpu": "random state of the CPU differs, nothing else: dropout, a new iterator of a DataLoader, or anything else",
     "numpy": "random state of NumPy differs, nothing else: whatever draws from it",
     "python": "random state of Python differs, nothing else: whatever draws from it",
     "noise": "random state of the program's own generator self.noise differs, nothing else: whatever draws from it",
