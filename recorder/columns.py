@@ -165,7 +165,7 @@ PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD
 KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
 """The columns of `Role.KEY`. They identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
-"""The column that is null exactly when the row's elements were not read. Others may also be null."""
+"""The column that is null exactly when the row's elements were not read. Other columns may be, too."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
 """The columns that order rows in time. Rows in a file may be in another order."""
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"

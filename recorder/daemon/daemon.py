@@ -68,7 +68,7 @@ class Daemon:
         for folder in self._watched if destination.path else ():
             if holds_folder(folder, str(destination.path)) or holds_folder(str(destination.path), folder):
                 raise ConfigError(
-                    f"to = {settings.to!r}: lies in the watched folder {folder}, or holds it; name another"
+                    f"to = {settings.to!r}: lies in the watched folder {folder}, or contains it; name another"
                 )
         self._is_stopping = False
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()

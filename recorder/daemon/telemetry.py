@@ -212,7 +212,7 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
             for mine in watched:
                 for its in other.get("watch", ()):
                     if holds_folder(its, mine) or holds_folder(mine, its):
-                        raise WriteError(f"{mine}: is, holds or lies in what another daemon watches: {who}")
+                        raise WriteError(f"{mine}: another daemon watches this folder, or one in or around it: {who}")
         lock = open(folder / f"{_name(destination)}.lock", "a+")  # noqa: SIM115 # held until the end
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

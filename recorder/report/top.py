@@ -223,7 +223,7 @@ def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "
         for one, under in told[:MAX_FINDINGS]
     ]
     if len(told) > MAX_FINDINGS:
-        more = f"and {len(told) - MAX_FINDINGS} more findings: `recorder check --json` says them"
+        more = f"and {len(told) - MAX_FINDINGS} more findings: `recorder check --json` lists them"
         highlights.append(Highlight(more, {}, "note"))
     command = shlex.join(["recorder", "check", typed])
     rest = f"{num_unjudged} were not judged: {command} says why" if num_unjudged else f"{command} says what was judged"
@@ -265,7 +265,7 @@ def _of_dumps(run: Run) -> Iterator[Highlight]:
         link = {"view": "map", "from": dump.first_step, "to": dump.last_step}
         yield Highlight(f"{_of_dump(dump)}; {counted(dump.num_rows, 'row')}", link, "note")
     if (num_more := len(run.dumps) - _MAX_LISTED) > 0:
-        yield Highlight(f"and {counted(num_more, 'more dump')}: `recorder ls` says them", {}, "note")
+        yield Highlight(f"and {counted(num_more, 'more dump')}: `recorder ls` lists them", {}, "note")
 
 
 def _of_dump(dump: RunDump) -> str:

@@ -1,7 +1,7 @@
 """Counts the bytes that a rank takes on the disk, and chooses the shards to delete, but deletes no shard itself.
 
 The shards that earlier processes of the same rank have left are counted, too. A shard of a process that may still be
-alive is neither counted nor touched. One kind of shard has the probe: one number of each value at every step.
+alive is neither counted nor touched. One kind of shard is for the probe: one number of each value at every step.
 """
 
 from __future__ import annotations

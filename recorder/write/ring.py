@@ -48,7 +48,7 @@ class Dump:
     has_begun: bool = False
     """True once the ring has given the waiting records to the shards."""
     is_over: bool = False
-    """True once a record of a later step has come, because all records of the dump were handed over before."""
+    """True once a record of a later step has come: by then all records of the dump were handed over."""
     num_due: int = 0
     """The number of the dump's records that were given to the shards and are not written yet."""
     is_said: bool = False

@@ -103,7 +103,7 @@ def test_the_rank_with_the_bad_chunk_of_a_parameter_is_named_alone() -> None:
 def test_a_nan_in_an_evaluation_says_so_where_training_is_finite(is_training_bad: bool) -> None:
     recorded = outputs(lambda step, rank, path, values: values * np.nan if is_training_bad else values)
     recorded.add(3, "up", [np.nan, 1.0], mode="no_grad")
-    told = "; this is an evaluation (no_grad), and what is recorded of training at this step is finite"
+    told = "; this is an evaluation (no_grad), and all recorded values of training at this step are finite"
     assert [told in one.what for one in said(recorded, NonFinite)] == [not is_training_bad]
 
 

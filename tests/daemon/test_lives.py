@@ -34,7 +34,7 @@ from tests.rigs.waiting import wait_until
         (["--watch", "recordings/run-a", "--to", "there"], "is a run; name the folder that it lies in"),
         (["--watch", "recordings", "--watch", "recordings/run-a/..", "--to", "there"], "which is watched, too"),
         (["--watch", "recordings", "--to", "recordings/there"], "lies in the watched folder"),
-        (["--watch", "recordings", "--to", "."], "or holds it; name another"),
+        (["--watch", "recordings", "--to", "."], "or contains it; name another"),
         (["--watch", "recordings", "--to", "ftp://there"], "expected a folder, or one of s3://"),
         (["--watch", "recordings", "--to", "s3//there"], "to = 's3//there': is no URL; write 's3://there', or for the"),
         (["--watch", "recordings", "--to", "file:/there"], "is no URL; write 'file:///there', or for the folder of"),

@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--factory", default="", metavar="MODULE:FUNCTION", help="makes the module, or the whole model")
     parser.add_argument("--anyway", action="store_true", help="run it although the class's code has changed")
     parser.add_argument("--dtype", default="", choices=["float64", "float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="", help="such as cuda or cuda:1; without: cpu")
+    parser.add_argument("--device", default="", help="such as cuda or cuda:1; by default cpu")
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     given = parser.parse_args(words)

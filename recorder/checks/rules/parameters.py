@@ -502,7 +502,7 @@ class Unchanged(StreakRule):
     sites, columns = ("param", "grad", "scalar"), EXACT
     settings = (
         Setting("records", 3, "records", "smdebug's UnchangedTensor; TrainCheck"),
-        Setting("share", 1e-4, "of the largest gradient", "below it are roundings"),
+        Setting("share", 1e-4, "of the largest gradient", "smaller gradients are roundings"),
         Setting("rounded", 0.5, "of all elements, of a narrow type", CALIBRATED),
         Setting("steps", 20, "steps, of a narrow type", "a warm-up begins with small updates"),
     )

@@ -166,7 +166,7 @@ class NonFinite(CheckRule):
         what += self._objectives(rows.take(same_step), is_bad[same_step])
         evaluated = rows.where("evaluated", lambda one: one.mode != "train" and one.site in VALUES_OF_CALLS)
         if not (is_bad & ~evaluated).any():
-            what += f"; this is an evaluation ({key.mode}), and what is recorded of training at this step is finite"
+            what += f"; this is an evaluation ({key.mode}), and all recorded values of training at this step are finite"
         elif (same_step & ~is_bad & (rows.at("grad") | (rows.lanes == lane))).any():
             is_skipped = not (is_bad & rows.at("grad", "param", "optim")).any()
             what += "; no gradient and no parameter that is recorded at this step was touched" * is_skipped
