@@ -78,7 +78,7 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
         ({"RECORDER_CONFIG": "/no/such/file.toml"}, r"RECORDER_CONFIG = '/no/such/file.toml' cannot be read: No such"),
         ({"RECORDER_RULES": "site=otput"}, r"unknown site 'otput' \(did you mean 'output'\?\); allowed: input"),
         ({"RECORDER_RULES": "sites=output"}, r"unknown key 'sites' \(did you mean 'site'\?\)"),
-        ({"RECORDER_RULES": "output"}, r"'output' in 'output' is no key=value"),
+        ({"RECORDER_RULES": "output"}, r"'output' in 'output' is not of the form key=value"),
         ({"RECORDER_RULES": "site=grad site=output"}, r"'site' stands twice"),
         ({"RECORDER_RULES": "steps=1:2:0"}, r"stride of 0"),
         ({"RECORDER_RULES": "steps=often"}, r"'often' is no number.*examples: 0:1000:100"),

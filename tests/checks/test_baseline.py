@@ -109,7 +109,7 @@ def test_what_comes_back_is_a_note(normal: Normal, far: list[int], said: Any, ro
     change = lambda name, step, rank, values: values * 30 if name == "output" and step in far else values  # noqa: E731
     found = [one for one in judged(training(3, change), normal, rows_a_batch).findings if "mean square" in one.what]
     assert [(one.severity, one.since) for one in found] == said
-    assert all(one.what.endswith("and came back") == (one.severity is Severity.NOTE) for one in found)
+    assert all(one.what.endswith("and returned to normal") == (one.severity is Severity.NOTE) for one in found)
 
 
 def test_one_rank_of_two_that_is_unlike_the_other_is_named(normal: Normal) -> None:

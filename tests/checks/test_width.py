@@ -52,6 +52,6 @@ def test_later_steps_do_not_count() -> None:
 
 
 def test_without_runs_of_other_widths_nothing_is_judged() -> None:
-    for others, words in (((), "needs --width RUN"), ((of_width(8, 1.0),), "these are alike")):
+    for others, words in (((), "needs --width RUN"), ((of_width(8, 1.0),), "these widths are alike")):
         (one,) = judged(of_width(8, 1.0), *others).unjudged
         assert words in one.why

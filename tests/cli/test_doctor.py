@@ -290,7 +290,7 @@ def test_a_shard_that_is_gone_is_no_early_end_of_its_rank(cli: Cli, run: Path) -
         writer.finish(roots=root(), rules=[RULE], ledger=ledger(len(rows) + 1))
     next(run.glob("rank=00001/*/stats-*.arrow")).unlink()
     found = cli("doctor", run)
-    assert found.exit_code == 1 and "closed its record before" not in found.out
+    assert found.exit_code == 1 and "closed its record earlier" not in found.out
     assert lines(found, "missing", "rank 1, steps 0..4")
     gone = f"{next(run.glob('rank=00001/*'))}: 85 of 86 rows that were written are gone; the last shards here: probe"
     assert gone in found.out and gone in cli("check", run).out
@@ -315,7 +315,10 @@ def test_a_forged_count_of_removed_rows_is_not_told_as_a_fact(cli: Cli, run: Pat
 
 
 def test_absent_ranks_are_told_with_what_may_have_kept_them(cli: Cli, tmp_path: Path) -> None:
-    for name, autoload, why in (("a", True, "TORCH_DEVICE_BACKEND_AUTOLOAD=0"), ("b", False, "attached the others")):
+    for name, autoload, why in (
+        ("a", True, "TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
+        ("b", False, "attached only other ranks"),
+    ):
         run = make_run(tmp_path / name, world_size=3)
         record(run, training(2), autoload=autoload)
         found = cli("doctor", run)

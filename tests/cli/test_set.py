@@ -143,7 +143,7 @@ def _is_described(folder: Path) -> bool:
         (["site=output", "--at", "soon"], "--at 'soon': expected a step, such as 500"),
         (["resume", "--steps", "3"], "--steps is of rules and of pause; a resume lasts"),
         (["--undo", "7"], "--undo 7: "),
-        (["pause", "resume"], "'pause' in 'pause' is no key=value"),
+        (["pause", "resume"], "'pause' in 'pause' is not of the form key=value"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_it_is_sent(cli: Cli, live: Path, words: list[str], why: str) -> None:

@@ -52,7 +52,7 @@ from tests.rigs.waiting import wait_until
         (["--config", "missing.toml"], "missing.toml: cannot be read"),
         (["--once", "--watch", "recordings", "--to", "s3://no-such-bucket/x"], "no such bucket"),
         (["dance"], "dance: expected one of ship, status, prune, keep, unkeep"),
-        (["prune", "--to", "there"], "prune: say what goes"),
+        (["prune", "--to", "there"], "prune: choose what to remove"),
         (["prune", "--older-than", "1d"], "prune: needs --to"),
         (["prune", "--to", "empty", "--older-than", "30", "--yes"], "--older-than = '30': expected a time with a unit"),
         (
@@ -120,7 +120,7 @@ def test_a_second_daemon_says_who_has_the_destination_and_the_folder(tmp_path: P
         wait_until(lambda: daemon.runs)
         with pytest.raises(WriteError, match=f"another daemon of this node ships to it: process {os.getpid()} "):
             Daemon(settings(tmp_path, there)).run_once()
-        with pytest.raises(WriteError, match="lies in what another daemon watches"):
+        with pytest.raises(WriteError, match="another daemon watches this folder, or one in or around it"):
             Daemon(settings(tmp_path, str(tmp_path / "other"))).run_once()
         wait_until(lambda: all(run.is_settled for run in daemon.runs))
         daemon._write_state()

@@ -133,7 +133,7 @@ def test_a_run_in_a_store_is_told_there_and_signed(tmp_path: Path, cli: Cli, sto
     late = cli("set", f"{to}/run-a", "pause", "--at", "100", *key)
     assert late.exit_code == 2 and "--at 100: that step has passed" in late.err
     ring = cli("dump", f"{to}/run-a", *key)
-    assert ring.exit_code == 2 and "no rule of it has keep=ring" in ring.err
+    assert ring.exit_code == 2 and "no rule of this run has keep=ring" in ring.err
     missing = cli("set", f"{to}/run-a", "pause", "--key-file", tmp_path / "none")
     assert missing.exit_code == 2 and "cannot be read" in missing.err
 

@@ -69,5 +69,5 @@ def test_a_twin_of_which_nothing_could_be_moved_says_so(
     assert (run.jitter, run.jitter_moved) == (1, ())
     print_reply(ls_command(str(run.path)), as_json=False)
     said = capsys.readouterr().out
-    assert "nothing of the model was moved" in said and "on purpose" not in said
+    assert "no value of the model was changed" in said and "on purpose" not in said
     assert run_of(job, "unknown.plain").jitter_moved is None

@@ -144,7 +144,9 @@ class TestTensorParallelWithDDP:
             rows[rank].append(TP.row(rank, 1, outputs[rank // 2], [PARTIAL]))
         run = grid_run(tmp_path / "run", rows)
         findings = run.view().rows().findings
-        assert [(one.kind, "added up in place" in one.text) for one in findings] == [("per_rank", True)] * (not is_one)
+        assert [(one.kind, "after a sum in place" in one.text) for one in findings] == [("per_rank", True)] * (
+            not is_one
+        )
         said = run.view(layouts=["layers.0=partial(sum)"]).rows()
         assert [one["rank"] for one in said.table.to_pylist() if one["site"] == "output"] == [None]
 

@@ -382,7 +382,7 @@ class TestBatches:
             [root_input(0, x), row(1, y, **({} if r == 0 else {"encoding": None}))] for r, (x, y) in enumerate(pairs)
         ]
         run = run_of(tmp_path / "run", rows)
-        with pytest.raises(LookupFailedError, match="of rank 1 there are no values"):
+        with pytest.raises(LookupFailedError, match="rank 1 has no values"):
             run.array("layers.0", step=0)
         _, found = view_row(run.view().rows(), module_path="layers.0")
         assert found["encoding"] is None and found["mean"] is not None

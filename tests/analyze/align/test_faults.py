@@ -190,16 +190,16 @@ FAULTS = {
     ),
     "the head scales its logits": Fault(_halved, "'lm_head' output", "module", 3, "the module itself"),
     "a quantised cache": Fault(
-        _quantised, "'model.layers.1.self_attn.o_proj' input input", "module", 4, "'model.layers.1.self_attn' hands on",
+        _quantised, "'model.layers.1.self_attn.o_proj' input input", "module", 4, "'model.layers.1.self_attn' passes",
     ),
     "a block of the cache that two samples have": Fault(
-        _reused, "'model.layers.0.self_attn.o_proj' input input", "module", 6, "'model.layers.0.self_attn' hands on",
+        _reused, "'model.layers.0.self_attn.o_proj' input input", "module", 6, "'model.layers.0.self_attn' passes on",
     ),
     "a position late by one in decoding": Fault(
         _late_by_one, "'model.rotary_emb' output 0", "inputs", 4, "was given position_ids 6 in the trainer and 5 in",
     ),
     "attention that looks ahead": Fault(
-        _leaking, "'model.layers.1.self_attn.o_proj' input input", "module", 0, "'model.layers.1.self_attn' hands on",
+        _leaking, "'model.layers.1.self_attn.o_proj' input input", "module", 0, "'model.layers.1.self_attn' passes on",
     ),
     "a temperature behind the head": Fault(
         _with_temperature, "'' output logits", "module", 3, "what runs before it agree",

@@ -190,7 +190,7 @@ def _other_type(folder: Path, sequences: torch.Tensor) -> None:
 
 SET_ASIDE = {
     "the same run": (_same, "equals the engine to the last bit"),
-    "other tokens": (_other_tokens, "shares no tokens"),
+    "other tokens": (_other_tokens, "has no common tokens"),
     "another model": (_other_model, "another model"),
     "another type": (_other_type, "computes in float32, and the trainer does not"),
 }

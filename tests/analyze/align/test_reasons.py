@@ -209,7 +209,7 @@ def test_log_probabilities_that_differ_are_a_finding_where_no_value_parts(tmp_pa
     found = aligned(tmp_path)
     assert found.parting is None and not found.is_fine, found.told
     assert found.told.startswith("log-probabilities differ by 0."), found.told
-    assert "behind the last module (a temperature?)" in found.told, found.told
+    assert "after the last module (a temperature?)" in found.told, found.told
 
 
 def test_a_fault_of_calls_without_modules_is_not_said_to_be_the_root(

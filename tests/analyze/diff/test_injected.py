@@ -101,7 +101,7 @@ def test_a_hint_says_what_a_person_would_guess(folder: Path) -> None:
     }
     assert hints("summed") == {"B's value is 2 times A's: added up over 2 ranks, not averaged?"}
     (unclipped,) = hints("unclipped")
-    assert unclipped.startswith("the norm of all gradients is 0.1 in A") and unclipped.endswith("as without clipping?")
+    assert unclipped.startswith("the norm of all gradients is 0.1 in A") and unclipped.endswith("not clipped?")
     assert hints("skipped") == hints("reduced_in_bf16") == hints("doubled_loss") == {""}
 
 

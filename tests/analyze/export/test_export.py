@@ -396,7 +396,7 @@ def test_what_comes_while_it_is_written_is_kept(
         return real(*args)
 
     monkeypatch.setattr(tensors, "row_spans", meanwhile)
-    with pytest.raises(WriteError, match="exists by now"):
+    with pytest.raises(WriteError, match="exists now"):
         export(run, path)
     assert path.read_text() == "theirs" and sorted(os.listdir(tmp_path)) == ["out.npz", "run"]
 
