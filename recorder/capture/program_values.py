@@ -72,7 +72,7 @@ class Scalars:
         """
         if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH:
             what = f"{len(name):,} letters long" if isinstance(name, str) else f"of type {type(name).__name__}"
-            raise ValueError(f"its name is {what}; expected a text of at most {_MAX_NAME_LENGTH:,} letters")
+            raise ValueError(f"the name is {what}; expected a text of at most {_MAX_NAME_LENGTH:,} letters")
         if name == LOSS:
             self._is_loss_given = True
             self._losses.clear()

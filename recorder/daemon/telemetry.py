@@ -267,7 +267,7 @@ def status_reply(state: str) -> Reply:
 def _status_lines(one: dict[str, Any]) -> Iterator[str]:
     runs = f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} shipped completely"
     left = f"{counted(one.get('backlog_files', 0), 'file')} with {size(one.get('backlog_bytes', 0))} to go"
-    done = f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
+    done = f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since its start"
     yield f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: {runs}; {left}; {done}"
     if url := one.get("url"):
         yield f"metrics: {url}/metrics"

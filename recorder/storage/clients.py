@@ -276,7 +276,7 @@ KINDS = {
         "GOOGLE_SERVICE_ACCOUNT_KEY GOOGLE_SERVICE_ACCOUNT_PATH",
         file="~/.config/gcloud/application_default_credentials.json",
         advice="GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-        version_tag="version",  # the generation of the object
+        version_tag="version",  # the tag is the object's generation
     ),
     "az": StoreKind(
         client="AzureStore", title="Azure Blob Storage", endpoints="AZURE_STORAGE_ENDPOINT AZURE_ENDPOINT",

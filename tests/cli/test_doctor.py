@@ -78,7 +78,7 @@ def test_a_dump_before_a_restart_does_not_hide_who_never_heard_of_one_after_it(c
     later = {"rules": list(box.RULES), "attempt": 1, "started_ns": 1_800_000_000_000_000_000}
     for rank, dumps in ((0, [box.DUMP]), (1, [])):
         record(run, box.rows(rank, range(4, 7) if rank == 0 else []), rank, name="w1", dumps=dumps, **later)
-    assert lines(cli("doctor", run), "note", "dump of steps 4 to 6, rank 0", "rank 1 never heard of it")
+    assert lines(cli("doctor", run), "note", "dump of steps 4 to 6, rank 0", "rank 1 never heard of the dump")
 
 
 def test_ranks_that_see_the_same_at_once_make_one_dump_of_the_first(cli: Cli, run: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_rank_that_never_heard_of_a_trigger_is_named(cli: Cli, run: Path) -> N
     box.record(run, 1, [5], [{**box.DUMP, "first_step": 5, "last_step": 5}])
     found = cli("doctor", run, "--strict")
     assert found.exit_code == 1
-    assert lines(found, "note", "dump of steps 4 to 6, rank 0", "rank 1 never heard of it")
+    assert lines(found, "note", "dump of steps 4 to 6, rank 0", "rank 1 never heard of the dump")
 
 
 def test_what_never_was_is_a_note_and_no_finding_however_strict(cli: Cli, run: Path) -> None:
@@ -159,7 +159,7 @@ def test_ranks_of_nodes_with_a_file_system_of_their_own_are_said_to_be_there(cli
     assert codes(cli, run) == (0, 0)
     manifest = run / RUN_MANIFEST
     manifest.write_bytes(encode_manifest({**read_json(manifest), "world_size": 2}))
-    assert lines(cli("doctor", run), "missing", "nothing of 1 of 2: nodes share no file system", "copied into one")
+    assert lines(cli("doctor", run), "missing", "no files of 1 of 2: nodes share no file system", "copied into one")
 
 
 def test_steps_that_the_ring_left_out_are_laid_to_the_ring(cli: Cli, run: Path) -> None:
@@ -303,7 +303,8 @@ def test_of_runs_of_one_name_the_path_is_told(cli: Cli, tmp_path: Path, monkeypa
     for number in (1, 2):
         record(make_run(tmp_path / f"run-{number}", name="gpt", created_ns=number), training(5))
     for number in (1, 2):
-        assert cli("doctor", tmp_path / f"run-{number}").out.endswith(f"recorder verify {tmp_path}/run-{number}\n")
+        told = f"recorder verify {tmp_path}/run-{number} checks all bytes\n"
+        assert cli("doctor", tmp_path / f"run-{number}").out.endswith(told)
 
 
 def test_a_forged_count_of_removed_rows_is_not_told_as_a_fact(cli: Cli, run: Path) -> None:

@@ -414,7 +414,7 @@ class Search:
             return "module", "dropout drops elements on one side, or others on each; evaluation mode turns dropout off"
         few = self.few_compared or (few_before and f"{few_before} this one were recorded for these tokens")
         if why := few or ("" if number else "no module that runs before it was compared"):
-            return "module", f"{why}, so it is this module, or any before it"
+            return "module", f"{why}, so the cause is this module, or any before it"
         return "module", self._alone_near(path) or self._of_code(number, name, path)
 
     def _of_inputs(self, path: str, beyond: Integers) -> str:

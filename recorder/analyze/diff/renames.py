@@ -102,7 +102,7 @@ def read_renames(path: Path) -> Renames:
         for other in renames:
             if new == other.new or old == other.old:
                 twice = new if new == other.new else old
-                raise LookupFailedError(f"{where}: {twice!r} stands in {other.where} too, as {other.old} = {other.new}")
+                raise LookupFailedError(f"{where}: {twice!r} is also in {other.where}, as {other.old} = {other.new}")
         renames.append(Rename(old, new, where))
     if not renames:
         raise LookupFailedError(f"{path}: has no line of the form encoder.layers = blocks")

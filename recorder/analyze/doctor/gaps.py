@@ -81,8 +81,8 @@ REASONS = (
            "updated through a copy", False, True),
     Reason("no_param_gradient", "the parameter had no gradient: unused in these steps, or frozen", False, True),
     Reason("param_unseen", "the parameter had no gradient: unused in these steps, or frozen", False, True),
-    Reason("no_state", "the optimizer kept no tensors for it", False, True),
-    Reason("no_buffer", "it did not exist", False, False),
+    Reason("no_state", "the optimizer kept no tensors for the parameter", False, True),
+    Reason("no_buffer", "the buffer did not exist", False, False),
     Reason("not_merged", "not called, or lost: the run that was merged has lost rows", False, False),
 )  # fmt: skip
 _CODE = {reason.key: number + 1 for number, reason in enumerate(REASONS)}

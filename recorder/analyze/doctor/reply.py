@@ -188,7 +188,7 @@ def _dumps(run: Run) -> Iterator[Check]:
     for dump in dumps:
         unheard = sorted({*run.ranks} - wrote[dump.attempt, dump.first_step, dump.last_step]) if dump.ranks else []
         state = "note" if dump.missed or unheard else "ok"
-        never = f"; {_many('rank', unheard)} never heard of it" if unheard else ""
+        never = f"; {_many('rank', unheard)} never heard of the dump" if unheard else ""
         text, members = f"{notes.dump_note(dump)}{never}", {"dump": notes.dump_members(dump)}
         yield Check(state, text, is_strict=state == "note", members=members)
 
@@ -299,7 +299,7 @@ def _merged(run: Run, expected: Expectation) -> Iterator[Check]:
         ranks = _many("rank", [rank for rank in those if rank is not None])
         forwards = "evaluation" if mode in ("eval", "no_grad") else "training"
         ran = f"{ranks} alone ran" if is_alone else f"{ranks} ran another number of"
-        text = f"{ran} {forwards} forwards (mode {mode}) in {_many('step', steps)}; no row is lost by it"
+        text = f"{ran} {forwards} forwards (mode {mode}) in {_many('step', steps)}; no row is lost"
         yield Check("note", text)
     if expected.num_incomplete:
         yield Check("missing", f"{counted(expected.num_incomplete, 'tensor')} in several parts of which some are lost")

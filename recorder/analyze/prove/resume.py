@@ -97,7 +97,7 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
             course.note(f"{suspect}, and no gradient differs")
     if resumed.exit_code and len(resumed.steps) < len(killed.steps) - start:
         text = f"the resumed launch ended with exit code {resumed.exit_code} after {counted(resumed.num_steps, 'step')}"
-        return tell(UNKNOWN, f": {text}, which are those of the interrupted run")
+        return tell(UNKNOWN, f": {text}, which equal those of the interrupted run")
     makers = [look.digests.get("update of the step", "")[2:] for look in next(iter(killed.ranks.values())).looks]
     if rare := {*makers} - {*makers[start:]}:
         text = f"the steps that both launches made have no update by {listed(sorted(rare), MAX_LISTED)}"

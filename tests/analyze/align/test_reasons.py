@@ -173,7 +173,7 @@ def test_a_step_of_which_few_modules_were_recorded_names_no_module_as_the_cause(
     found = aligned(tmp_path, step="5")
     assert found.parting is not None and found.parting.value.text == "'model.rotary_emb' input x", found.told
     told = "2 of 33 modules were recorded for these tokens on both sides"
-    assert f"{told}, so it is this module, or any before it" in found.told, found.told
+    assert f"{told}, so the cause is this module, or any before it" in found.told, found.told
     assert any(f"{told}; record all with RECORDER_RULES='leaf=yes" in note for note in found.notes), found.notes
 
 
@@ -231,7 +231,7 @@ def test_a_fault_of_calls_without_modules_is_not_said_to_be_the_root(
     found = aligned(tmp_path)
     assert found.parting is not None and found.parting.value.module_path == ""
     assert (
-        "values before this one were recorded for these tokens, so it is this module, or any before"
+        "values before this one were recorded for these tokens, so the cause is this module, or any before"
         in found.parting.text
     )
     assert any(f"values before {found.parting.value.text} were recorded for these tokens; record all" in note

@@ -815,7 +815,7 @@ def test_an_update_of_rounding_alone_is_called_that_behind_the_others(tmp_path: 
     assert [line.split(":")[0] for line in accusations(found.culprits, 0)].count("note") == 2
     alone = diff(a, run("c", 2, 1), atol=1e-6)
     lines = list(accusations(alone.culprits, 0))
-    assert alone.verdict == "different" and "is sure" not in str(lines) and len(lines) == 2
+    assert alone.verdict == "different" and "is certain" not in str(lines) and len(lines) == 2
 
 
 def test_the_output_of_a_module_tells_the_rank_that_has_a_wrong_part_of_a_parameter(tmp_path: Path) -> None:

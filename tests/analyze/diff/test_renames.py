@@ -60,9 +60,9 @@ def test_a_root_may_be_a_part(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("up = a\ndown\n", "names.txt:2: 'down' is no line such as encoder.layers = blocks"),
-        ("up = a\n\nup = b\n", "names.txt:3: 'up' stands in .*names.txt:1 too, as up = a"),
-        ("up = a\ndown = a\n", "names.txt:2: 'a' stands in .*names.txt:1 too"),
-        ("# nothing\n", "names.txt: no line such as"),
+        ("up = a\n\nup = b\n", "names.txt:3: 'up' is also in .*names.txt:1, as up = a"),
+        ("up = a\ndown = a\n", "names.txt:2: 'a' is also in .*names.txt:1"),
+        ("# nothing\n", "names.txt: has no line of the form"),
         ("a = b = c\n", "names.txt:1: 'a = b = c' is no line"),
     ],
 )

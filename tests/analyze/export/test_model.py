@@ -472,7 +472,7 @@ def test_of_several_models_one_is_named(tmp_path: Path) -> None:
     run = write(tmp_path / "run", rows)
     with pytest.raises(LookupFailedError, match="has 2 models, and a file holds one: --root model or --root critic"):
         Model(run, "param")
-    with pytest.raises(LookupFailedError, match="has no parameter of 'actor'; it has of model, critic"):
+    with pytest.raises(LookupFailedError, match="has no parameter of 'actor'; it has those of model, critic"):
         Model(run, "param", root="actor")
     model = Model(run, "param", root="critic")
     write_model(model, tmp_path / "out.safetensors", "safetensors")

@@ -234,7 +234,9 @@ def test_a_checkpoint_that_is_stale_as_a_whole_is_a_note(training: Training, tmp
     contents.saved_ns = num_begun + 1
     run = Observed(exit_code=0, ranks={0: RankSeen(pid=1, looks=tuple(looks), printed=())})
     notes = judge_checkpoint(run, contents).notes
-    assert any("was written after step 4 had begun: it is stale" in note for note in notes) == (num_begun > SAVED)
+    assert any("was written after step 4 had begun: the checkpoint is stale" in note for note in notes) == (
+        num_begun > SAVED
+    )
 
 
 def test_a_file_that_cannot_be_read_accuses_nobody(training: Training, tmp_path: Path) -> None:
