@@ -22,6 +22,7 @@ Flags = npt.NDArray[np.bool_]
 IS_PROBE = "is_probe"
 """The column that is 1 in a row of the probe (one number of a value at every step), and 0 or NaN in other rows."""
 _MAX_RANK = 1 << 26
+MAX_STEPS = 1 << 40
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 
 

@@ -11,7 +11,7 @@ import pytest
 from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules import parameters as parameters_rules
-from recorder.checks.rules.activations import Attention, Dead, Saturated
+from recorder.checks.rules.activations import Attention, Dead, EvaluationOutput, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
 from recorder.checks.rules.curves import Jump, LossStuck, Overfitting, Spike
 from recorder.checks.rules.parameters import (
@@ -773,6 +773,18 @@ def test_a_nan_long_after_a_spike_is_over_is_a_finding_of_its_own(
     spike, nonfinite = sorted(with_causes(found, recorded.catalog), key=lambda one: one.step)
     assert (spike.rule, spike.step, nonfinite.rule, nonfinite.step) == ("spike", 50, "nonfinite", first_bad)
     assert nonfinite.cause == (words_of(spike) if is_consequence else "")
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1.0, []), (50.0, [5])])
+def test_an_output_in_evaluation_is_compared_with_training_up_to_its_step(first: float, expected: list[int]) -> None:
+    """Outputs of a training may grow a hundredfold after an evaluation, such as one before the first step."""
+    recorded = Recorded()
+    for step in range(40):
+        if step in (0, 5):
+            for _ in range(2):
+                recorded.add(step, "head", np.full(8, first * 1.1**step), mode="no_grad")
+        recorded.add(step, "head", np.full(8, 1.2**step))
+    assert [one.step for one in said(recorded, EvaluationOutput)] == [0] * len(expected)
 
 
 @pytest.mark.parametrize(("after", "every", "recovered"), [(2.0, 1, [60]), (np.nan, 1, []), (2.0, 10, [])])

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped
+from ..rows import MAX_STEPS, Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, StreakRule
 
 _LEAST_ELEMENTS = 8
@@ -84,8 +84,6 @@ class EvaluationOutput(StreakRule):
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         rms = rows.rms
         is_trained = rows.where("trained", lambda key: key.mode == "train")
-        is_last = is_trained & ends(rows.lanes) & (rms > 0)
-        self._trained[rows.lanes[is_last]] = rms[is_last]
         lanes = self._lane[rows.lanes]
         for lane in np.unique(rows.lanes[np.isnan(lanes) & ~is_trained]).tolist():
             key = self.catalog.key_of(lane)._replace(mode="train")
@@ -94,8 +92,15 @@ class EvaluationOutput(StreakRule):
                 self._lane[np.array([lane])] = float(trained)
         self._has_evaluation |= not is_trained.all()
         known = np.nan_to_num(self._lane[rows.lanes], nan=-1).astype(np.int64)
+        trainings = rows.take(is_trained & (rms > 0))
+        sizes, keys = rms[is_trained & (rms > 0)], trainings.lanes * MAX_STEPS + trainings.steps
+        # A record in training of the same step, or of one before: the last of these rows may be of a later one.
+        latest = np.searchsorted(keys, known * MAX_STEPS + rows.steps, side="right") - 1
+        is_here = np.r_[trainings.lanes, -1][latest] == known
+        usual = np.where(is_here, np.r_[sizes, np.nan][latest], self._trained[np.maximum(known, 0)])
+        self._trained[trainings.lanes[ends(trainings.lanes)]] = sizes[ends(trainings.lanes)]
         with np.errstate(all="ignore"):
-            times = rms / np.where(known >= 0, self._trained[np.maximum(known, 0)], np.nan)
+            times = rms / np.where(known >= 0, usual, np.nan)
             times = np.nan_to_num(np.maximum(times, 1 / times), posinf=0.0)
         is_far = ~is_trained & (times > self.thresholds["ratio"]) & (rows["numel"] >= _LEAST_ELEMENTS)
         at = np.flatnonzero(is_far)

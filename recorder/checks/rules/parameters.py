@@ -20,6 +20,7 @@ from ...system.text import number
 from ..normal import EXACT, Movement
 from ..rows import (
     IS_PROBE,
+    MAX_STEPS,
     Catalog,
     Flags,
     Floats,
@@ -45,7 +46,6 @@ _NARROW = ("bfloat16", "float16", "float8")
 _LEAST_ELEMENTS = 16
 """The least number of elements of a weight that is judged. The statistics of fewer elements mean little."""
 _MAX_SKIPPED = 10_000
-_MAX_STEPS = 1 << 40
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
@@ -456,7 +456,7 @@ class _Large(_Update, StreakRule):
                 found = self.catalog.find(key, int(self.catalog.rank_of[lane]))
                 self._param_of[lane] = -1 if found is None else found
         whose = np.array([self._param_of[lane] for lane in updates.lanes.tolist()], np.int64)
-        wanted, known = whose * _MAX_STEPS + updates.steps, rows.lanes * _MAX_STEPS + rows.steps
+        wanted, known = whose * MAX_STEPS + updates.steps, rows.lanes * MAX_STEPS + rows.steps
         order = np.argsort(known, kind="stable")
         at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)]
         is_same = known[at] == wanted
@@ -590,8 +590,8 @@ class Unchanged(StreakRule):
         at = np.flatnonzero(flags)
         if len(at):
             steps = np.nan_to_num(before[at], nan=-1).astype(np.int64)
-            had = self._numbers_of(self._had[0]) * _MAX_STEPS + self._had[1]
-            is_judged = np.isin(self._numbers_of(rows.lanes[at]) * _MAX_STEPS + steps, had)
+            had = self._numbers_of(self._had[0]) * MAX_STEPS + self._had[1]
+            is_judged = np.isin(self._numbers_of(rows.lanes[at]) * MAX_STEPS + steps, had)
             flags[at] = is_judged | ~np.isin(steps, self._had[1])
             self._with_gradient.update(rows.lanes[at[is_judged]].tolist())
         for lane, step, stays in zip(rows.lanes.tolist(), rows.steps.tolist(), flags.tolist(), strict=True):
