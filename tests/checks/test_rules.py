@@ -348,6 +348,19 @@ def test_a_layer_that_alone_is_frozen_between_layers_alike_is_named(
     assert len(found) == (len(frozen) if has_rows else len(expected))
 
 
+@pytest.mark.parametrize(("frozen", "expected"), [(["head"], ["head"]), (["head", "blocks.0"], []), (["blocks.7"], [])])
+def test_a_head_that_alone_is_frozen_is_a_note(frozen: list[str], expected: list[str]) -> None:
+    recorded = Recorded(dict.fromkeys([*LAYERS, "head"], "Linear"))
+    for number, path in enumerate([*LAYERS, "head"]):
+        module = recorded.catalog.modules["model", path]
+        recorded.catalog.modules["model", path] = module._replace(frozen=("weight",) if path in frozen else ())
+        for step in range(4 if path not in frozen else 0):
+            recorded.add(step, path, noise(number), **OPTIMIZER, site="param")
+            recorded.add(step, path, noise(step, number), **OPTIMIZER, site="grad")
+    found = said(recorded, NoGradient)
+    assert [(one.module_path, one.severity) for one in found] == [(path, Severity.NOTE) for path in expected]
+
+
 @pytest.mark.parametrize(
     ("num_dead", "kind", "last", "severities"),
     [

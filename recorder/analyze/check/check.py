@@ -22,7 +22,7 @@ from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Width
 from ...checks.rules.parameters import Unchanged
-from ...checks.rules.programs import NotCleared, NotOptimized
+from ...checks.rules.programs import NotCleared
 from ...checks.rules.values import ONE_BATCH, Data
 from ...errors import ConfigError
 from ...numerics.keys import by_key
@@ -461,7 +461,7 @@ def command_of(typed: str, one: JoinedFindings) -> str:
         return ""
     if worst.rule == Replica.name:
         return shlex.join(["recorder", "first", typed])
-    if worst.rule == NotOptimized.name:  # no row has the parameter or its gradient; this command names each parameter
+    if worst.site == "param" and not worst.measure:  # no row has the parameter; this command names each parameter
         return shlex.join(["recorder", "check", typed, "--rule", worst.rule, "--json"])
     # `not_cleared` concerns all gradients, and the root may have none of its own.
     where = [] if worst.rule == NotCleared.name else [worst.module_path]

@@ -195,12 +195,16 @@ class NoGradient(StreakRule):
         frozen = {(*of, name) for of, facts in self.catalog.modules.items() for name in facts.frozen}
         params = frozen | {(key.root, key.module_path, key.name) for key in keys if key.site == "param"}
         alone = frozen & _alone(params, having)
-        having |= alone
-        for one in sorted(alone):
-            what = "never had a gradient: its requires_grad is False, and that of the layers around it, alike, is True"
+        last = _last([*self.catalog.modules], frozen, having)
+        having |= alone | last
+        for one in sorted(alone | last):
+            severity, others = self.severity, "the layers around it, alike,"
+            if one in last:
+                severity, others = Severity.NOTE, "all other layers"
+            what = f"never had a gradient: its requires_grad is False, and that of {others} is True"
             yield Finding(
-                self.name, self.severity, 0, one[0], one[1], "param", one[2], ranks=(), what=what,
-                measure="", value=0.0, threshold=0.0, advice=self.advice,
+                self.name, severity, 0, one[0], one[1], "param", one[2], ranks=(), what=what, measure="",
+                value=0.0, threshold=0.0, advice="set its requires_grad to True, unless it is frozen on purpose",
             )  # fmt: skip
         called = {(key.root, key.module_path) for key in keys if key.site == "output"}
         for lane in range(self.catalog.num_lanes):
@@ -237,6 +241,14 @@ def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
             alike.sort(key=lambda one: [int(part) for part in one[1].split(".") if part.isdecimal()])
             alone.update(one for one in lacking if one in alike[1:-1])
     return alone
+
+
+def _last(modules: list[tuple[str, str]], frozen: Set[_Param], having: Set[_Param]) -> set[_Param]:
+    """Return the frozen parameters if these are of the model's last layer alone, such as a head, unlike all others."""
+    known = {one[:2] for one in frozen | having}
+    of = [module for module in modules if module in known]
+    is_head = len(of) > 3 and template(of[-1][1]) not in [template(path) for _, path in of[:-1]]
+    return set(frozen) if is_head and {one[:2] for one in frozen} == {of[-1]} and not frozen & having else set()
 
 
 class Objectives(StreakRule):
