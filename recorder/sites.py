@@ -182,11 +182,19 @@ def values_of(site: str) -> str:
 SKIPPED = "skipped"
 """The scalar that is 1 at each step whose update `GradScaler` skipped because gradients overflowed."""
 _LOSS = re.compile(r"(.*[./])?loss")
+_VALIDATION = re.compile(
+    r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss(/dataloader_idx_\d+)?", re.IGNORECASE
+)
 
 
 def is_loss(site: str, name: str) -> bool:
     """Whether a value is a scalar whose name says that it is a loss, such as ``train/loss``."""
     return site == "scalar" and _LOSS.fullmatch(name) is not None
+
+
+def is_validation_loss(site: str, name: str) -> bool:
+    """Whether a value is a scalar named as the loss of a validation, such as ``val_loss`` or ``validation/loss``."""
+    return site == "scalar" and _VALIDATION.fullmatch(name) is not None
 
 
 def may_mask(site: str, name: str) -> bool:

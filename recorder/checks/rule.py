@@ -99,7 +99,8 @@ class Finding(NamedTuple):
     @property
     def size(self) -> str:
         """The measured number in words, to be put behind `what`. Empty without a measurement, or if `what` says it."""
-        value, share = text.number(self.value), f"{text.number(self.value * 100)} %"
+        value = text.number(self.value)
+        share = f"{text.number(self.value * 100)} %" if self.value < 10 else f"{value} times"
         if not self.measure or (self.measure in ("share of zeros", "std") and self.value == self.threshold):
             return ""
         limit = f"at {'most' if self.value > self.threshold else 'least'} {text.number(self.threshold)} was expected"

@@ -705,6 +705,33 @@ def test_a_validation_that_goes_up_and_down_has_to_rise_farther_than_before(vali
     assert [one.severity for one in said(recorded, Overfitting)] == severities
 
 
+@pytest.mark.parametrize(
+    ("trained", "validated", "expected"),
+    [
+        (lambda step: 1.4 * 0.97**step, lambda step: 1.4, [Severity.WARNING]),
+        (lambda step: 1.4 * 0.998**step, lambda step: 1.4, [Severity.NOTE]),
+        (lambda step: 1.4 * 0.97**step, lambda step: 140.0, [Severity.NOTE]),
+        (lambda step: 1.4 * 0.97**step, lambda step: 0.4 + 0.97**step, []),
+        (lambda step: 1.4 * 0.97**step, lambda step: max(1.4 * 0.97**step, 0.9), []),
+        (lambda step: 1.4, lambda step: 1.4, []),
+    ],
+    ids=["other labels", "training fell little", "another kind of loss", "both fall", "it fell at first", "none falls"],
+)
+def test_a_validation_that_never_falls_while_training_does_is_named(
+    trained: Any, validated: Any, expected: list[Severity]
+) -> None:
+    recorded = Recorded()
+    for step in range(100):
+        value = trained(step) + noise(step, shape=(), scale=0.01)
+        recorded.add(step, "", value, site="scalar", name="loss")
+        if step % 10 == 9:
+            value = validated(step) + noise(step, 1, shape=(), scale=0.005)
+            recorded.add(step, "", value, site="scalar", name="eval_loss")
+    found = said(recorded, Overfitting)
+    assert [one.severity for one in found] == expected
+    assert [(one.step, one.since, "never fell" in one.what) for one in found] == [(99, 9, True)] * len(expected)
+
+
 def test_overfitting_needs_a_validation() -> None:
     (one,) = losses(lambda step: 1.0).judge(Overfitting).unjudged
     assert "validation loss" in one.why
@@ -748,6 +775,18 @@ def test_a_run_without_attention_is_not_judged() -> None:
     assert "recorder.tap" in one.why and not one.setting
 
 
+@pytest.mark.parametrize(("first", "expected"), [(1.0, []), (50.0, [5])])
+def test_an_output_in_evaluation_is_compared_with_training_up_to_its_step(first: float, expected: list[int]) -> None:
+    """Outputs of a training may grow a hundredfold after an evaluation, such as one before the first step."""
+    recorded = Recorded()
+    for step in range(40):
+        if step in (0, 5):
+            for _ in range(2):
+                recorded.add(step, "head", np.full(8, first * 1.1**step), mode="no_grad")
+        recorded.add(step, "head", np.full(8, 1.2**step))
+    assert [one.step for one in said(recorded, EvaluationOutput)] == [0] * len(expected)
+
+
 def test_a_spike_says_what_moved_before_it() -> None:
     recorded = Recorded()
     for step in range(60):
@@ -786,18 +825,6 @@ def test_a_nan_long_after_a_spike_is_over_is_a_finding_of_its_own(
     spike, nonfinite = sorted(with_causes(found, recorded.catalog), key=lambda one: one.step)
     assert (spike.rule, spike.step, nonfinite.rule, nonfinite.step) == ("spike", 50, "nonfinite", first_bad)
     assert nonfinite.cause == (words_of(spike) if is_consequence else "")
-
-
-@pytest.mark.parametrize(("first", "expected"), [(1.0, []), (50.0, [5])])
-def test_an_output_in_evaluation_is_compared_with_training_up_to_its_step(first: float, expected: list[int]) -> None:
-    """Outputs of a training may grow a hundredfold after an evaluation, such as one before the first step."""
-    recorded = Recorded()
-    for step in range(40):
-        if step in (0, 5):
-            for _ in range(2):
-                recorded.add(step, "head", np.full(8, first * 1.1**step), mode="no_grad")
-        recorded.add(step, "head", np.full(8, 1.2**step))
-    assert [one.step for one in said(recorded, EvaluationOutput)] == [0] * len(expected)
 
 
 @pytest.mark.parametrize(("after", "every", "recovered"), [(2.0, 1, [60]), (np.nan, 1, []), (2.0, 10, [])])

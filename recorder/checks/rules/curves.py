@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from ...sites import is_validation_loss
 from ...system.text import module_in_words, number
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
@@ -22,7 +21,6 @@ _RECOVERED = 10
 """Spikes are over once each curve that spiked has had this many records in a row below the spike's limit."""
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
-_VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
 _KEPT_STEPS = 16
 _MAX_KEPT_ROWS = 400_000
 _MAX_DETAILS = 20
@@ -30,6 +28,14 @@ _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
 """The first words of a finding's detail if a learning rate rose before the finding."""
+_SAME_IN_BOTH = (
+    "see whether labels, preprocessing and loss of the validation are those of training; if they are, nothing of what "
+    "is learned holds for other data"
+)
+_GAP = "validation over training, less 1"
+_MAX_SEEN = 4_096
+_CERTAIN = 5
+"""The number of standard deviations that a fall must have to be no noise."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -397,16 +403,7 @@ class LossStuck(CurveRule):
         self._is_reported = Memory(0.0), Memory(0.0), Memory(0.0)
         """By curve, 1 if it was reported: a rise (first memory), a loss that stands still (second), a leap (third)."""
         self._still: dict[int, Finding] = {}
-        """By curve, the finding of a loss that stands still, as long as the loss has not fallen since."""
-        self._still_curve: int | None = None
-
-    def add(self, rows: Rows) -> Iterator[Finding]:
-        """Judge the samples. A loss that stands still comes from `finish`, because it may fall after a warm-up."""
-        for one in super().add(rows):
-            if self._still_curve is None:
-                yield one
-            else:
-                self._still[self._still_curve] = one
+        """By curve, the finding of a loss that stands still, as long as the loss has not fallen since: a warm-up."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         for rings in (self._rings, self._earlier, self._steps):
@@ -430,16 +427,20 @@ class LossStuck(CurveRule):
         top, low = self.thresholds["leap"] * np.median(self._earlier.values[curves], axis=1), ring.min(axis=1)
         is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
         found = (
-            (is_risen, middle, limit, "has risen far above where it began", "median of the last"),
-            (is_stuck, spread, limits, "stands still where it began", "spread over the last records"),
-            (is_leapt, low, top, "has leapt above the records before, and stays up", "smallest of the last"),
+            (is_risen, middle, limit, " has risen far above where it began", "median of the last"),
+            (is_stuck, spread, limits, " stands still where it began", "spread over the last records"),
+            (is_leapt, low, top, " has leapt above the records before, and stays up", "smallest of the last"),
         )
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
             for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
-                since = int(self._steps.values[curves[index]].min()) if flags is is_leapt else None
-                what = f"{self.words(int(curves[index]))} {what}"
-                self._still_curve = int(curves[index]) if flags is is_stuck else None
-                yield JudgedSample(index, what, measure, float(numbers[index]), float(thresholds[index]), since=since)
+                curve, value, threshold = int(curves[index]), float(numbers[index]), float(thresholds[index])
+                said, since = self.words(curve) + what, None
+                if flags is is_leapt:
+                    since = int(self._steps.values[curve].min())
+                if flags is is_stuck:
+                    self._still[curve] = self.finding(self.lanes[curve], self.step, said, measure, value, threshold)
+                else:
+                    yield JudgedSample(index, said, measure, value, threshold, since=since)
             reported[curves[flags]] = 1.0
         for curve in curves[is_down].tolist():
             self._still.pop(curve, None)
@@ -451,18 +452,21 @@ class LossStuck(CurveRule):
 
 
 class Overfitting(CurveRule):
-    """A validation loss that rises while it is far above the training loss.
+    """A validation loss that rises while it is far above the training loss, or that never falls while training does.
 
-    The validation loss on a small data set goes up and down. So a finding needs a larger rise than any before it.
+    The validation loss on a small data set goes up and down. So a finding needs a larger rise than any before it. A
+    loss that never falls is judged at the end, by what validations in a row differ. Where the two losses did not begin
+    at one value, they may be of other kinds, and the finding is a note.
     """
 
     name = "overfitting"
-    sentence = "The validation loss rises from its best, far above the loss in training."
+    sentence = "The validation loss rises from its best, or never falls, far above the loss in training."
     sites, columns = ("scalar",), ("mean",)
     settings = (
         Setting("gap", 0.5, "of the loss in training", "smdebug's Overfit has 0.1"),
         Setting("rise", 0.1, "of the best validation loss", CALIBRATED),
         Setting("records", 3, "validations", CALIBRATED),
+        Setting("flat", 5, "validations, of which none is below the first by more than they differ", CALIBRATED),
     )
     needs = "needs losses: recorder.scalar('train/loss', loss), recorder.scalar('validation/loss', loss)"
     advice = "stop at the best validation, or use more data, dropout or weight decay"
@@ -473,26 +477,18 @@ class Overfitting(CurveRule):
         """By curve, the rank plus 1; and 1 for a validation curve, else 0."""
         self._total, self._num_trained = Memory(0.0), Memory(0.0)
         """By rank plus 1, the sum and the number of the training losses since the rank's last validation."""
+        self._began, self._num_began = Memory(0.0), Memory(0.0)
+        """By rank plus 1, the largest of the first training losses, and their number."""
         self._trained: dict[int, float] = {}
         """By rank plus 1, the mean training loss at the rank's last validation."""
-        self._validations: dict[int, _Validations] = {}
-        """By curve of a validation loss, the best loss so far, and how far the loss has risen since."""
-        self._found: dict[int, tuple[Finding, float]] = {}
-        """By curve of a validation loss, the finding, and the best loss up to the finding."""
-        self._found_curve = -1
+        self._seen: defaultdict[int, deque[tuple[int, float, float]]] = defaultdict(lambda: deque(maxlen=_MAX_SEEN))
+        """By curve of a validation, the last ones: step, loss, and the loss in training before it (NaN if unknown)."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.is_loss or is_validation(key)
 
-    def add(self, rows: Rows) -> Iterator[Finding]:
-        """Judge the validations. The findings come from `finish`, because a later validation may be better."""
-        for one in super().add(rows):
-            curve, best = self._found_curve, self._validations[self._found_curve].best
-            if curve not in self._found or best < self._found[curve][1]:
-                self._found[curve] = one, best
-        yield from ()
-
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        """Keep the validations. The findings come from `finish`, because a later validation may be better."""
         new = [
             (self.keys[curve].rank + 1, int(is_validation(self.catalog.key_of(self.lanes[curve]))))
             for curve in range(len(self._facts), int(curves.max()) + 1)
@@ -500,59 +496,80 @@ class Overfitting(CurveRule):
         if new:
             self._facts = np.concatenate([self._facts, np.array(new, np.int64)])
         ranks, is_valid = self._facts[curves, 0], self._facts[curves, 1] == 1
-        num = np.bincount(ranks[~is_valid])
+        num, total = np.bincount(ranks[~is_valid]), np.bincount(ranks[~is_valid], values[~is_valid])
         known = np.arange(len(num))
         self._num_trained[known] = self._num_trained[known] + num
-        self._total[known] = self._total[known] + np.bincount(ranks[~is_valid], values[~is_valid])
+        self._total[known] = self._total[known] + total
+        first = known[(num > 0) & (self._num_began[known] < self.thresholds["records"])]
+        self._num_began[first] = self._num_began[first] + 1
+        self._began[first] = np.maximum(self._began[first], total[first] / num[first])
         for index in np.flatnonzero(is_valid).tolist():
-            yield from self._validated(index, int(curves[index]), int(ranks[index]), float(values[index]))
+            rank = int(ranks[index])
+            if num_trained := self._num_trained.of(rank):
+                self._trained[rank] = self._total.of(rank) / num_trained
+            self._seen[int(curves[index])].append((self.step, float(values[index]), self._trained.get(rank, math.nan)))
         self._num_trained[ranks[is_valid]] = self._total[ranks[is_valid]] = 0.0
-
-    def _validated(self, index: int, curve: int, rank: int, value: float) -> Iterator[JudgedSample]:
-        if num := self._num_trained.of(rank):
-            self._trained[rank] = self._total.of(rank) / num
-        trained, of_curve = self._trained.get(rank), self._validations.setdefault(curve, _Validations())
-        of_curve.add(value)
-        if trained is None or trained <= 0:
-            return
-        gap = (value - trained) / trained
-        least = max(1 + self.thresholds["rise"], of_curve.recovered)
-        is_above = gap > self.thresholds["gap"] and value > of_curve.best * least
-        of_curve.num_above = of_curve.num_above + 1 if is_above else 0
-        if of_curve.num_above == self.thresholds["records"]:
-            self._found_curve = curve
-            what = "the validation loss has risen from its best, and the loss in training has not"
-            yield JudgedSample(index, what, "validation over training, less 1", gap, self.thresholds["gap"])
+        return iter(())
 
     def finish(self) -> Iterator[Finding]:
-        for curve, (one, best) in self._found.items():
-            if self._validations[curve].best < best:
-                one = one._replace(severity=Severity.NOTE, what=f"{one.what}; later the loss reaches a new minimum")
-            yield one
-        if not self._validations:
+        for curve in self._seen:
+            if (one := self._risen(curve) or self._never_fell(curve)) is not None:
+                yield one
+        if not self._seen:
             self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"
         elif not self._trained:
             self.why_not_judged = "needs a loss in training: recorder.scalar('train/loss', loss)"
 
+    def _risen(self, curve: int) -> Finding | None:
+        """Return a finding if the loss rises farther above its best than before each of the best ones before it."""
+        found: Finding | None = None
+        best = best_then = math.inf
+        rise = recovered = 1.0
+        num_above = 0
+        for step, value, trained in self._seen[curve]:
+            if value < best:
+                recovered, rise, best = max(rise, recovered), 1.0, value
+            if best > 0:
+                rise = max(rise, value / best)
+            gap = value / trained - 1 if trained > 0 else math.nan
+            is_above = gap > self.thresholds["gap"] and value > best * max(1 + self.thresholds["rise"], recovered)
+            num_above = num_above + 1 if is_above else 0
+            if num_above == self.thresholds["records"] and best < best_then:
+                what, best_then = "the validation loss has risen from its best, and the loss in training has not", best
+                found = self.finding(self.lanes[curve], step, what, _GAP, gap, self.thresholds["gap"])
+        if found is not None and best < best_then:
+            found = found._replace(severity=Severity.NOTE, what=f"{found.what}; later the loss reaches a new minimum")
+        return found
 
-@dataclass(slots=True)
-class _Validations:
-    best: float = math.inf
-    rise: float = 1.0
-    """The largest validation loss since the best one, divided by the best one."""
-    recovered: float = 1.0
-    """The largest rise (a validation loss divided by the best one) that was followed by a new best validation."""
-    num_above: int = 0
-    """The number of consecutive validations far above both the best validation and the training loss."""
+    def _never_fell(self, curve: int) -> Finding | None:
+        """Return a finding if a loss stayed where training began, and the training loss fell, both by their noise.
 
-    def add(self, value: float) -> None:
-        if value < self.best:
-            self.recovered, self.rise, self.best = max(self.rise, self.recovered), 1.0, value
-        if self.best > 0:
-            self.rise = max(self.rise, value / self.best)
+        It is a note if the training loss is not far below, or if the loss began far above, as another kind of loss may.
+        """
+        seen = [one for one in self._seen[curve] if not math.isnan(one[2])]
+        if len(seen) < self.thresholds["flat"]:
+            return None
+        steps, values, trained = np.array(seen).T
+        began, last, limit = self._began.of(self.keys[curve].rank + 1), trained[-1], self.thresholds["gap"]
+        # Second differences of noise are 1.95 times its deviation, and have no trend. A model learns how frequent each
+        # class is even where the labels of the validation are wrong.
+        noise = np.abs(np.diff([values, trained], 2)).mean(axis=1) / 1.95
+        least = max(3 * noise[0], self.thresholds["rise"] * (began - last))
+        lowest = np.convolve(values, np.ones(3) / 3, "valid").min()
+        has_trained = 0 < last < began and trained[0] - last > _CERTAIN * noise.sum()
+        if not has_trained or max(values[0], began) - lowest > least:
+            return None
+        is_sure = values[-1] > last * (1 + limit) and values[0] < began * (1 + limit)
+        severity, gap = self.severity if is_sure else Severity.NOTE, values[-1] / last - 1
+        what, since, step = (
+            "the validation loss never fell, and the loss in training did",
+            int(steps[0]),
+            int(steps[-1]),
+        )
+        one = self.finding(self.lanes[curve], step, what, _GAP, gap, limit, severity, since)
+        return one._replace(advice=_SAME_IN_BOTH)
 
 
 def is_validation(key: SeriesKey) -> bool:
     """Return whether a series is the loss of a validation."""
-    is_named = _VALIDATION.fullmatch(key.name) is not None
-    return key.site == "scalar" and (is_named or (key.is_loss and key.mode in ("eval", "no_grad")))
+    return is_validation_loss(key.site, key.name) or (key.is_loss and key.mode in ("eval", "no_grad"))
