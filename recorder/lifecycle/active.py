@@ -5,6 +5,7 @@ At most one recorder is active at a time. A forked child has none. Only wrong se
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +21,7 @@ from .. import config
 from ..capture.groups import is_whole_pipe
 from ..capture.hooks.root import Root
 from ..errors import AttachError, ConfigError
+from ..sites import is_validation_loss
 from ..system import log
 from ..taps import ops
 from .attachment import Attachment, Inactive
@@ -123,6 +126,23 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
         )
         root.attachments.append(weakref.ref(attachment))
     return attachment
+
+
+def lightning_callback(package: str) -> Any:
+    """Make the callback to which Lightning, as the package of this name, gives the losses that a program logs."""
+    base = importlib.import_module(package).Callback
+    # A copy of it, or a spawned process, makes a callback of its own, because the class cannot be pickled.
+    members = {"on_validation_end": _validated, "__reduce__": lambda callback: (lightning_callback, (package,))}
+    return type("ValidationLosses", (base,), members)()
+
+
+def _validated(callback: Any, trainer: Any, module: Any) -> None:
+    try:
+        for name, value in {} if trainer.sanity_checking else dict(trainer.callback_metrics).items():
+            if is_validation_loss("scalar", name):
+                _package.scalar(name, value)
+    except Exception as error:
+        log.log(_logger, logging.WARNING, "Lightning's validation losses are not recorded: %r", error)
 
 
 def _detach(recorder: Recorder, root: Root) -> None:

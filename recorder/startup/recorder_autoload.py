@@ -9,6 +9,8 @@ recorder``. The package is then loaded under another name, so that both work.
 import os
 import sys
 
+_BESIDE = "_recorder_beside_users_own"
+
 
 def start() -> None:
     """Start recording if ``RECORDER`` is set.
@@ -37,6 +39,21 @@ def start() -> None:
         print(f"recorder: not recording: {type(error).__name__}: {error}", file=sys.stderr)
 
 
+def lightning(package: str = "lightning.pytorch") -> list[object]:
+    """Return Lightning's callbacks for validation losses: entry point ``lightning.pytorch.callbacks_factory``."""
+    try:
+        active = sys.modules.get("recorder.lifecycle.active") or sys.modules.get(f"{_BESIDE}.lifecycle.active")
+        return [active.lightning_callback(package)] if active is not None else []
+    except Exception as error:
+        print(f"recorder: Lightning's losses are not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+        return []
+
+
+def pytorch_lightning() -> list[object]:
+    """Return the callbacks for the package ``pytorch_lightning``, whose classes are others than Lightning's."""
+    return lightning("pytorch_lightning")
+
+
 def _package() -> str:
     """Return the name under which this package can be imported. If needed, import it under another name first."""
     import importlib.util
@@ -51,7 +68,7 @@ def _package() -> str:
         spec = None
     if spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(ours):
         return "recorder"
-    name = "_recorder_beside_users_own"
+    name = _BESIDE
     if name not in sys.modules:
         own = importlib.util.spec_from_file_location(name, ours, submodule_search_locations=[folder])
         if own is None or own.loader is None:
