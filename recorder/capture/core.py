@@ -144,6 +144,7 @@ class Capture:
         self.on_probed: Callable[[ProbedStep], None] | None = None
         """Called with the probe's numbers of each finished step. Must be set before the first value is recorded."""
         self.scalars = Scalars(self, self.roots)
+        self.add_evaluation: Callable[[Any, str], None] = self.scalars.add_evaluation
         self.taps_by_hand = TapsByHand(self, self.roots, self.objectives)
         self.rule_commands = RuleCommands(
             settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows

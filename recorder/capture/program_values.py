@@ -18,8 +18,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
+from ..observe.tree import tensor_leaves
 from ..records import SeenValue, StepPosition, ValuePlace
-from ..sites import OBJECTIVE
+from ..sites import OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
@@ -37,7 +38,9 @@ _MAX_LOSSES = 64
 """The most losses of one step that are kept until the step ends."""
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a scalar's name. A reader rejects a batch with a longer name as damaged."""
-_FOUND = '{"found":"backward"}'
+_EVALUATION_LOSS = "eval_loss"
+"""The scalar with the mean loss of an evaluation. The recorder finds it if the program gives no validation loss."""
+_FOUND = {LOSS: '{"found":"backward"}', _EVALUATION_LOSS: '{"found":"evaluation"}'}
 
 
 class Scalars:
@@ -48,18 +51,22 @@ class Scalars:
         self._roots = roots
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
-        self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """The losses found so far, as step, keep bits and value. They wait, as the program may record a loss itself."""
+        self._losses: deque[tuple[int, int, torch.Tensor, str, str | None]] = deque()
+        """The losses found so far, as step, keep bits, value, name and root. They wait: the program may record a loss
+        itself."""
         self._is_loss_given = False
         self._waits_for_loss = True
         """True until a step ends in which a loss was found and the program gave no loss. After that step each loss is
         recorded as it is found, so that a process that ends suddenly leaves the loss of its last step."""
+        self._evaluations: dict[str, tuple[int, int, torch.Tensor, int]] = {}
+        """By root, the evaluation that is under way: its step, keep bits, and the mean and number of its losses."""
+        self._is_validation_given = False
 
     def step_changes(self, step: int) -> None:
         """Record the waiting losses before the step changes, while the rules of the old step are still in force."""
         if self._losses and self._losses[0][0] != step:
             self._waits_for_loss = False
-            self.record_losses(until=step)
+        self.record_losses(until=step)
         if step != self._step:  # the program may have named the step that is current already
             self._step = step
             self._repeats.clear()
@@ -76,6 +83,9 @@ class Scalars:
         if name == LOSS:
             self._is_loss_given = True
             self._losses.clear()
+        if is_validation_loss("scalar", name):
+            self._is_validation_given = True
+            self._evaluations.clear()
         if keep := self._keep_of_scalar(name):
             self._record(name, value, keep, self.capture.clock.step, root_name)
 
@@ -87,27 +97,38 @@ class Scalars:
         """Take a one-element tensor at which a backward begins. It is the loss unless the program gives a loss."""
         if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
-        # A kernel that is launched now would become part of the graph.
-        if value.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        try:
-            local, chunk = plain(value)
-        except UnsupportedKind:  # the tensor has no values, for example a meta tensor
-            return
-        if chunk is not None and 'Partial"' in chunk.placements:
+        if (local := _local_loss(value)) is None:
             return
         with torch.no_grad():
             held = local.detach().clone() if self._waits_for_loss else local.detach()
-        self._losses.append((self.capture.clock.step, keep, held))
+        self._losses.append((self.capture.clock.step, keep, held, LOSS, None))
         if not self._waits_for_loss or len(self._losses) > _MAX_LOSSES:
             self.record_losses()
 
+    def add_evaluation(self, output: Any, root_name: str) -> None:
+        """Take the loss from a model's output in an evaluation, to record the mean over the evaluation."""
+        try:
+            if self._is_validation_given or not (keep := self._keep_of_scalar(_EVALUATION_LOSS)):
+                return
+            loss = next((leaf for name, leaf in tensor_leaves(output) if name == "loss"), None)
+            if not _may_be_loss(loss) or is_traced() or in_functorch() or (local := _local_loss(loss)) is None:
+                return
+            step, keep, mean, num = self._evaluations.get(root_name, (self.capture.clock.step, keep, 0.0, 0))
+            with torch.no_grad():
+                mean = mean + (local.detach().float() - mean) / (num + 1)
+            self._evaluations[root_name] = step, keep, mean, num + 1
+        except Exception as error:
+            self.capture.hook_failed("the loss of an evaluation", error)
+
     def record_losses(self, until: int | None = None) -> None:
-        """Record the losses that were found. Losses of the step `until` keep waiting."""
+        """Record the losses that were found, and the means of evaluations. Those of the step `until` keep waiting."""
+        for root_name in [name for name, evaluation in self._evaluations.items() if evaluation[0] != until]:
+            step, keep, mean, _ = self._evaluations.pop(root_name)
+            self._losses.appendleft((step, keep, mean, _EVALUATION_LOSS, root_name))
         while self._losses and self._losses[0][0] != until:
-            step, keep, value = self._losses.popleft()
+            step, keep, value, name, of_root = self._losses.popleft()
             try:
-                self._record(LOSS, value, keep, step, note=_FOUND)
+                self._record(name, value, keep, step, of_root, note=_FOUND[name])
             except Exception as error:
                 self.capture.hook_failed("the loss", error)
 
@@ -293,6 +314,18 @@ def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
     dynamo.set_code_exec_strategy(function.__code__, strategy)
+
+
+def _local_loss(value: Any) -> torch.Tensor | None:
+    """Return a loss as a plain tensor. Return None if its value is not known here, or cannot be copied now."""
+    # A kernel that is launched now would become part of the graph.
+    if value.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        local, chunk = plain(value)
+    except UnsupportedKind:  # the tensor has no values, for example a meta tensor
+        return None
+    return None if chunk is not None and 'Partial"' in chunk.placements else local
 
 
 def _may_be_loss(value: Any) -> bool:

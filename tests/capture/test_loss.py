@@ -20,12 +20,12 @@ RULES = "site=scalar,output keep=stats"
 engine: Any = torch.autograd
 
 
-def losses(folder: Path) -> list[Any]:
+def losses(folder: Path, name: str = "loss") -> list[Any]:
     """Step, number within the step and value of each."""
     frame: Any = recorder.open_run(folder).to_pandas(
         columns=["step", "repeat", "site", "name", "mean", "note", "micro_step"]
     )
-    found = frame[(frame.site == "scalar") & (frame.name == "loss")]
+    found = frame[(frame.site == "scalar") & (frame.name == name)]
     return [(int(row.step), int(row.repeat), float(row.mean)) for row in found.itertuples()]
 
 
@@ -116,6 +116,92 @@ def test_a_backward_inside_a_backward_and_gradients_alone_are_no_losses(tmp_path
         loss = outer(x).square().sum()
         loss.backward()
     assert losses(tmp_path) == [(0, 0, pytest.approx(loss.item()))]
+
+
+class WithLoss(nn.Module):
+    """A model whose output carries a loss, as those of Hugging Face do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.inner(x)
+        return {"loss": found.square().mean(), "logits": found}
+
+
+def evaluate(model: nn.Module, mode: Any = torch.no_grad) -> float:
+    """The mean loss of three batches."""
+    model.eval()
+    with mode():
+        found = [model(inputs(100 + number))["loss"] for number in range(3)]
+    model.train()
+    return float(sum(loss.item() for loss in found)) / 3
+
+
+def epochs(model: nn.Module, after: Callable[[nn.Module], float]) -> list[float]:
+    """Three epochs of two steps each; what `after` returns for each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        for step in range(2):
+            model(inputs(step))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(after(model))
+    return found
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mean_loss_of_an_evaluation_is_a_scalar_and_changes_nothing(
+    tmp_path: Path, model: nn.Module, mode: Any
+) -> None:
+    outer = WithLoss(model)
+    state = {name: value.clone() for name, value in outer.state_dict().items()}
+    plain = epochs(outer, lambda model: evaluate(model, mode))
+    after = {name: value.clone() for name, value in outer.state_dict().items()}
+    outer.load_state_dict(state)
+    with recorder.attach(outer, enabled=True, dir=str(tmp_path), rules=RULES):
+        assert epochs(outer, lambda model: evaluate(model, mode)) == plain
+    assert all(torch.equal(value, after[name]) for name, value in outer.state_dict().items())
+    assert losses(tmp_path, "eval_loss") == [
+        (2 * epoch + 1, 0, pytest.approx(loss)) for epoch, loss in enumerate(plain)
+    ]
+
+
+def test_a_loss_without_gradients_in_training_mode_is_no_evaluation(tmp_path: Path, model: nn.Module) -> None:
+    def peek(model: nn.Module) -> float:
+        with torch.no_grad():
+            return float(model(inputs(0))["loss"])
+
+    with recorder.attach(outer := WithLoss(model), enabled=True, dir=str(tmp_path), rules=RULES):
+        epochs(outer, peek)
+    assert losses(tmp_path, "eval_loss") == []
+
+
+def test_a_validation_loss_that_the_program_gives_stands_alone(tmp_path: Path, model: nn.Module) -> None:
+    def told(model: nn.Module) -> float:
+        recorder.scalar("val_loss", loss := evaluate(model))
+        return loss
+
+    with recorder.attach(outer := WithLoss(model), enabled=True, dir=str(tmp_path), rules=RULES):
+        found = epochs(outer, told)
+    assert losses(tmp_path, "eval_loss") == []
+    assert [loss for _, _, loss in losses(tmp_path, "val_loss")] == pytest.approx(found)
+
+
+def test_an_error_in_the_loss_of_an_evaluation_costs_only_this_loss(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(value: Any) -> Any:
+        raise RuntimeError("no such value")
+
+    with recorder.attach(outer := WithLoss(model), enabled=True, dir=str(tmp_path), rules=RULES):
+        monkeypatch.setattr("recorder.capture.program_values._local_loss", fails)
+        epochs(outer, evaluate)
+    assert losses(tmp_path, "eval_loss") == []
+    frame: Any = recorder.open_run(tmp_path).to_pandas(columns=["step", "site"])
+    assert set(frame[frame.site == "output"].step) == set(range(6))
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ class RunSteps(NamedTuple):
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
         # A loss that the recorder found itself is left out, because it may find different losses in equal trainings.
-        is_found = holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
+        is_found = holds(table.column("note"), lambda note: "found" in note_members(note))
         return cls(rows, selection.narrow(table.filter(pa.array(~is_found))))
 
     def without(self, rows: Flags) -> RunSteps:

@@ -37,111 +37,64 @@ class RootCalls(threading.local):
 class CaptureForHooks(Protocol):
     """The members of `Capture` that hooks, roots, scalars and taps use, on any thread. `Capture` describes each."""
 
+    settings: Settings
+    selection: RuleSelection
+    masks: list[int] | NoMasks
+    clock: Clock
+    events: Events
+    root_calls: RootCalls
+    aliases: Aliases
+    is_open: bool
+    """True until the recording is closed."""
     is_in_stage: bool
     """Whether the latest call of a model, which may be under way, is a call of a pipeline stage."""
     has_seen_forward: bool
     """True once a hook has observed a model's forward with gradients. `torch.compile` may compile hooks away."""
-
-    @property
-    def selection(self) -> RuleSelection: ...
-
-    @property
-    def masks(self) -> list[int] | NoMasks: ...
-
-    @property
-    def is_open(self) -> bool:
-        """True until the recording is closed."""
-
-    @property
-    def lost(self) -> Callable[[], object]:
-        """The function that counts a value as lost. It needs no stack and no memory."""
-
-    def keep_of(self, rule_set: int, call: int) -> int: ...
-
-    def observe(
-        self, seen: SeenValue, keep: int, tensor: torch.Tensor, put: Callable[[Staged], None] | None = None
-    ) -> None: ...
-
-    def probe_again(
-        self, origin: ValuePlace, mode: str, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor, int], bool] | None: ...
-
-    def site_failed(self, origin: ValuePlace, error: Exception) -> bool: ...
-
-    def keep_leaf_hook(self, handle: Any) -> None: ...
-
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def events(self) -> Events: ...
-
-    @property
-    def root_calls(self) -> RootCalls: ...
-
-    @property
-    def aliases(self) -> Aliases: ...
-
-    @property
-    def every_call_is_a_step(self) -> bool:
-        """True in inference: without an optimizer, every call of a root (a model under hooks) counts as a step."""
+    every_call_is_a_step: bool
+    """True in inference: without an optimizer, every call of a root (a model under hooks) counts as a step."""
+    lost: Callable[[], object]
+    """The function that counts a value as lost. It needs no stack and no memory."""
+    add_evaluation: Callable[[Any, str], None]
 
     @property
     def is_step_in_force(self) -> bool: ...
-
+    def keep_of(self, rule_set: int, call: int) -> int: ...
+    def observe(
+        self, seen: SeenValue, keep: int, tensor: torch.Tensor, put: Callable[[Staged], None] | None = None
+    ) -> None: ...
+    def probe_again(
+        self, origin: ValuePlace, mode: str, tensor: torch.Tensor
+    ) -> Callable[[torch.Tensor, int], bool] | None: ...
+    def site_failed(self, origin: ValuePlace, error: Exception) -> bool: ...
+    def keep_leaf_hook(self, handle: Any) -> None: ...
     def token_blocks(self) -> TokenBlocks: ...
-
     def step_changed(self) -> None: ...
-
     def call_begins(self) -> None: ...
-
     def forward_without_root(self) -> None: ...
-
     def pause(self) -> None: ...
-
     def resume(self) -> None: ...
-
     def hook_failed(self, where: str, error: Exception) -> None: ...
-
     def is_disarmed(self, site: str, name: str) -> bool: ...
 
 
 class CalledRoot(Protocol):
     """The members of `Root` that hooks and hooked modules need. `Root` describes each."""
 
-    @property
-    def capture(self) -> CaptureForHooks: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def marked_ranks(self) -> tuple[int, ...]:
-        """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
-
-    @property
-    def is_over_meshes(self) -> bool:
-        """Whether parameters are or were DTensors. Plain tensors may then share memory with DTensors."""
+    capture: CaptureForHooks
+    name: str
+    marked_ranks: tuple[int, ...]
+    """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
+    is_over_meshes: bool
+    """Whether parameters are or were DTensors. Plain tensors may then share memory with DTensors."""
 
     def slice_now(self) -> tuple[Slice, str]: ...
-
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool: ...
-
     def is_entry(self, module: nn.Module) -> bool: ...
-
     def is_entered_at(self, module: nn.Module) -> bool: ...
-
     def begins(self, module: nn.Module) -> None: ...
-
     def ends(self, output: Any) -> None: ...
-
     def failed(self, error: Exception) -> None: ...
-
     def has_moved(self, kind: str, eps: float) -> None: ...
-
     def jitter_failed(self, error: Exception) -> None: ...
 
 

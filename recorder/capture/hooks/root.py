@@ -476,7 +476,11 @@ class Root:
                         is_leaf = tensor.is_leaf
                     if is_leaf:
                         self.capture.keep_leaf_hook(handle)
-        if current is not None and self.capture.every_call_is_a_step:
+        if current is None:
+            return
+        if current.moment.mode == "no_grad" and not (self.is_training or self.capture.every_call_is_a_step):
+            self.capture.add_evaluation(output, self.name)
+        if self.capture.every_call_is_a_step:
             repeat = current.enter("forward", HELD_BY_MODULES)  # above 0 if the program has named the step
             for root in (self, *self._inner_roots):
                 root.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
