@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from .. import config
@@ -118,7 +119,7 @@ class Recorder:
         if self.capture is not None and (root := self.capture.root_of(module)) is not None:
             return not self.capture.every_call_is_a_step and root.can_enter_at(module)
         parameters = list(module.parameters())
-        if not parameters:
+        if not parameters or isinstance(module, ParametrizationList):  # it runs as it is registered, in no model yet
             return False
         trainable = any(p.requires_grad for p in parameters)
         if trainable and torch.is_grad_enabled():

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import recorder
+from recorder.analyze.doctor.expected import compare
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
 from recorder.capture.hooks.module import MODULES
@@ -495,3 +496,23 @@ def test_the_manifest_says_which_learning_rate_each_parameter_has(tmp_path: Path
         "2": {"weight": "lr.SGD.1"},
         "3": {},
     }
+
+
+@pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "orthogonal"])
+@pytest.mark.parametrize("is_read_before", [False, True])
+def test_a_parametrisation_that_runs_outside_the_model_is_no_root(
+    tmp_path: Path, kind: str, is_read_before: bool
+) -> None:
+    make = getattr(nn.utils.parametrizations, kind)
+    with flagged(tmp_path) as recording:
+        model = nn.Sequential(make(nn.Linear(4, 4)), nn.ReLU(), make(nn.Linear(4, 4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            penalty = cast(torch.Tensor, model[0].weight).square().mean() if is_read_before else 0.0
+            (model(torch.randn(3, 4)).square().mean() + penalty).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (root,) = recording.manifest["roots"]
+    assert "0.parametrizations.weight" in [module["path"] for module in root["modules"]]
+    assert set(recording.rows(module_path="", site="output").step) == {0, 1, 2}
+    assert compare(recording.run).problems == []
