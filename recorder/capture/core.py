@@ -66,7 +66,7 @@ from .local_values import (
     without_masked,
 )
 from .nonfinite import FirstNonFinite
-from .probe import Probe, ProbedGroup
+from .probe import MAX_COLUMNS, Probe, ProbedGroup
 from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
@@ -173,6 +173,8 @@ class Capture:
         if self.probe is not None:
             with torch._C._DisableFuncTorch():  # the call may be in `torch.func`, which wraps the tensors that are made
                 self._ask_probe(self.probe.step_changes, step)
+            if self.probe.is_full:
+                self.events.add("probe_full", _PROBE_FULL)
             if self.probe.is_blind:
                 self.selection.has_probe = False  # Without this check, hooks would stay on at every step for nothing.
         self.scalars.step_changes(step)
@@ -682,6 +684,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 _MASKED = '{"masked":true}'
 _NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'
+_PROBE_FULL = (
+    f"the numbers of every step are kept of {MAX_COLUMNS:,} values, and further values have none: select fewer values "
+    "in rules with keep=probe, by module= or site=, or give them names that do not change with the data"
+)
 _NO_ROOM = {
     "too_large": "{where} has {nbytes} bytes, more than the pool ({pool.capacity_bytes}): no copy of it is recorded; "
     "raise RECORDER_POOL_BYTES or select less",

@@ -113,7 +113,7 @@ def block_rows(
 BLOCK_STEPS = 64
 _BLOCK_S = 30.0
 """The longest time of a block, in seconds. A killed process loses the numbers of this time and of the current step."""
-_MAX_COLUMNS = 1 << 16
+MAX_COLUMNS = 1 << 16
 """The most values that are measured. Names may change with the data, so the number of values may grow without bound."""
 _MAX_PLANS = 4096
 _WAIT_S = 5.0
@@ -214,6 +214,8 @@ class Probe:
         self._arriving: deque[_ArrivingStep] = deque()
         self._has_measured = False
         self._has_refused = False
+        self.is_full = False
+        """Whether a value is not measured because `MAX_COLUMNS` values are measured already."""
         self._seen: dict[int, list[SeenAlone]] = {}
         """For each thread in a `learning` block, the values that were measured there."""
         self._began_s = 0.0
@@ -484,7 +486,8 @@ class Probe:
             facts["global_numel"] = math.prod(chunk.global_shape)
         with self._changing:
             column = len(self._columns)
-            if column >= _MAX_COLUMNS:
+            if column >= MAX_COLUMNS:
+                self.is_full = True
                 return None
             self._columns.append(ProbedSeries(key[0], phase, key[2], scope, facts))
             self._sums.append(0.0)

@@ -854,3 +854,15 @@ def test_an_output_without_strided_memory_does_not_go_the_short_way(tmp_path: Pa
         found.append(list(zip(outputs.step, outputs.numel, outputs.l2.round(6), strict=True)))
     assert found[0] == found[1]
     assert {step for step, _, _ in found[0]} == {0, 1, 2, 3, 5, 7}  # not those of mkldnn and the nested one
+
+
+def test_values_beyond_the_most_that_have_a_number_at_every_step_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recorder.capture.probe.MAX_COLUMNS", 3)
+    with flagged(tmp_path, PROBE) as recording:
+        _train(Net(), 9)
+    assert len(_probe(recording).groupby(["module_path", "site", "name"])) == 3
+    (told,) = recording.events("probe_full")
+    assert told.startswith("the numbers of every step are kept of 65,536 values, and further values have none: select")
+    assert any(told in check.text for check in checks_of(recording.run)), "doctor lists it"
