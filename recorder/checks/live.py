@@ -36,7 +36,7 @@ from .rules.values import NonFinite
 
 LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
 """The cheap rules: a rule costs a few additions per record, and remembers a few numbers per value."""
-_ALWAYS = ("nan_count", "inf_count")
+_ALWAYS = ("nan_count", "inf_count", "sum_sq")
 _UNWANTED = -1
 _MAX_PROBED = 1024
 """The most steps whose numbers from the probe wait for the writer thread. Older steps are dropped."""

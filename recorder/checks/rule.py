@@ -120,6 +120,7 @@ _SIZES = {
     "share of zeros": " ({2} of them)", "groups of equal ranks": " ({0} {1})",
 }  # fmt: skip
 """By measure, the text of `Finding.size`, with the value, the measure, the value in per cent and the limit."""
+_SIZES |= {f"{measure}, at least": words.replace(" in {0}", " in at least {0}") for measure, words in _SIZES.items()}
 
 
 class Replicas(NamedTuple):

@@ -71,6 +71,18 @@ def test_a_nan_is_named_once_at_the_module_that_made_it() -> None:
     assert one.severity is Severity.ERROR and one.measure == "NaN elements"
 
 
+def test_of_a_value_that_was_not_counted_at_least_one_element_is_said_to_be_nan() -> None:
+    for sum_sq, words in ((np.nan, "NaN in at least 1 of its elements"), (4.0, "NaN in 1 of its elements")):
+        recorded = Recorded()
+        recorded.add(0, "up", [np.nan, 1.0, 2.0])
+        recorded.add(0, "up", [np.nan, 1.0, 2.0], site="param", name="weight")
+        for _, _, numbers in recorded._rows:
+            numbers["sum_sq"] = sum_sq
+        (one,) = recorded.judge(NonFinite).findings
+        assert words in one.said
+        assert one.detail == f"weight holds {'at least ' * (sum_sq != 4.0)}1 NaN, 0 infinite"
+
+
 def test_a_nan_that_comes_back_is_named_again() -> None:
     def change(step: int, rank: int, path: str, values: Any) -> Any:
         return values * np.nan if step in (2, 3, 6) and path == "blocks.1" else values

@@ -149,14 +149,17 @@ class NonFinite(CheckRule):
         is_of_module = np.array([one[:2] == key[:2] for one in series], np.bool_)[rows.series] & same_step
         inputs, params = (is_of_module & rows.at(site) for site in ("input", "param"))
         skipped = same_step & rows.where("skipped", lambda one: tells_skip(one.site, one.name))
+        # The norm alone of a value on a device was computed.
+        is_open = np.isnan(rows["sum_sq"]) & (rows["nan_count"] + rows["inf_count"] < rows["numel"])
         what, detail = "the value is not finite", ""
         if (params & is_bad).any() and key.site != "param":
             bad = rows.take(params & is_bad)
             names = [series[number].name for number in bad.series.tolist()]
             what += f", and neither is a parameter of the module: {listed(list(dict.fromkeys(names)), 4)}"
             nans, infs = (np.nan_to_num(bad[count]).tolist() for count in ("nan_count", "inf_count"))
-            counts = zip(names, nans, infs, strict=True)
-            detail = "; ".join(f"{name} holds {n:.0f} NaN, {i:.0f} infinite" for name, n, i in counts)
+            least = ["at least " * one for one in is_open[params & is_bad].tolist()]
+            counts = zip(names, least, nans, infs, strict=True)
+            detail = "; ".join(f"{name} holds {some}{n:.0f} NaN, {i:.0f} infinite" for name, some, n, i in counts)
         elif key.site == "output" and (inputs & is_bad).any():
             what += ", and neither is its input"
         elif key.site == "output" and inputs.any():
@@ -180,6 +183,7 @@ class NonFinite(CheckRule):
                 what += f", as it did {_MOST_SKIPPED} times in a row"
         self._last_skipped = step
         measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
+        measure += ", at least" * bool(is_open[index])
         found = self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
         return found._replace(detail=detail)
 
