@@ -30,6 +30,8 @@ from .callbacks import CaptureForHooks
 from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
+_RATES = ("dropout", "drop_prob", "dropout_p", "attention_dropout", "attn_dropout")
+"""The attributes in which a module keeps the rate of a dropout that the module applies itself."""
 _OTHERS = "parameters, gradients and optimizer state are"
 _HIDDEN = {
     "compiled": "values inside compiled modules are not recorded ({}); " + _OTHERS + ". RECORDER_COMPILED=tap, or "
@@ -310,13 +312,15 @@ class Inventory:
 def _depends_on_mode(module: nn.Module | None) -> bool:
     """Whether a module computes something else in evaluation mode than in training: a dropout, or a batch norm.
 
-    A batch norm with frozen parameters is left out, because its statistics are frozen on purpose, too.
+    So does a module with a rate of dropout of its own, such as `MultiheadAttention`, `LSTM` and `DropPath`. A module
+    with frozen parameters is left out, because its statistics are frozen on purpose, too.
     """
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    if module is not None and (own := list(module.parameters(recurse=False))) and not any(p.requires_grad for p in own):
-        return False
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    rates = [vars(module).get(name) for name in (*_RATES, "p" if "Drop" in type(module).__name__ else "")]
+    depends = any(isinstance(rate, (int, float)) and rate is not True and 0 < rate <= 1 for rate in rates)
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        depends = module.running_mean is not None
+    own = list(module.parameters()) if depends and module is not None else []
+    return depends and (not own or any(parameter.requires_grad for parameter in own))
 
 
 def _is_below(path: str, above: str) -> bool:

@@ -10,7 +10,7 @@ from ..rows import ModuleFacts, Rows
 from ..rule import CheckRule, Finding, Severity
 
 _KINDS = ("Dropout", "Norm")
-"""Parts of the class names of modules that compute something else in evaluation mode than in training mode."""
+"""Parts of class names. Modules that have one are of one kind; other modules are of one kind if their class is."""
 
 
 class _ProgramRule(CheckRule):
@@ -69,20 +69,20 @@ class EvaluationMode(_ProgramRule):
     advice = "call model.train() before the training goes on, as after a validation"
 
     def finish(self) -> Iterator[Finding]:
-        for kind in _KINDS:
-            of_root: defaultdict[str, dict[tuple[str, str], ModuleFacts]] = defaultdict(dict)
-            for module, facts in self.catalog.modules.items():
-                if kind in facts.class_name:
-                    of_root[module[0]][module] = facts
-            for root, modules in of_root.items():
-                steps = {module: one.evaluated for module, one in modules.items() if one.evaluated is not None}
-                whole = self.catalog.modules.get((root, ""))
-                is_whole = whole is not None and whole.evaluated is not None
-                is_odd = is_whole or len(steps) < len(modules)
-                what = "the module is in evaluation mode while the model is trained"
-                what += ", as all modules are" if is_whole else "" if is_odd else ", as all of its kind are"
-                for module, step in steps.items():
-                    # The first updates are looked at, and that at which the whole model has this mode; else one in 16.
-                    is_first = step < 3 or (whole is not None and whole.evaluated == step)
-                    known = what if is_first else f"{what}; it may have begun before this step"
-                    yield self.finding_on(module, step, known, severity=None if is_odd else Severity.NOTE)
+        kinds: defaultdict[tuple[str, str], dict[tuple[str, str], ModuleFacts]] = defaultdict(dict)
+        for module, facts in self.catalog.modules.items():
+            kind = next((kind for kind in _KINDS if kind in facts.class_name), facts.class_name)
+            if module[1]:
+                kinds[module[0], kind][module] = facts
+        for (root, _), modules in kinds.items():
+            steps = {module: one.evaluated for module, one in modules.items() if one.evaluated is not None}
+            whole = self.catalog.modules.get((root, ""))
+            is_whole = whole is not None and whole.evaluated is not None
+            is_odd = is_whole or len(steps) < len(modules)
+            what = "the module is in evaluation mode while the model is trained"
+            what += ", as all modules are" if is_whole else "" if is_odd else ", as all of its kind are"
+            for module, step in steps.items():
+                # The first updates are looked at, and that at which the whole model has this mode; else one in 16.
+                is_first = step < 3 or (whole is not None and whole.evaluated == step)
+                known = what if is_first else f"{what}; it may have begun before this step"
+                yield self.finding_on(module, step, known, severity=None if is_odd else Severity.NOTE)

@@ -116,6 +116,52 @@ def test_a_frozen_norm_may_be_in_evaluation_mode(tmp_path: Path, is_frozen: bool
     assert trained(tmp_path, model, clear=nn.Module.zero_grad) == expected
 
 
+class DropPath(nn.Module):
+    """A module with a rate of its own, as many libraries have one."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.drop_prob = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, self.drop_prob, self.training)
+
+
+class WithAttention(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.one, self.two = (nn.MultiheadAttention(4, 2, dropout=rate) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.one(x, x, x)[0]
+        return x + self.two(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_module_that_applies_a_dropout_itself_may_be_in_evaluation_mode(
+    tmp_path: Path, rate: float, is_frozen: bool
+) -> None:
+    torch.manual_seed(0)
+    attention = WithAttention(rate)
+    model = nn.Sequential(nn.Linear(4, 4), attention, DropPath(rate), nn.Linear(4, 4), DropPath(rate))
+    attention.one.eval().requires_grad_(not is_frozen)
+    model[2].eval()
+    named = [("evaluation_mode", "1.one")] * (not is_frozen) + [("evaluation_mode", "2")]
+    assert trained(tmp_path, model, clear=nn.Module.zero_grad) == (named if rate else [])
+
+
+def test_a_dropout_that_the_models_own_train_keeps_in_evaluation_mode_is_named(tmp_path: Path) -> None:
+    class Stubborn(nn.Sequential):
+        def train(self, mode: bool = True) -> Stubborn:
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    model = nn.Sequential(nn.Linear(4, 4), Stubborn(nn.Linear(4, 4), nn.Dropout(0.1)), nn.Dropout(0.1)).train()
+    assert trained(tmp_path, model, clear=nn.Module.zero_grad) == [("evaluation_mode", "1.1")]
+
+
 def test_a_frozen_layer_that_the_optimizer_has_is_a_note(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
