@@ -34,6 +34,8 @@ from .updates import Updates
 
 _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)
+_A_TRAINING = 10
+"""An optimizer that has counted so many updates was a training, and the name is not given to the next optimizer."""
 _LOOK_EVERY = 16
 """The number of steps between two calls of `_look_at_update`, which is also called at the steps in `_EARLY_LOOKS`."""
 HERE_ALONE = '{"of_one_rank":true}'
@@ -149,6 +151,12 @@ class OptimizerHooks:
         """By optimizer id, the optimizer and the ids of its parameter groups when it had the most groups."""
         self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
+        self._counted = ("", 0)
+        """The name of the optimizer that counted the last updates, and the number of these updates."""
+        self._made_late: dict[int, weakref.ref[Optimizer]] = {}
+        """By id, the optimizers that were made after the first update."""
+        self._waiting: int | None = None
+        """The id of the first optimizer of `_made_late` that has stepped since the one that counts. Otherwise None."""
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
@@ -176,8 +184,8 @@ class OptimizerHooks:
     def name_of(self, optimizer: Optimizer) -> str:
         """Return an optimizer's name: the class name, with a number if several live optimizers share the class name.
 
-        An optimizer that the program makes anew at each step keeps the name of the previous optimizer. A
-        ZeroRedundancyOptimizer takes over the name of the optimizer inside it.
+        An optimizer that the program makes anew at each step keeps the name of the previous optimizer. An optimizer
+        for another training does not. A ZeroRedundancyOptimizer has the name of the optimizer inside it.
         """
         known = self.known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
@@ -192,6 +200,7 @@ class OptimizerHooks:
                 break
         else:
             base, used = type(inside or optimizer).__name__, {name for _, name in self.known.values()}
+            used |= {self._counted[0]} if self._counted[1] >= _A_TRAINING else set()
             name, i = base, 0
             while name in used:
                 i += 1
@@ -311,6 +320,20 @@ class OptimizerHooks:
             self._counting = weakref.ref(optimizer)
         return self._counting() is optimizer
 
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer counts the steps of another training, while the one of the training before is alive.
+
+        It was made after the first update, and steps for the second time since the optimizer that counts.
+        """
+        reference = self._made_late.get(id(optimizer))
+        if reference is None or reference() is not optimizer or self._capture.settings.step_optimizer:
+            return False
+        if self._waiting != id(optimizer):
+            self._waiting = self._waiting or id(optimizer)
+            return False
+        self._counting = weakref.ref(optimizer)
+        return True
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the values that the update will use, or wrap the closure that computes them (the pre-step hook)."""
         if _is_compiling() or not self._capture.is_open:
@@ -336,11 +359,9 @@ class OptimizerHooks:
             self.name_of(optimizer)  # `name_of` adds the optimizer to `known`
             self._note_rates()
         capture = self._capture
-        if not capture.has_seen_forward and self._counts(optimizer):
-            # No forward advances the step here: the root's own hooks are compiled away, or the root takes no hooks.
-            moved = capture.clock.advance_if_stepped()
-            if moved:
-                capture.step_changed()
+        # Where no forward is seen, it does not advance the step: hooks are compiled away, or the root takes no hooks.
+        if not capture.has_seen_forward and self._counts(optimizer) and capture.clock.advance_if_stepped():
+            capture.step_changed()
         self._look_at_update(optimizer)
         self._record_rates(optimizer)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
@@ -362,7 +383,8 @@ class OptimizerHooks:
                 root.inventory.note_uncleared(last.parameter(), capture.clock.step)
         self._last_gradients = {key: one.after_other_step() for key, one in self._last_gradients.items()}
         if is_counting := self._counts(optimizer):
-            num, evaluated = capture.clock.num_optimizer_steps, {o.name for o in capture.roots if not o.is_training}
+            num, roots = capture.clock.num_optimizer_steps, [root for root in capture.roots if root.clock.is_trained]
+            evaluated = {root.name for root in roots if not root.is_training}
             self._is_looking = num in _EARLY_LOOKS or num % _LOOK_EVERY == 0 or not evaluated <= self._evaluated
             self._evaluated |= evaluated
         if self._is_looking:
@@ -374,7 +396,7 @@ class OptimizerHooks:
             for root in capture.roots:
                 # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
                 if root.thread in (None, threading.get_ident()):
-                    root.inventory.look_at_update(trained, capture.clock.step)
+                    root.inventory.look_at_update(trained, capture.clock.step, root.clock.is_trained)
 
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""
@@ -403,9 +425,10 @@ class OptimizerHooks:
             self._capture.hook_failed(f"{type(optimizer).__name__}.step", error)
 
     def _count(self, optimizer: Optimizer) -> None:
-        self.name_of(optimizer)
+        name = self.name_of(optimizer)
         self.num_steps += 1
-        if self._counts(optimizer):
+        if self._counts(optimizer) or self._takes_over(optimizer):
+            self._waiting, self._counted = None, (name, self._counted[1] * (self._counted[0] == name) + 1)
             clock = self._capture.clock
             if clock.source == "counted":
                 states = updating(optimizer).state.values()
@@ -612,6 +635,9 @@ class OptimizerHooks:
             if not hooks._capture.is_open:
                 return
             try:
+                if hooks.num_steps:
+                    hooks._made_late = {key: one for key, one in hooks._made_late.items() if one() is not None}
+                    hooks._made_late[id(optimizer)] = weakref.ref(optimizer)
                 if updating(optimizer) is not None:
                     hooks.name_of(optimizer)
                 hooks._on_new(optimizer)

@@ -147,7 +147,8 @@ class Scalars:
         repeat = self._repeats.get(name, 0)
         self._repeats[name] = repeat + 1
         if root_name is None:
-            root_name = next((root.name for root in self._roots), "")
+            roots = sorted(self._roots, key=lambda root: not root.clock.is_trained)
+            root_name = next((root.name for root in roots), "")
         origin, moment = ValuePlace(root_name, "", "scalar", name), StepPosition(step, None, "train")
         self.capture.observe(SeenValue(origin, moment, "forward", 0, repeat, note=note), keep, value)
 

@@ -90,7 +90,9 @@ def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
         for cause in islice(causes, _MAX_CAUSES if candidates else 0):
             for one in candidates:
                 is_free = one is not cause and id(one) not in cause_of and _root_of(cause, cause_of) is not one
-                is_over = one.rule in _ANEW and any(cause.step < at <= one.first_step for at in catalog.recovered_at)
+                recovered = catalog.recovered_at if one.rule in _ANEW else ()
+                others = catalog.trainings if cause.root != one.root else ()
+                is_over = any(cause.step < at <= one.first_step for at in (*recovered, *others))
                 if is_free and not is_over and _LINKED[link](cause, one, first_seen):
                     cause_of[id(one)] = cause
     cause_of = {number: _root_of(cause, cause_of) for number, cause in cause_of.items()}

@@ -96,6 +96,7 @@ class Engine:
 
     def _feed(self, rows: Rows) -> None:
         self.last_step = int(rows.steps[-1])
+        self._catalog.note_trainings(rows)
         all_rows, recorded = rows, rows.without_probe()
         for rule in self._rules:
             if rule.name in self._failed:

@@ -7,6 +7,7 @@ lane, so that memory grows with the model and the ranks, but not with the steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ Flags = npt.NDArray[np.bool_]
 
 IS_PROBE = "is_probe"
 """The column that is 1 in a row of the probe (one number of a value at every step), and 0 or NaN in other rows."""
+_LEAST_STEPS = 10
+"""The fewest steps of a training, where the next optimizer trains a model that was trained before."""
 _MAX_RANK = 1 << 26
 MAX_STEPS = 1 << 40
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
@@ -102,6 +105,13 @@ class Catalog:
         """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []
         """The steps at which all spikes before them had been over for some records in a row."""
+        self.trainings: list[int] = []
+        """The first step of each training of the process but the first, as of the folds of a cross-validation."""
+        self._rates: set[int] = set()
+        """The series of the learning rates of the last step that has any."""
+        self._changed_at = 0
+        self._trained: set[str] = set()
+        """The roots (models) of the learning rates so far."""
         self.is_at_end = False
         """Whether only the rows of the last step are still to be judged. The last step may be incomplete."""
 
@@ -135,6 +145,24 @@ class Catalog:
             new = [is_one(key) for key in self.series[len(known) :]]
             known = self._marks[name] = np.append(known, np.array(new, np.bool_))
         return known
+
+    def note_trainings(self, rows: Rows) -> None:
+        """Note the steps at which all optimizers are others than at the step before: another training begins.
+
+        Where a model is trained again, some programs make an optimizer anew for every few steps of one training.
+        """
+        rates = rows.take(rows.where("rate", attrgetter("is_rate")))
+        series, steps = rates.series, rates.steps
+        if not len(rates) or self._rates == set(np.unique(series).tolist()):
+            return
+        for at in np.split(np.arange(len(rates)), np.flatnonzero(np.diff(steps)) + 1):
+            now, step = set(series[at].tolist()), int(steps[at[0]])
+            roots = {self.series[one].root for one in now}
+            if self._rates and self._rates.isdisjoint(now):
+                if self._trained.isdisjoint(roots) or step - self._changed_at >= _LEAST_STEPS:
+                    self.trainings.append(step)
+                self._changed_at = step
+            self._rates, self._trained = now, self._trained | roots
 
     def find(self, key: SeriesKey, rank: int) -> int | None:
         """Return the lane (index) of a series on a rank. Return None if the rank has no row of the series."""

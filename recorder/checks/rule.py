@@ -87,8 +87,13 @@ class Finding(NamedTuple):
     @property
     def text(self) -> str:
         """The finding in words, for one line: since when it holds, where it is, what it is, and how large."""
-        where = " ".join(filter(None, (text.module_in_words(self.module_path), self.site, self.name)))
+        where = self.model + " ".join(filter(None, (text.module_in_words(self.module_path), self.site, self.name)))
         return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.said}"
+
+    @property
+    def model(self) -> str:
+        """The name of the model, to be put before a path. Empty for the first model of a process."""
+        return "" if self.root in ("", "model") else f"{self.root}: "
 
     @property
     def said(self) -> str:

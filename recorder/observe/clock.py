@@ -136,6 +136,11 @@ class RootClock:
         """The number of slices (a forward and its backward each) in the newest step that has one."""
         return 0 if self._latest is None else (self._latest.moment.micro_step or 0) + 1
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the model's last forward with gradients is of the current step, or none was seen (as in a graph)."""
+        return self._latest is None or self._latest.moment.step >= self._clock.step
+
     def begin(
         self,
         *,

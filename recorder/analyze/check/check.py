@@ -407,8 +407,8 @@ def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
-    """Join findings of one kind at one site. Findings of two modules are joined if their values have equal names."""
-    groups = by_key(((one.rule, one.severity, one.what, one.site, one.measure), one) for one in findings)
+    """Join findings of one kind at one site of a model, and of two modules if their values have equal names."""
+    groups = by_key(((one.rule, one.severity, one.what, one.site, one.measure, one.root), one) for one in findings)
     for group in groups.values():
         names = by_key((one.module_path, one.name) for one in group)
         by_names = by_key((frozenset(names[one.module_path]), one) for one in group)
@@ -446,7 +446,7 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
     until = f" to {one.last_step}" if one.last_step > one.first_step else ""
     return {
         "what": f"{worst.rule}: {worst.what}",
-        "module": listed(paths, _MAX_MODULES),
+        "module": worst.model + listed(paths, _MAX_MODULES),
         "value": f"{worst.site}{names}",
         "step": f"{'since ' * (worst.since is not None)}step {one.first_step}{until}",
         "rank": _ranks(one.ranks).removeprefix(", "),

@@ -184,12 +184,13 @@ class Inventory:
             if more:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
-    def look_at_update(self, trained: set[int], step: int) -> None:
+    def look_at_update(self, trained: set[int], step: int, is_trained: bool) -> None:
         """Note, before an update, parameters that have a gradient but no optimizer, and modules in evaluation mode.
 
         Args:
             trained: the ids of the parameters that optimizers have.
             step: the step that the update ends.
+            is_trained: whether the model is trained in this step, so that the mode of its modules counts.
         """
         untrained: dict[int, list[str]] = {}
         frozen: dict[int, list[str]] = {}
@@ -197,7 +198,7 @@ class Inventory:
         for i, hooked in enumerate(self._hooked[: len(self._modules)]):
             described, module = self._modules[i], hooked.module()
             trains_any |= module is not None and module.training
-            is_new = module is not None and not module.training and "evaluated" not in described
+            is_new = is_trained and module is not None and not module.training and "evaluated" not in described
             if is_new and _depends_on_mode(module) and self._is_trained_around(described["path"]):
                 self._add(i, {"evaluated": step})
             for name, parameter in hooked.own("_parameters"):
@@ -210,7 +211,7 @@ class Inventory:
                     num_trained += 1
                 else:
                     untrained.setdefault(i, []).append(name)
-        if self._modules and not trains_any and "evaluated" not in self._modules[0]:
+        if self._modules and is_trained and not trains_any and "evaluated" not in self._modules[0]:
             self._add(0, {"evaluated": step})
         for i, names in frozen.items():
             if names != self._modules[i].get("frozen"):

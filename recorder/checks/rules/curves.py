@@ -48,6 +48,8 @@ class CurveKey(NamedTuple):
     rank: int
     name: str
     """The name and mode of a loss, or the scope of gradients."""
+    training: int
+    """The number of the training. Each training of a process has curves of its own."""
 
 
 class JudgedSample(NamedTuple):
@@ -92,6 +94,7 @@ class CurveRule(CheckRule):
         """By curve, the number of samples before the step that is being judged."""
         self.most = 0
         self.step = -1
+        self.training = 0
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in self.sites and (key.is_loss or key.site == "grad")
@@ -103,6 +106,13 @@ class CurveRule(CheckRule):
         step of an epoch may have fewer micro-batches, and some programs divide each loss by their number.
         """
         rows = rows.take(~(rows.at("scalar") & np.isnan(rows["mean"])))
+        trainings = np.searchsorted(self.catalog.trainings, rows.steps, "right")
+        for training in np.unique(trainings).tolist():
+            if training != self.training:
+                self.training, self._number = training, Memory()
+            yield from self._add(rows.take(trainings == training))
+
+    def _add(self, rows: Rows) -> Iterator[Finding]:
         curves, steps, values, shares = self._samples(rows)
         order = np.argsort(steps, kind="stable")
         curves, steps, values = curves[order], steps[order], values[order]
@@ -149,7 +159,8 @@ class CurveRule(CheckRule):
         for lane in np.unique(lanes[np.isnan(numbers)]).tolist():
             key, rank = self.catalog.key_of(lane), int(self.catalog.rank_of[lane])
             is_loss = key.site == "scalar"
-            curve = CurveKey(_LOSS, rank, f"{key.name} {key.mode}") if is_loss else CurveKey(_NORM, rank, key.scope)
+            kind, name = (_LOSS, f"{key.name} {key.mode}") if is_loss else (_NORM, key.scope)
+            curve = CurveKey(kind, rank, name, self.training)
             if curve not in self._number_of:
                 self._number_of[curve] = len(self.keys)
                 self.is_loss[np.array([len(self.keys)])] = float(is_loss)
@@ -159,7 +170,7 @@ class CurveRule(CheckRule):
         return self._number[lanes].astype(np.int64)
 
     def _blamed(self, rows: Rows, curve: int, step: int, shares: Floats) -> int:
-        kind, rank, scope = self.keys[curve]
+        kind, rank, scope, _ = self.keys[curve]
         if kind == _LOSS:
             return self.lanes[curve]
         is_part = rows.where(f"grad of scope {scope}", lambda key: key.site == "grad" and key.scope == scope)
@@ -328,6 +339,7 @@ class Spike(CurveRule):
                     self._mild[curve] = int(num[index]) + 1, limit
                 self._spiking.setdefault(curve, (limit, 0))
                 yield JudgedSample(index, what, kind, value, limit, Severity.NOTE if is_mild else None)
+        self._spiking = {one: how for one, how in self._spiking.items() if self.keys[one].training == self.training}
         if self._spiking:
             for curve, value in zip(curves.tolist(), values.tolist(), strict=True):
                 if curve in self._spiking:  # a NaN loss is no sample, so its spike never ends

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import recorder
+from recorder.analyze.check.check import check, sentence, told_of
 from recorder.checks.rule import Severity
+from recorder.config import DEFAULT_RULES
 from tests.campaigns.check.check import is_named, judged, loud, record, twins
 from tests.campaigns.check.programs.cases import BASE, EXPECTED, FAULTS, FLAG_ALONE, SOUND
+from tests.rigs.capturing import Recording, flagged
 
 SOUND_ONES = ["mlp-adamw"]
 FAULTY = ["zeroed_gradient", "one_layer_doubled"]
@@ -92,3 +97,85 @@ def test_a_replica_that_comes_apart_between_two_records_is_dated_by_the_probe(fo
 def test_the_campaign_expects_something_of_each_fault() -> None:
     assert EXPECTED.keys() == FAULTS.keys() and not FAULTS.keys() & SOUND.keys()
     assert set(BASE.values()) <= SOUND.keys()
+
+
+DEFAULT = "; ".join(rule.text for rule in DEFAULT_RULES)
+
+
+def last_step(recording: Recording) -> int:
+    return int(recording.rows(site="scalar", name="loss").step.max())
+
+
+def classes_and_net() -> tuple[torch.Tensor, torch.Tensor, nn.Sequential]:
+    """Samples, their classes, and a net that learns these within 60 steps."""
+    generator = torch.Generator().manual_seed(0)
+    x, map_ = torch.randn(256, 20, generator=generator), torch.randn(20, 5, generator=generator)
+    net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 5))
+    return x, (x @ map_).argmax(1), net
+
+
+def go(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, classes: torch.Tensor) -> None:
+    net.train()
+    for _ in range(60):
+        index = torch.randint(0, len(x), (32,))
+        loss = nn.functional.cross_entropy(net(x[index]), classes[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    net.eval()
+    with torch.no_grad():
+        net(x)
+
+
+@pytest.mark.parametrize("kept", ["nothing", "models", "all"])
+@pytest.mark.parametrize("has_fault", [False, True])
+def test_each_training_of_a_process_is_judged_by_itself(tmp_path: Path, kept: str, has_fault: bool) -> None:
+    torch.manual_seed(0)
+    alive: list[object] = []
+    with flagged(tmp_path, DEFAULT) as recording:
+        for trial in range(3):
+            x, classes, net = classes_and_net()
+            trained = net[:4] if has_fault and trial == 1 else net
+            optimizer = torch.optim.Adam(trained.parameters(), lr=1e-2)
+            go(net, optimizer, x, classes)
+            alive += [] if kept == "nothing" else [net] if kept == "models" else [net, optimizer]
+            del net, optimizer, trained
+    assert last_step(recording) == (177 if kept == "all" else 179), "the optimizers of all trainings count"
+    findings = check(recording.run).findings
+    named = {(one.rule, one.root, one.module_path) for one in findings if one.severity > Severity.NOTE}
+    assert named == ({("not_optimized", "model_1", "4")} if has_fault else set())
+    if has_fault:
+        told = [sentence(first) for first, _ in told_of(findings) if first.worst.severity > Severity.NOTE]
+        what = "not_optimized: model_1: '4' param weight, bias, step 0: it has a gradient, and no optimizer has it"
+        assert told == [what]
+
+
+@pytest.mark.parametrize("keeps_optimizer", [False, True])
+def test_a_model_that_is_trained_for_another_task_begins_another_training(
+    tmp_path: Path, keeps_optimizer: bool
+) -> None:
+    torch.manual_seed(0)
+    with flagged(tmp_path, DEFAULT) as recording:
+        x, classes, net = classes_and_net()
+        before = torch.optim.Adam(net.parameters(), lr=1e-2)
+        go(net, before, x, classes)
+        if not keeps_optimizer:
+            del before
+        go(net, torch.optim.Adam(net.parameters(), lr=1e-3), x, (classes + 2) % 5)
+    assert last_step(recording) == (118 if keeps_optimizer else 119)
+    assert [one for one in check(recording.run).findings if one.severity > Severity.NOTE] == []
+
+
+def test_two_optimizers_of_one_training_take_turns_at_counting_never(tmp_path: Path) -> None:
+    """As the critic of a GAN, which is updated five times before the generator is."""
+    maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    with flagged(tmp_path, "site=scalar keep=stats") as recording:
+        optimizers = [torch.optim.Adam(one.parameters()) for one in (maker, judge)]
+        for _ in range(8):
+            judge(maker(torch.randn(4, 4))).mean().backward()
+            optimizers[0].step()
+            for _ in range(5):
+                judge(torch.randn(4, 4)).mean().backward()
+                optimizers[1].step()
+    assert last_step(recording) == 8
+    assert check(recording.run, rules=["spike"]).findings == []
