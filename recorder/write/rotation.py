@@ -260,7 +260,7 @@ class RotatingShards:
             return None
         self.notices.say(
             QUOTA,
-            f"{self.directory}: the rows of kind {self.kind} have used up their part of max_bytes; rows are dropped",
+            f"{self.directory}: {self.kind} rows have used up their part of max_bytes and are dropped; raise max_bytes",
         )
         return QUOTA
 
