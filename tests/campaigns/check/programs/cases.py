@@ -59,6 +59,8 @@ class Case:
     """Whether the gradients are cleared after an update."""
     schedule: Callable[[int], float] = lambda step: 1.0
     """Of the learning rate."""
+    anew_at: int = 0
+    """The step at which a new optimizer begins to train the model for another task, with other `labels`; 0 if none."""
     is_validated: bool = False
     num_batches: int = 0
     """Batches of the training set; 0 for ever new ones."""
@@ -105,6 +107,9 @@ def _average(net: Any, step: int, rank: int) -> None:
 SOUND: dict[str, Case] = {
     "mlp-adamw": Case(),
     "mlp-adam-high": Case(optimizer="adam", rate=1e-2),
+    "mlp-another-task": Case(
+        optimizer="adam", rate=1e-2, anew_at=160, labels=lambda labels, number: (labels + 2 * (number >= 160)) % 4
+    ),
     "mlp-sgd": Case(optimizer="sgd", rate=0.03),
     "mlp-rmsprop": Case(optimizer="rmsprop"),
     "mlp-adagrad": Case(optimizer="adagrad", rate=1e-2),

@@ -103,6 +103,8 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
         rules = DEFAULT_RULES
     with recorder.attach(model, enabled=True, dir=str(folder / "recordings"), rules=rules, pool_bytes="64 MB"):
         for step in range(case.steps):
+            if case.anew_at and step == case.anew_at:
+                optimizer = optimizer_of(case, net)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = group.get("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * case.schedule(step)
