@@ -291,7 +291,7 @@ class TestDoctor:
     def test_bytes_are_said_to_be_unchecked(self, cli: Cli, recorded: Path) -> None:
         oks = [line for line in cli("doctor", recorded).out.splitlines() if line.startswith("ok")]
         where = f"recorder verify {recorded}"
-        assert oks[-1] == f"ok      not checked here: whether bytes have changed; {where} checks all bytes"
+        assert oks[-1] == f"ok      not checked here: whether bytes have changed; to check all bytes: {where}"
 
     def test_json_is_a_list_of_checks(self, cli: Cli, recorded: Path) -> None:
         states = {check["state"] for check in cli("doctor", recorded, "--json").json["checks"]}

@@ -303,7 +303,7 @@ def test_of_runs_of_one_name_the_path_is_told(cli: Cli, tmp_path: Path, monkeypa
     for number in (1, 2):
         record(make_run(tmp_path / f"run-{number}", name="gpt", created_ns=number), training(5))
     for number in (1, 2):
-        told = f"recorder verify {tmp_path}/run-{number} checks all bytes\n"
+        told = f"to check all bytes: recorder verify {tmp_path}/run-{number}\n"
         assert cli("doctor", tmp_path / f"run-{number}").out.endswith(told)
 
 

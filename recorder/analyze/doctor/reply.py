@@ -126,7 +126,7 @@ def checks_of(run: Run) -> Iterator[Check]:
         unchecked = "whether the ranks' chunks fit together, which takes a long look at many rows"
         yield Check("ok", f"not checked here: {unchecked}")
     command = shlex.join(["recorder", "verify", shortest_text_of(run.path, run.name)])
-    yield Check("ok", f"not checked here: whether bytes have changed; {command} checks all bytes")
+    yield Check("ok", f"not checked here: whether bytes have changed; to check all bytes: {command}")
 
 
 def _absent_ranks(run: Run, absent: Sequence[int]) -> Iterator[Check]:

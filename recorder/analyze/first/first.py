@@ -121,7 +121,7 @@ def first(run: Run) -> First:
     notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, bad)]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
-        notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
+        notes.append(f"{num_superseded} rows were left out, because a restart repeated their steps")
     notes += [*filter(None, [left_out(run)]), *run.endings]
     return First(
         nonfinite=bad,
