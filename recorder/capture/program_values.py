@@ -1,13 +1,14 @@
 """Records values that the program names: the scalars of a step, such as the loss, and tensors given to `recorder.tap`.
 
-A scalar comes from the program or an optimizer, or it is the loss at which a backward begins. No device is synced for a
-scalar: a tensor of one element is copied as any other value is. This module records `recorder.tap` in eager code;
-`recorder/capture/hooks/graph_rows.py` records the taps in a compiled graph.
+A scalar comes from the program, from an optimizer or a clip, or it is the loss at which a backward begins. No device is
+synced for a scalar: a tensor of one element is copied as any other value is. This module records `recorder.tap` in
+eager code; `recorder/capture/hooks/graph_rows.py` records the taps in a compiled graph.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
 
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..observe.tree import tensor_leaves
 from ..records import SeenValue, StepPosition, ValuePlace
-from ..sites import OBJECTIVE, is_validation_loss
+from ..sites import CLIP_LIMIT, CLIP_NORM, OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
@@ -200,8 +202,9 @@ class LossFinder:
     """Finds the loss, a tensor of one element whose backward is called, and records it as the scalar ``loss``.
 
     No hook of torch shows the tensors at which a backward begins, but every backward calls the function with which
-    `torch.autograd` starts its engine. So that function and `GradScaler.scale` are wrapped until `close`. The wrapper
-    does nothing while dynamo compiles, while a graph is made, or inside another backward. It ignores
+    `torch.autograd` starts its engine. So that function and `GradScaler.scale` are wrapped until `close`. So is the
+    function to which `torch.nn.utils.clip_grad_norm_`, however it was imported, gives the norm of the gradients. The
+    wrapper does nothing while dynamo compiles, while a graph is made, or inside another backward. It ignores
     `torch.autograd.grad` except in the stages of a pipeline, which may use it as their backward. The wrapper may not
     read a value, hold a graph, or raise into training.
     """
@@ -216,15 +219,18 @@ class LossFinder:
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
-        """Install the wrappers if a rule asks for the loss and the wrappers are not installed yet."""
-        if self._wrapped or not self._scalars.wants(LOSS):
+        """Install the wrappers if a rule asks for the loss or for norms, and the wrappers are not installed yet."""
+        if self._wrapped or not (self._scalars.wants(LOSS) or self._scalars.wants(CLIP_NORM)):
             return
+        for owner, name in ((clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")):
+            if hasattr(owner, name):
+                self._wrap(owner, name, functools.partial(self._looking, self._clips, "a clip"))
         if hasattr(torch.autograd, _ENGINE):
-            self._wrap(torch.autograd, _ENGINE, self._run)
+            self._wrap(torch.autograd, _ENGINE, functools.partial(self._looking, self._begins, "the loss"))
         sharded = loaded("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler")
         for kind in (GradScaler, sharded):
             if kind is not None and "scale" in vars(kind):
-                self._wrap(kind, "scale", self._scale)
+                self._wrap(kind, "scale", functools.partial(self._looking, self._note, "the loss", with_result=True))
 
     def _wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
@@ -232,47 +238,43 @@ class LossFinder:
         setattr(owner, name, wrapper)
         self._wrapped.append((owner, name, original, wrapper))
 
-    def _run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _looking(self, look: Any, what: str, original: Any, *, with_result: bool = False) -> Callable[..., Any]:
+        """Return the original function, with `look` called before it, or after it with its result as first argument."""
         finder = self
 
-        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if finder._capture.is_open:
-                look(outputs, accumulates=kwargs.get("accumulate_grad", False))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_seen = not _is_compiling() and finder._capture.is_open
+            if is_seen and not with_result:
+                try_to_look(*args, **kwargs)
             try:
-                return original(outputs, *args, **kwargs)
+                result = original(*args, **kwargs)
             except BaseException as error:
                 _leave_own_frame_out(error)
                 raise
-
-        def look(outputs: Any, *, accumulates: bool) -> None:
-            try:
-                finder._begins(outputs, accumulates=accumulates)
-            except Exception as error:
-                finder._capture.hook_failed("the loss", error)
-
-        _leave_uncompiled(run, with_callees=False)
-        _leave_uncompiled(look, with_callees=True)
-        return run
-
-    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        finder = self
-
-        def scale(scaler: Any, outputs: Any) -> Any:
-            try:
-                result = original(scaler, outputs)
-            except BaseException as error:
-                _leave_own_frame_out(error)
-                raise
-            if not _is_compiling() and finder._capture.is_open:
-                try:
-                    finder._note(result, outputs)
-                except Exception as error:
-                    finder._capture.hook_failed("the loss", error)
+            if is_seen and with_result:
+                try_to_look(result, *args, **kwargs)
             return result
 
-        return scale
+        def try_to_look(*args: Any, **kwargs: Any) -> None:
+            try:
+                look(*args, **kwargs)
+            except Exception as error:
+                finder._capture.hook_failed(what, error)
 
-    def _note(self, scaled: Any, outputs: Any) -> None:
+        _leave_uncompiled(run, with_callees=False)
+        _leave_uncompiled(try_to_look, with_callees=True)
+        return run
+
+    def _clips(self, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None) -> None:
+        local = None if is_traced() or in_functorch() else _local_loss(total_norm)
+        if local is None:
+            return
+        with torch.no_grad():  # a NaN would stand before the gradients that it comes from
+            self._scalars.record(CLIP_NORM, local.nan_to_num(nan=0.0, posinf=0.0))
+        if isinstance(max_norm, torch.Tensor) or math.isfinite(max_norm):
+            self._scalars.record(CLIP_LIMIT, max_norm)
+
+    def _note(self, scaled: Any, _: GradScaler, outputs: Any) -> None:
         if isinstance(outputs, torch.Tensor):
             scaled, outputs = [scaled], [outputs]
         if not isinstance(outputs, (list, tuple)):
@@ -282,9 +284,8 @@ class LossFinder:
             (weakref.ref(result), loss.detach()) for result, loss in pairs if _may_be_loss(loss) and result is not loss
         ]
 
-    def _begins(self, outputs: Iterable[Any], *, accumulates: bool) -> None:
-        capture = self._capture
-        if not accumulates and not capture.is_in_stage:
+    def _begins(self, outputs: Iterable[Any], *_: Any, accumulate_grad: bool = False, **__: Any) -> None:
+        if not accumulate_grad and not self._capture.is_in_stage:
             return
         if torch._C._current_graph_task_id() != -1 or is_traced() or in_functorch():
             return

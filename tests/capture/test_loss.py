@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad, clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import recorder
@@ -294,3 +295,61 @@ def test_a_run_with_losses_equals_one_from_before_there_were_any(
     for a, b in (runs, reversed(runs)):
         found = diff(a, b)
         assert found.is_equal and not found.culprits
+
+
+def clipped(folder: Path, name: str) -> list[float]:
+    frame: Any = recorder.open_run(folder).to_pandas(columns=["step", "site", "name", "mean"])
+    return [float(value) for value in frame[(frame.site == "scalar") & (frame.name == name)]["mean"]]
+
+
+def clip_all(model: nn.Module, folder: Path | None, clip: Callable[[Any, float], torch.Tensor]) -> list[float]:
+    """Three steps that are clipped; their norms before the clip. The second one has a NaN, and the last no limit."""
+    norms, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=folder is not None, dir=str(folder), rules=RULES):
+        for step, limit in enumerate((1e-3, 1e-3, float("inf"))):
+            model(inputs(step)).square().mean().backward()
+            if step == 1:
+                next(model.parameters()).grad[0] = torch.nan  # type: ignore[index]
+            norms.append(clip(list(model.parameters()), limit).item())
+            if step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("how", ["imported before", "by attribute", "in two calls", "compiled"])
+def test_the_norm_before_a_clip_is_a_scalar_and_the_clip_is_not_changed(
+    tmp_path: Path, model: nn.Module, how: str
+) -> None:
+    def in_two_calls(parameters: Any, limit: float) -> torch.Tensor:
+        parameters = list(parameters)
+        norm = nn.utils.get_total_norm([one.grad for one in parameters])
+        nn.utils.clip_grads_with_norm_(parameters, limit, total_norm=norm)
+        return norm
+
+    kinds: dict[str, Any] = {
+        "imported before": clip_grad_norm_,
+        "by attribute": lambda parameters, limit: nn.utils.clip_grad_norm_(parameters, limit, foreach=False),
+        "in two calls": in_two_calls,
+        "compiled": torch.compile(lambda *args: clip_grad_norm_(*args), backend="eager", fullgraph=True),
+    }
+    wrapped = clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    norms = clip_all(model, tmp_path, kinds[how])
+    assert (clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_) == wrapped, "they are put back"
+    recorded = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    plain = clip_all(model, None, kinds[how])
+    assert norms[::2] == plain[::2]
+    assert all(torch.equal(value, recorded[name]) for name, value in model.state_dict().items())
+    is_seen = how != "compiled"
+    assert clipped(tmp_path, "clip.norm") == pytest.approx([norms[0], 0.0, norms[2]] if is_seen else [])
+    assert clipped(tmp_path, "clip.max_norm") == [1e-3, 1e-3][: 2 * is_seen], "no limit is no number"
+
+
+def test_an_error_of_a_clip_has_no_frame_of_ours(tmp_path: Path, model: nn.Module) -> None:
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        model(inputs(0)).square().mean().backward()
+        with pytest.raises(TypeError) as raised:
+            nn.utils.clip_grads_with_norm_(model.parameters(), object(), torch.ones(()))  # type: ignore[arg-type]
+    assert not any("recorder" in str(entry.path) for entry in raised.traceback[1:])
