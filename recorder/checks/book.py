@@ -24,7 +24,7 @@ RULES: tuple[type[CheckRule], ...] = (
     parameters.Vanishing, parameters.Exploding, parameters.NoGradient, parameters.Unchanged, parameters.Update,
     programs.NotOptimized, programs.NotCleared, programs.EvaluationMode, activations.EvaluationOutput,
     parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, parameters.Objectives,
-    parameters.Flip,
+    parameters.Flip, programs.Clipping,
     comparing.OutlierRank, comparing.Replica, values.Data, comparing.RunningStatistics, activations.DeadUnits,
     activations.OutlierUnits, activations.LowPrecision, comparing.Width, comparing.Unusual, comparing.Invariant,
 )  # fmt: skip

@@ -54,6 +54,7 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ),
     ("nonfinite", Link.SKIPPED, ("nonfinite",)),
     ("skipped", Link.LATER, ("unchanged", "loss")),
+    ("clipping", Link.LATER, ("unchanged", "loss", "vanishing")),
     ("jump", Link.TOGETHER, ("spike", "loss", "update")),
     ("spike", Link.TOGETHER, ("spike", "loss")),
     ("jump", Link.LATER, ("replica",)),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..sites import SKIPPED
+from ..sites import SKIPPED, UPDATE
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, as_exact_floats, grouped, previous
 
 _FIRST_PHASE = 8
@@ -370,3 +370,19 @@ class Movement:
         gap = np.fmax(steps - previous(lanes, steps, self._step), 1)
         with np.errstate(all="ignore"):
             return np.asarray(moved / gap / before)
+
+
+class Moves:
+    """Adds up how far the updates have moved the parameters, by the numbers of the probe."""
+
+    total, num = 0.0, 0
+    """The sum of the lengths of all updates, each in parts of the norm of all parameters, and their number."""
+
+    def add(self, rows: Rows) -> Rows:
+        """Take the rows of updates and parameters among these rows of whole steps, and return the rows of scalars."""
+        ids, squares, is_update = grouped(rows.steps)[0], np.nan_to_num(rows["sum_sq"]), rows.at(UPDATE)
+        moved, sizes = np.bincount(ids, squares * is_update), np.bincount(ids, squares * rows.at("param"))
+        known = (np.bincount(ids, is_update) > 0) & (sizes > 0)
+        self.total += float(np.sqrt(moved[known] / sizes[known]).sum())
+        self.num += int(known.sum())
+        return rows.take(rows.at("scalar"))

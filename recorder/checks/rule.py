@@ -122,7 +122,7 @@ _SIZES = {
     "NaN and infinite elements": " (not finite in {0} of its elements)", "records without a change": " in {0} records",
     "records": "", "robust z": ", at {0} times the usual distance", "share of elements": " ({2} of its elements)",
     "cosine": "", "of the norm at first": " ({2} is left)", "momentum, at least": " (at least {0})",
-    "share of zeros": " ({2} of them)", "groups of equal ranks": " ({0} {1})",
+    "fall of the loss": " (it fell by {2})", "share of zeros": " ({2} of them)", "groups of equal ranks": " ({0} {1})",
 }  # fmt: skip
 """By measure, the text of `Finding.size`, with the value, the measure, the value in per cent and the limit."""
 _SIZES |= {f"{measure}, at least": words.replace(" in {0}", " in at least {0}") for measure, words in _SIZES.items()}

@@ -24,6 +24,7 @@ from recorder.checks.rules.parameters import (
     Update,
     Vanishing,
 )
+from recorder.checks.rules.programs import Clipping
 from recorder.checks.rules.values import Data, NonFinite, Skipped
 from recorder.sites import UPDATE
 from tests.checks.rows import Recorded
@@ -283,6 +284,94 @@ def losses(value: Any, steps: int = 40) -> Recorded:
         recorded.add(step, "", value(step), site="scalar", name="train/loss")
         recorded.add(step, "", 1.0, site="scalar", name="lr")
     return recorded
+
+
+def with_updates(recorded: Recorded, size: float, steps: int) -> Recorded:
+    """Add a weight of norm 1, and updates of this norm."""
+    for step in range(steps):
+        recorded.add(step, "head", np.full((4, 4), 0.25), site="param", **OPTIMIZER)
+        recorded.add(step, "head", np.full((4, 4), size / 4), site=UPDATE, **OPTIMIZER)
+    return recorded
+
+
+def clips(norm: Any, size: float = 1e-8, steps: int = 60, ranks: int = 1, limit: float = 1.0) -> Recorded:
+    recorded = Recorded()
+    for step in range(steps):
+        for rank in range(ranks):
+            recorded.add(step, "", norm(step), rank=rank, site="scalar", name="clip.norm")
+            recorded.add(step, "", limit, rank=rank, site="scalar", name="clip.max_norm")
+    return with_updates(recorded, size, steps)
+
+
+@pytest.mark.parametrize(
+    ("norm", "since"),
+    [
+        (lambda step: 1e4, 0),
+        (lambda step: 1e4 if step > 11 else 2.0, 12),
+        (lambda step: 1.0 if step % 15 == 3 else 1e4, 4),
+        (lambda step: 0.0 if step % 2 else 1e4, 0),
+        (lambda step: 1e4 if step < 50 else 2.0, None),
+        (lambda step: 1e4 if step > 45 else 2.0, None),
+        (lambda step: 30.0, None),
+        (lambda step: 1.0 if step % 5 == 0 else 1e4, None),
+    ],
+    ids=["always", "later", "nearly always", "not finite between", "no longer", "too late", "usual", "often"],
+)
+def test_clipping_that_always_cuts_to_nothing_is_named(norm: Any, since: int | None) -> None:
+    found = said(clips(norm, ranks=2), Clipping)
+    assert [(one.since, one.severity, one.name) for one in found] == (
+        [] if since is None else [(since, Severity.WARNING, "clip.norm")]
+    )
+    assert all(one.value == pytest.approx(1e4) for one in found)
+
+
+def test_clipping_is_a_note_where_the_weights_move_all_the_same() -> None:
+    (one,) = said(clips(lambda step: 1e4, size=1e-3), Clipping)
+    assert one.severity == Severity.NOTE and "the weights move all the same" in one.said
+
+
+def test_clipping_without_a_call_or_without_a_limit_finds_nothing() -> None:
+    assert "clip_grad_norm_" in with_updates(Recorded(), 1e-8, 60).judge(Clipping).unjudged[0].why
+    recorded = with_updates(Recorded(), 1e-8, 60)
+    for step in range(60):
+        recorded.add(step, "", 1e4, site="scalar", name="clip.norm")
+    assert recorded.judge(Clipping) == ([], [], {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "size", "expected"),
+    [
+        (lambda step, e: 1.4 + 0.2 * e, 1e-8, Severity.WARNING),
+        (lambda step, e: 1.4 + 0.2 * e, 1e-3, Severity.NOTE),
+        (lambda step, e: 1.4 + 0.05 * e, 1e-3, Severity.NOTE),
+        (lambda step, e: 1.4 - 0.3 * step / 200 + 0.2 * e, 1e-3, None),
+        (lambda step, e: 0.5 + 0.9 * 0.8**step + 0.05 * e, 1e-3, None),
+        (lambda step, e: 1.4 + 0.3 * np.sin(step / 12) + 0.1 * e, 1e-3, None),
+        (lambda step, e: 1.4 * (step % 10 == 0) + 0.1 * e, 1e-3, None),
+        (lambda step, e: 0.01 + e, 1e-3, None),
+        (lambda step, e: 0.5 + step / 200 + 0.1 * e, 1e-3, None),
+    ],
+    ids=["no weight moves", "noise", "less noise", "slow", "early", "swings", "sparse", "around zero", "curriculum"],
+)
+def test_a_loss_that_never_falls_beyond_its_noise_is_named(loss: Any, size: float, expected: Severity | None) -> None:
+    recorded = losses(lambda step: float(loss(step, noise(3, step, shape=()))), steps=200)
+    found = said(with_updates(recorded, size, 200), LossStuck)
+    assert [(one.name, one.severity) for one in found] == ([("train/loss", expected)] if expected is not None else [])
+    assert all("has not fallen beyond its noise" in one.what for one in found)
+
+
+def test_a_loss_is_not_judged_within_its_noise_where_that_says_nothing() -> None:
+    def stays(step: int) -> float:
+        return 1.4 + float(noise(3, step, shape=(), scale=0.1))
+
+    few, unknown = with_updates(losses(stays, steps=90), 1e-3, 90), losses(stays, steps=200)
+    validated, resumed, falling = Recorded(), Recorded(), with_updates(losses(stays, steps=200), 1e-3, 200)
+    for step in range(200):
+        validated.add(step, "", stays(step), site="scalar", name="val/loss")
+        resumed.add(step + 900, "", stays(step), site="scalar", name="loss")
+        falling.add(step, "", 1.4 * 0.99**step, site="scalar", name="aux/loss")
+    for recorded in (few, unknown, with_updates(validated, 1e-3, 200), with_updates(resumed, 1e-3, 1_200), falling):
+        assert said(recorded, LossStuck) == []
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...sites import is_validation_loss
+from ...sites import UPDATE, is_validation_loss
 from ...system.text import module_in_words, number
+from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
@@ -21,6 +22,8 @@ _RECOVERED = 10
 """Spikes are over once each curve that spiked has had this many records in a row below the spike's limit."""
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
+_NUM_BLOCKS = 32
+"""The most blocks of a loss, whose means hardly depend on each other. With more samples, two blocks become one."""
 _KEPT_STEPS = 16
 _MAX_KEPT_ROWS = 400_000
 _MAX_DETAILS = 20
@@ -393,7 +396,7 @@ class Jump(CurveRule):
 
 class LossStuck(CurveRule):
     name = "loss"
-    sentence = "The loss stands still, rises far above where it began, or leaps and stays up."
+    sentence = "The loss never falls beyond its noise, rises far, or leaps and stays up."
     sites, columns = ("scalar",), ("mean",)
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
@@ -402,7 +405,9 @@ class LossStuck(CurveRule):
         Setting("rise", 3, "times the beginning", CALIBRATED),
         Setting("leap", 5, "times the median of the records before", CALIBRATED),
         Setting("share", 0.1, "of the beginning", "a leap of a loss near zero does not count"),
-    )
+        Setting("shown", 0.2, "of the loss", "a fall that the noise must not hide"),
+        Setting("moved", 1e-4, "of the weights' norm, in all updates", "fine-tuning has 1e-5 in one update"),
+    )  # fmt: skip
     advice = "compare the gradients and the learning rate with those of a training that learns"
 
     def set_up(self) -> None:
@@ -410,29 +415,39 @@ class LossStuck(CurveRule):
         self._window = max(int(self.thresholds["records"]), 2)
         self._rings, self._earlier, self._steps = (Rings(self._window) for _ in range(3))
         """By curve: the last samples, the samples before these, and the steps of the last samples."""
-        self._began = Memory()
-        """By curve, the mean of the curve's first records."""
+        self._began, self._noise = Memory(), Memory()
+        """By curve, the mean and the standard deviation of the curve's first records."""
         self._is_reported = Memory(0.0), Memory(0.0), Memory(0.0)
         """By curve, 1 if it was reported: a rise (first memory), a loss that stands still (second), a leap (third)."""
         self._still: dict[int, Finding] = {}
         """By curve, the finding of a loss that stands still, as long as the loss has not fallen since: a warm-up."""
+        self._moves, self._blocks = Moves(), Rings(_NUM_BLOCKS)
+        """By curve, the sums of its samples in blocks of equal size, which doubles when there are too many."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.is_loss or key.site in ("param", UPDATE)
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        rows = self._moves.add(rows)
+        yield from super().add(rows) if len(rows) else ()
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        for rings in (self._rings, self._earlier, self._steps):
+        for rings in (self._rings, self._earlier, self._steps, self._blocks):
             rings.grow(curves)
         num = self.num[curves].astype(np.int64)
+        self._put_blocks(curves, num, values)
         self._earlier.put(curves, num, self._rings.put(curves, num, values))
         self._steps.put(curves, num, np.full(len(curves), float(self.step)))
         num, ring = num + 1, self._rings.values[curves]
         now, middle = ring.mean(axis=1), np.median(ring, axis=1)
         is_begun = num == self._window
-        self._began[curves[is_begun]] = now[is_begun]
+        self._began[curves[is_begun]], self._noise[curves[is_begun]] = now[is_begun], ring[is_begun].std(axis=1)
         began = self._began[curves]
         with np.errstate(all="ignore"):
             spread = np.nan_to_num((ring.max(axis=1) - ring.min(axis=1)) / np.abs(now), posinf=0.0)
         is_late = num >= 2 * self._window
-        limit = began * self.thresholds["rise"]
-        is_risen = is_late & (middle > limit) & (limit > 0)  # one bad batch moves the mean, but not the median
+        limit = np.maximum(began * self.thresholds["rise"], began + 3 * self._noise[curves])  # some lie around zero
+        is_risen = is_late & (middle > limit) & (began > 0)  # one bad batch moves the mean, but not the median
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
         is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
         limits = np.full(len(curves), self.thresholds["spread"])
@@ -457,10 +472,55 @@ class LossStuck(CurveRule):
         for curve in curves[is_down].tolist():
             self._still.pop(curve, None)
 
-    def finish(self) -> Iterable[Finding]:
+    def _put_blocks(self, curves: Integers, num: Integers, values: Floats) -> None:
+        blocks, full = self._blocks.values, curves[(num >= _NUM_BLOCKS) & (num & (num - 1) == 0)]
+        blocks[full, : _NUM_BLOCKS // 2] = blocks[full, ::2] + blocks[full, 1::2]
+        sizes = _block_size(num)
+        at = num // sizes
+        blocks[curves, at] = np.where(num % sizes == 0, values, blocks[curves, at] + values)
+
+    def finish(self) -> Iterator[Finding]:
         if self.most < 2 * self._window:
             self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
-        return self._still.values()
+        yield from self._still.values() or self._never_fell()  # a fine-tuning may begin at its floor: a note
+
+    def _never_fell(self) -> Iterator[Finding]:
+        """Report the loss if no loss of the training ever left the noise in which it began, over all ranks together."""
+        losses: dict[tuple[str, int], list[int]] = {}
+        for curve, key in enumerate(self.keys):
+            num, lane = int(self.num.of(curve)), self.lanes[curve]
+            is_whole = max(10 * self._window, self.step / 2) <= num  # a run that goes on has learnt before
+            if is_whole and not is_validation(self.catalog.key_of(lane)):
+                losses.setdefault((key.name, num), []).append(curve)
+        found = [self._quarters(np.array(curves), num) for (_, num), curves in losses.items()]
+        if not found or not all(means for means, _ in found) or not self._moves.num:
+            return
+        (means, shown), curves, moved = found[0], next(iter(losses.values())), self._moves.total
+        still, fall = moved < self.thresholds["moved"], float((means[0] - min(means)) / abs(np.mean(means)))
+        what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
+        lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
+        one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
+        detail = f"its quarters are {', '.join(map(number, means))}; a fall by {number(100 * shown)} % would show"
+        yield one._replace(ranks=ranks, detail=f"{detail}; all updates add up to {number(moved)} of the weights")
+
+    def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float]:
+        """Return the loss in the quarters of the run, and which fall shows; no loss if it fell, or may have fallen."""
+        size = int(_block_size(np.array(num - 1)))
+        blocks = self._blocks.values[curves, : num // size].mean(axis=0) / size
+        quarters, usual, num_blocks = np.array_split(blocks, 4), blocks[1:].mean(), len(blocks)
+        means = [float(one.mean()) for one in quarters]
+        spread = math.sqrt(sum(float(one.var()) * len(one) for one in quarters) / (num_blocks - 4))
+        apart = 8 * spread / math.sqrt(num_blocks)  # of four equal means, 95 of 100 lie within this range
+        shown = apart / max(abs(float(blocks.mean())), 1e-30)
+        fell = self._began[curves].mean() - usual > 3 * spread * math.sqrt(size / self._window)
+        fell |= (blocks[0] - usual > 3 * blocks[1:].std()) | (np.ptp(means) > apart) | (spread == 0)
+        fell = fell or np.corrcoef(blocks, np.arange(num_blocks))[0, 1] * math.sqrt(num_blocks) < -1.65  # a slope
+        return ([] if fell or shown > self.thresholds["shown"] else means), shown
+
+
+def _block_size(num: Integers) -> Integers:
+    """Return how many samples a block has once a curve has had more than `num` samples."""
+    return np.asarray(2 ** np.ceil(np.log2(np.maximum((num + 1) / _NUM_BLOCKS, 1))), np.int64)
 
 
 class Overfitting(CurveRule):
@@ -485,8 +545,6 @@ class Overfitting(CurveRule):
 
     def set_up(self) -> None:
         super().set_up()
-        self._facts: Integers = np.zeros((0, 2), np.int64)
-        """By curve, the rank plus 1; and 1 for a validation curve, else 0."""
         self._total, self._num_trained = Memory(0.0), Memory(0.0)
         """By rank plus 1, the sum and the number of the training losses since the rank's last validation."""
         self._began, self._num_began = Memory(0.0), Memory(0.0)
@@ -501,13 +559,9 @@ class Overfitting(CurveRule):
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         """Keep the validations. The findings come from `finish`, because a later validation may be better."""
-        new = [
-            (self.keys[curve].rank + 1, int(is_validation(self.catalog.key_of(self.lanes[curve]))))
-            for curve in range(len(self._facts), int(curves.max()) + 1)
-        ]
-        if new:
-            self._facts = np.concatenate([self._facts, np.array(new, np.int64)])
-        ranks, is_valid = self._facts[curves, 0], self._facts[curves, 1] == 1
+        lanes = np.array(self.lanes)[curves]
+        ranks = self.catalog.rank_of[lanes] + 1
+        is_valid = self.catalog.mark("validation", is_validation)[self.catalog.series_of[lanes]]
         num, total = np.bincount(ranks[~is_valid]), np.bincount(ranks[~is_valid], values[~is_valid])
         known = np.arange(len(num))
         self._num_trained[known] = self._num_trained[known] + num

@@ -6,8 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ..rows import ModuleFacts, Rows
-from ..rule import CheckRule, Finding, Severity
+import numpy as np
+
+from ...sites import CLIP_LIMIT, CLIP_NORM, UPDATE
+from ...system.text import number
+from ..normal import Moves
+from ..rows import ModuleFacts, Rows, SeriesKey, grouped
+from ..rule import CheckRule, Finding, Setting, Severity
 
 _KINDS = ("Dropout", "Norm")
 """Parts of class names. Modules that have one are of one kind; other modules are of one kind if their class is."""
@@ -86,3 +91,54 @@ class EvaluationMode(_ProgramRule):
                 is_first = step < 3 or (whole is not None and whole.evaluated == step)
                 known = what if is_first else f"{what}; it may have begun before this step"
                 yield self.finding_on(module, step, known, severity=None if is_odd else Severity.NOTE)
+
+
+class Clipping(CheckRule):
+    """Clipping that always cuts. The finding is a note where the weights move all the same, as they do with Adam."""
+
+    name = "clipping"
+    sentence = "Clipping cuts the gradients to a tiny part of their norm in nearly every step."
+    sites, columns, reads_probe = ("scalar", "param", UPDATE), ("mean", "sum_sq"), True
+    settings = (
+        Setting("ratio", 100, "times max_norm", "usual clipping cuts a norm of 2 to 30 to 1"),
+        Setting("steps", 20, "steps, nine of ten until the end", "ours"),
+        Setting("moved", 1e-4, "of the weights' norm, in an update", "usual is 1e-3; the decay of AdamW is 1e-5"),
+    )
+    advice = "look at max_norm, at the reduction of the loss, and whether GradScaler unscales the gradients before"
+
+    def set_up(self) -> None:
+        self._moves, self._lane, self._balance = Moves(), -1, 0
+        self._cuts: tuple[int, int, int, float] | None = None
+        """Since nine of ten steps are cut: the first and the last of them, their number, the sum of the cuts' logs."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.site != "scalar" or key.name in (CLIP_NORM, CLIP_LIMIT)
+
+    def add(self, rows: Rows) -> Iterable[Finding]:
+        """Judge each step by its largest norm and its largest limit: at least one clip cuts by as much."""
+        rows = self._moves.add(rows)
+        ids, firsts = grouped(rows.steps)
+        is_limit, largest = rows.where("limit", lambda key: key.name == CLIP_LIMIT), np.zeros((2, len(firsts)))
+        np.maximum.at(largest, (is_limit.astype(np.int64), ids), rows["mean"])
+        for step, norm, limit in zip(rows.steps[firsts].tolist(), *largest.tolist(), strict=True):
+            self._lane = int(rows.lanes[0])
+            is_cut = 0 < self.thresholds["ratio"] * limit < norm
+            self._balance = min(self._balance + (1 if is_cut else -9 * (norm > 0)), 90)  # not finite: recorded as 0
+            if self._balance < 0:
+                self._cuts, self._balance = None, 0
+            elif is_cut:
+                first, _, num, total = self._cuts or (step, 0, 0, 0.0)
+                self._cuts = first, step, num + 1, total + math.log(norm / limit)
+        return ()
+
+    def finish(self) -> Iterator[Finding]:
+        if self._lane < 0:
+            self.why_not_judged = "needs a call of torch.nn.utils.clip_grad_norm_"
+        first, last, num, total = self._cuts or (0, 0, 0, 0.0)
+        if num >= self.thresholds["steps"]:
+            moved, cut = self._moves.total / max(self._moves.num, 1), math.exp(total / num)
+            moves, limit = moved > self.thresholds["moved"], self.thresholds["ratio"]
+            what = "the norm of the gradients before the clip is far above max_norm in nearly every step"
+            what, severity = what + "; the weights move all the same" * moves, Severity(int(not moves))
+            one = self.finding(self._lane, last, what, "times max_norm", cut, limit, severity, first)
+            yield one._replace(ranks=(), detail=f"an update moves the weights by {number(moved)} of their norm")
