@@ -184,9 +184,10 @@ class LiveChecks:
             empty = np.full(len(lanes), np.nan)
             known = dict(zip(self._names, columns, strict=True)) | {"numel": own_numels, IS_PROBE: np.zeros(len(rows))}
             numbers = {
-                name: np.r_[numbers.get(name, empty), np.array(column, np.float64)] for name, column in known.items()
+                name: np.append(numbers.get(name, empty), np.array(column, np.float64))
+                for name, column in known.items()
             }
-            lanes = np.r_[lanes, np.array(of_rows, np.int64)]
+            lanes = np.append(lanes, np.array(of_rows, np.int64))
         if len(lanes):
             self._due.append(Rows(self._catalog, np.full(len(lanes), probed.step, np.int64), lanes, numbers))
 

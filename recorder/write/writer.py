@@ -108,13 +108,12 @@ _Item = Staged | MeasuredTogether | Due | _Drain
 
 
 def _is_small(item: _Item | None) -> TypeGuard[Staged]:
-    """Return True if an item is a small record that has arrived. Such records are measured many at a time."""
+    """Return True if an item is a record that is small or measured, and has arrived. Many are taken with one call."""
     return (
         type(item) is Staged
         and item.keep in _SMALL_KEEPS
         and item.ready is None
-        and item.measured is None
-        and item.block.num_bytes <= SMALL_BYTES
+        and (item.block.num_bytes <= SMALL_BYTES or (item.measured is not None and item.keep in NUMBERS_TOGETHER))
     )
 
 
@@ -467,11 +466,13 @@ class Writer:
                     self._ledger.drop(drop_reasons[kind], num)
 
     def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
-        has_numbers = [bool(staged.keep & KEEP_STATS) for staged in records]
+        is_to_do = [staged.keep & KEEP_STATS and staged.measured is None for staged in records]
         if self._measure_small is not None:
-            with contextlib.suppress(Exception):  # after an error each record is measured alone, which logs the error
-                of_measured = iter(self._measure_small(list(compress(records, has_numbers))))
-                return [next(of_measured) if has else NOT_MEASURED for has in has_numbers]
+            with contextlib.suppress(Exception):  # then each record is measured alone, which logs the error
+                done = iter(self._measure_small(list(compress(records, is_to_do))))
+                return [
+                    next(done) if is_now else self._measured(one) for one, is_now in zip(records, is_to_do, strict=True)
+                ]
         return [self._measured(staged) for staged in records]
 
     def _handle(self, item: _Item | None) -> None:
