@@ -468,7 +468,7 @@ class Writer:
     def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
         is_to_do = [staged.keep & KEEP_STATS and staged.measured is None for staged in records]
         if self._measure_small is not None:
-            with contextlib.suppress(Exception):  # then each record is measured alone, which logs the error
+            with contextlib.suppress(Exception):  # after an error each record is measured alone, which logs the error
                 done = iter(self._measure_small(list(compress(records, is_to_do))))
                 return [
                     next(done) if is_now else self._measured(one) for one, is_now in zip(records, is_to_do, strict=True)
