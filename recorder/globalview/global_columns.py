@@ -17,6 +17,7 @@ from ..errors import CorruptError
 from ..format.fingerprint import combine_fingerprints
 from ..layout.placement import Plan, Term
 from ..numerics.dtypes import ITEM_BYTES, numpy_dtype
+from ..numerics.keys import array_of
 from ..numerics.moments import ChunkUnits, combine_chunks, join_histograms, joined
 from ..numerics.units import Units
 from ..read.metadata import MetadataRows
@@ -122,7 +123,7 @@ class GlobalColumns:
             positions += [value.positions[term.chunk] for term in terms] or [value.positions[0]]
             factors += [term.factor for term in terms] or [1.0]
         at = np.array(positions, np.int64)
-        chunks = {name: metadata.take(name, at).cast(pa.float64()).to_numpy() for name in (*STATISTICS, *COUNTS)}
+        chunks = {name: array_of(metadata.take(name, at).cast(pa.float64()), np.nan) for name in (*STATISTICS, *COUNTS)}
         numels = metadata.numbers("numel")[at].astype(np.float64)
         combined = combine_chunks(chunks, numels, np.array(factors), np.array(starts, np.int64))
         columns: dict[str, list[Any]] = {}

@@ -19,7 +19,7 @@ from ..columns import COUNTS, KEY, MEASURED, STATISTICS, note_members, parse_sha
 from ..format.manifest import Stage
 from ..layout.placement import OF_ONE_RANK, RANK_BOUND, TURNED, NoPlan, RankChunk, mesh_of, parse_placements
 from ..layout.regions import Ints
-from ..numerics.keys import NULL, POSITIVE, Integers, bits_of, digest, pack
+from ..numerics.keys import NULL, POSITIVE, Integers, array_of, bits_of, digest, pack
 from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, in_order
 from ..sites import ACTIVATIONS, STATES, VALUE_OF, values_of
 
@@ -334,8 +334,8 @@ class ShardingInference:
         columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}
         is_plain = (columns["placements"].codes == NONE) & (columns["fingerprint"].codes != NONE)
         low, high, nans = (rows.take(name, positions) for name in ("min", "max", "nan_count"))
-        is_plain &= ~pc.fill_null(pc.equal(low, high), pc.is_valid(nans)).to_numpy()
-        is_plain &= ~pc.fill_null(pc.greater(nans, 0), False).to_numpy()
+        is_plain &= ~array_of(pc.fill_null(pc.equal(low, high), pc.is_valid(nans)))
+        is_plain &= array_of(nans) <= 0
         ranks = rows.numbers("rank")[positions]
         holders: dict[tuple[str, str, str], set[int]] = {}
         for i in np.flatnonzero(is_plain).tolist():

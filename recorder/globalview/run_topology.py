@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ..format.manifest import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
-from ..numerics.keys import Integers, by_key
+from ..numerics.keys import Integers, by_key, column_of, holds
 from ..read.writers import RecordedWriter
 from ..sites import full_name, values_of
 from ..system.text import listed
@@ -378,8 +377,9 @@ def _find_why_apart(writers: Iterable[RecordedWriter], root: str) -> str:
         text = root.encode("utf-8", "backslashreplace").decode()  # the writer escapes names in this way
         firsts = writer.shards[:2]  # a shard of payloads, and one of statistics alone
         for batch in (batch for shard in firsts for batch in shard.columns(_ENDS)):
-            is_end = pc.and_(pc.equal(batch.column("module_path"), ""), pc.equal(batch.column("root"), text))
-            for row in batch.filter(pc.and_(is_end, pc.less(batch.column("min"), batch.column("max")))).to_pylist():
+            is_end = holds(batch.column("module_path"), "".__eq__) & holds(batch.column("root"), text.__eq__)
+            differ = pc.less(batch.column("min"), batch.column("max"))
+            for row in batch.filter(pc.and_(column_of(is_end), differ)).to_pylist():
                 if row["site"] == "input":
                     given[writer.rank].add(tuple(row[name] for name in _CONTENT))
                 elif row["site"] == "output":
@@ -484,11 +484,11 @@ class OwnParameters:
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
     """Return a key of each parameter's first record, by rank. Equal tensors have equal keys. An unknown key is None."""
     first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
-    ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
+    ends = {full.rpartition(".")[2] for _, full in names}
     for shard in (shard for writer in writers for shard in writer.shards):
         for batch in shard.columns(_FIRSTS):
-            is_asked = pc.and_(pc.equal(batch.column("site"), "param"), pc.is_in(batch.column("name"), ends))
-            for row in batch.filter(pc.fill_null(is_asked, False)).to_pylist():
+            is_asked = holds(batch.column("site"), "param".__eq__) & holds(batch.column("name"), ends.__contains__)
+            for row in batch.filter(column_of(is_asked)).to_pylist():
                 one = row["root"], full_name(row["module_path"], row["name"])
                 if one not in names or row["step"] > first_contents.get(one, (row["step"],))[0]:
                     continue

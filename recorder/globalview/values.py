@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..layout.placement import NoPlan, RankChunk
-from ..numerics.keys import encode, pack
+from ..numerics.keys import array_of, encode, pack
 from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, missing_stages
 from ..read.writers import RecordedWriter
 from ..sites import ACTIVATIONS, GRADIENTS, NUMBERS, STATES
@@ -205,12 +205,12 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
     if not batches:
         return []
     columns = {name: pa.chunked_array([batch.column(name) for batch in batches]) for name in _COLUMNS}
-    steps = columns["step"].to_numpy()
+    steps = array_of(columns["step"])
     sites, modes = (Keys(*encode(columns[name])) for name in ("site", "mode"))
-    low, high = (columns[name].fill_null(np.nan).to_numpy() for name in ("min", "max"))
-    is_telling = (low < high) & (columns["nan_count"].fill_null(0).to_numpy() == 0)
-    is_unmeasured = columns["nan_count"].is_null().to_numpy()
-    has_values = columns["payload_bytes"].is_valid().to_numpy()
+    low, high = (array_of(columns[name], np.nan) for name in ("min", "max"))
+    is_telling = (low < high) & (array_of(columns["nan_count"]) == 0)
+    is_unmeasured = array_of(columns["nan_count"].is_null())
+    has_values = array_of(columns["payload_bytes"].is_valid())
     chosen: dict[int, None] = {}
     for mode in range(len(modes.texts or ())):
         for site in _SITES:

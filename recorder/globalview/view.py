@@ -24,7 +24,7 @@ from ..layout.placement import NoPlan, Plan, in_words
 from ..layout.regions import Region
 from ..layout.rules import AS_ASKED, LOSSES
 from ..numerics.dtypes import ITEM_BYTES, as_array
-from ..numerics.keys import encode
+from ..numerics.keys import array_of, encode
 from ..read.metadata import NONE, SIZE_COLUMNS, MetadataRows, Positions, StepSizes, whole_roots
 from ..read.payload import Payloads, is_same
 from ..read.run import RecordedRun
@@ -221,7 +221,7 @@ class GlobalRows:
         self.table = self._make_table()
         """The metadata columns. Each row is a tensor, in the order of execution; `rank` is null for a global tensor."""
         whole_bytes = _whole_bytes(self.table.column("dtype"), self.table.column("numel"))
-        self.payload_bytes = np.where(self.table.column("encoding").is_valid().to_numpy(), whole_bytes, 0)
+        self.payload_bytes = np.where(array_of(self.table.column("encoding").is_valid()), whole_bytes, 0)
         """The size in bytes of each row's decoded tensor; 0 for a row without values."""
 
     def __len__(self) -> int:
@@ -356,7 +356,7 @@ class GlobalRows:
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
         """Flag the rows of single ranks whose tensors are incomplete, because a later part is missing."""
-        payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
+        payload_bytes = array_of(columns["payload_bytes"], NONE)
         is_cut = np.zeros(len(self._sources), bool)
         for i in np.flatnonzero(
             (payload_bytes != NONE) & (payload_bytes < _whole_bytes(columns["dtype"], columns["numel"]))
@@ -369,7 +369,7 @@ class GlobalRows:
 def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
     codes, texts = encode(dtype)
     widths = np.array([ITEM_BYTES.get(text, 0) for text in texts] + [0], np.int64)
-    total: npt.NDArray[np.int64] = numel.to_numpy() * widths[codes]
+    total: npt.NDArray[np.int64] = array_of(numel) * widths[codes]
     return total
 
 

@@ -69,7 +69,7 @@ class Region(NamedTuple):
                 return None
             is_free = is_free and size == whole
         start = flat_index(box.start, global_shape)
-        return start, start + box.numel
+        return start, start + math.prod(box.shape)
 
 
 def whole(shape: Ints) -> Region:

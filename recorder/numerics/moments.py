@@ -21,6 +21,7 @@ from ..columns import COUNTS, MEASURED, NONFINITE, STATISTIC_COLUMNS, STATISTICS
 from ..errors import CorruptError
 from ..records import Measured
 from .histogram import Histogram
+from .keys import array_of, column_of
 from .units import Units
 
 Floats = npt.NDArray[np.float64]
@@ -179,12 +180,12 @@ def sum_of_chunks(values: Floats, numels: Floats, groups: Integers, whole: npt.N
 
 def numbers(column: Any) -> Floats:
     """Return a column as float64, with NaN for null."""
-    return np.asarray(column.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(), np.float64)
+    return np.asarray(array_of(column.cast(pa.float64(), safe=False), math.nan), np.float64)
 
 
 def integers(column: Any, null: int = -1) -> Integers:
     """Return a column as int64, with the integer `null` for null."""
-    return np.asarray(column.cast(pa.int64()).fill_null(null).to_numpy(), np.int64)
+    return np.asarray(array_of(column.cast(pa.int64()), null), np.int64)
 
 
 def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
@@ -202,22 +203,22 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
         merged: npt.NDArray[Any] = join(Combine.SUM, values[order], starts)
         return merged
 
-    is_known = np.logical_and.reduce([table.column(name).is_valid().to_numpy() for name in (MEASURED, *NONFINITE)])
+    is_known = np.logical_and.reduce([array_of(table.column(name).is_valid()) for name in (MEASURED, *NONFINITE)])
     own_counts = {name: np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS}
     numel = np.where(is_known, integers(table.column("numel")), 0)
     known = {name: numbers(table.column(name))[order] for name in STATISTICS}
     # Rows of complex tensors have counts alone. The counts are added; the statistics stay unknown.
     finite = (numel - np.add.reduce([own_counts[name] for name in NONFINITE]))[order]
     merged = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
-    columns = {name: pa.array(merged[name], pa.float64(), mask=np.isnan(merged[name])) for name in STATISTICS}
+    columns = {name: column_of(merged[name], mask=np.isnan(merged[name])) for name in STATISTICS}
     rows = integers(table.column("rows")) if "rows" in table.column_names else np.ones(len(groups), np.int64)
     without = integers(table.column("rows_without")) if "rows" in table.column_names else (~is_known).astype(np.int64)
     nothing = add(is_known.astype(np.int64)) == 0
     counts = {}
     for name, value in own_counts.items():
-        is_lacking = add((is_known & table.column(name).is_null().to_numpy()).astype(np.int64)) > 0
-        counts[name] = pa.array(add(value), mask=nothing | is_lacking)
-    head = {"rows": pa.array(add(rows)), "rows_without": pa.array(add(without)), "numel": pa.array(add(numel))}
+        is_lacking = add((is_known & array_of(table.column(name).is_null())).astype(np.int64)) > 0
+        counts[name] = column_of(add(value), mask=nothing | is_lacking)
+    head = {"rows": column_of(add(rows)), "rows_without": column_of(add(without)), "numel": column_of(add(numel))}
     return head | columns | counts
 
 
@@ -268,8 +269,8 @@ def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> byte
 def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
     """Add up the histograms of each group of rows. A group has None if none of its rows has a histogram."""
     totals: list[Histogram | None] = [None] * num_groups
-    indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
-    rows = column.take(pa.array(indices, pa.int64())).to_pylist()
+    indices = np.flatnonzero(array_of(column.is_valid())) if column.null_count < len(column) else np.zeros(0, np.int64)
+    rows = column.take(column_of(indices)).to_pylist()
     for group, data in zip(groups[indices].tolist(), rows, strict=True):
         with contextlib.suppress(CorruptError):
             one, known = Histogram.from_bytes(data), totals[group]

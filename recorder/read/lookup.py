@@ -71,7 +71,10 @@ def find_tensor(
         LookupFailedError: the query selects no tensor, or several; the message lists the choices.
     """
     rows.load(LOOKUP_COLUMNS)
-    of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
+    paths = rows.module_paths()
+    if (code := paths.code(module_path)) < 0:
+        raise LookupFailedError(f"no module {module_path!r} in this run{hint(module_path, paths.texts or [])}")
+    of_module = np.flatnonzero(paths.codes == code)
     positions, what = _answering(rows, writers, of_module, question, f"{module_path!r}", stages)
     if counts is None:  # a job that is launched again begins with attempt 0, so one attempt can be recorded twice
         positions = _of_newest_attempt(rows, writers, positions)
@@ -97,11 +100,11 @@ def find_tensor(
     # A single row leaves no choice. Encoding its texts would take most of the time of a lookup.
     compared = QUALIFIERS if counts is not None or len(with_values) > 1 else ()
     single = {name: rows.keys(name, with_values) for name in compared if name not in of_several_ranks}
-    choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
+    choices = [_choices(name, keys) for name, keys in single.items() if (keys.codes != keys.codes[0]).any()]
     if choices:
         raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}")
     is_merged = bool((rows.numbers("rank")[with_values] == NONE).any())
-    related = of_module[np.isin(rows.numbers("step")[of_module], np.unique(rows.numbers("step")[with_values]))]
+    related = of_module[np.isin(rows.numbers("step")[of_module], rows.numbers("step")[with_values])]
     is_micro_batch = has_micro_batches and question.get("micro_step") is not None
     if is_micro_batch:
         related = related[rows.numbers("micro_step")[related] == question["micro_step"]]
@@ -192,15 +195,6 @@ def _raise_unmet(
     raise AssertionError("rows exist, but not for all values together")
 
 
-def module_code(rows: MetadataRows, module_path: str) -> int:
-    """Return the code of a module path in `rows.module_paths()`. Raise LookupFailedError if the module has no rows."""
-    paths = rows.module_paths()
-    code = paths.code(module_path)
-    if code < 0:
-        raise LookupFailedError(f"no module {module_path!r} in this run{hint(module_path, paths.texts or [])}")
-    return code
-
-
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
     """Return a text that lists the ranks killed before `step`, each with its last step. Empty if there are none."""
     ends: list[str] = []
@@ -220,7 +214,7 @@ def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], po
     rows of the newest attempt are kept.
     """
     numbers = rows.writer_numbers(positions)
-    used = [int(number) for number in np.unique(numbers)]
+    used = sorted(set(numbers.tolist()))  # the first `np.unique` of a process takes 15 ms: it imports numpy.ma
     ranks = [writers[number].rank for number in used]
     if len(set(ranks)) == len(ranks):
         return positions
@@ -239,7 +233,7 @@ def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], po
 def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
     parts = rows.numbers("part")[positions]
     order = np.argsort(parts)
-    if len(np.unique(parts)) < len(parts):
+    if len(set(parts.tolist())) < len(parts):
         seqs = ", ".join(map(str, sorted(rows.numbers("seq")[positions].tolist())[:_MAX_CHOICES]))
         why = f"several rows have one and the same key (in the column seq: {seqs}), so the question is ambiguous"
         raise LookupFailedError(f"{what}: {why}")

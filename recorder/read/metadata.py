@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from ..columns import SCHEMA, TIME_ORDER, note_members
 from ..format.manifest import MAX_STAGES, Stage
-from ..numerics.keys import Times, encode
+from ..numerics.keys import Times, array_of, column_of, encode
 from ..sites import NUMBERS
 from ..system.text import listed
 from .shard_rows import Ranges, ShardRows, Steps, each_of
@@ -97,14 +97,15 @@ class MetadataRows:
             if sum(shard.num_rows_of(self._steps) for shard in self._shards) != self.num_rows:
                 self._forget()
 
+    def has(self, names: Sequence[str]) -> bool:
+        return all(name in self._columns for name in names)
+
     def column(self, name: str) -> Any:
         return self._columns[name]
 
     def numbers(self, name: str) -> npt.NDArray[np.int64]:
         if name not in self._numbers:
-            column = self._columns[name]
-            filled = column.fill_null(NONE) if column.null_count else column
-            self._numbers[name] = filled.to_numpy().astype(np.int64, copy=False)
+            self._numbers[name] = array_of(self._columns[name], NONE).astype(np.int64, copy=False)
         return self._numbers[name]
 
     def module_paths(self) -> Keys:
@@ -117,7 +118,7 @@ class MetadataRows:
         """Return a metadata column of some rows, as `pa.ChunkedArray`."""
         column = self._columns[name]
         if (positions[1:] < positions[:-1]).any():
-            return pc.take(column, pa.array(positions))
+            return pc.take(column, column_of(positions))
         if len(positions) == len(column) and (positions[1:] > positions[:-1]).all():
             # The rows of one writer are in time order already. They are copied, because mapped files may change later.
             return pa.chunked_array([pa.concat_arrays([chunk, chunk[:0]]) for chunk in column.chunks], column.type)
@@ -125,10 +126,10 @@ class MetadataRows:
         chunk_numbers = np.searchsorted(ends, positions, side="right")
         used = np.flatnonzero(np.bincount(chunk_numbers))  # `np.unique` takes 7 ms for 200,000 rows
         if len(used) > _FEW_CHUNKS:
-            return pc.take(column, pa.array(positions))
+            return pc.take(column, column_of(positions))
         # Rows are taken chunk by chunk. Arrow itself would join all chunks first: 0.2 ms for a million short texts.
         starts = [0, *ends]
-        pieces = [column.chunk(n).take(pa.array(positions[chunk_numbers == n] - starts[n])) for n in used.tolist()]
+        pieces = [column.chunk(n).take(column_of(positions[chunk_numbers == n] - starts[n])) for n in used.tolist()]
         return pa.chunked_array(pieces, column.type)
 
     def keys(self, name: str, positions: Positions) -> Keys:
@@ -196,12 +197,12 @@ class StepSizes(NamedTuple):
     @classmethod
     def of(cls, batches: Sequence[Any]) -> StepSizes:
         """Count rows and add up payload bytes by step. The batches must have the columns `SIZE_COLUMNS`."""
-        steps = np.concatenate([*(batch.column("step").to_numpy() for batch in batches), np.zeros(0, np.int64)])
+        steps = np.concatenate([*(array_of(batch.column("step")) for batch in batches), np.zeros(0, np.int64)])
         num_bytes = unit_bytes = np.zeros(len(steps), np.int64)
         if len(steps) and "payload_bytes" in batches[0].schema.names:
-            num_bytes = np.concatenate([batch.column("payload_bytes").fill_null(0).to_numpy() for batch in batches])
+            num_bytes = np.concatenate([array_of(batch.column("payload_bytes")) for batch in batches])
         if any(batch.column("units").null_count < batch.num_rows for batch in batches):
-            lengths = [pc.binary_length(batch.column("units")).fill_null(0).to_numpy() for batch in batches]
+            lengths = [array_of(pc.binary_length(batch.column("units"))) for batch in batches]
             unit_bytes = np.concatenate(lengths)
         known, rows, num_bytes, unit_bytes = _by_step(steps, np.ones(len(steps), np.int64), num_bytes, unit_bytes)
         return cls(known, rows + unit_bytes // _ROW_BYTES, num_bytes)

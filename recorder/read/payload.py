@@ -21,6 +21,7 @@ from ..format import codec
 from ..format.codec import EncodedPayload
 from ..format.encodings import encoding_of, target_of
 from ..numerics.dtypes import as_array, item_bytes
+from ..numerics.keys import array_of, column_of
 from ..records import PART_BYTES
 from ..storage.locations import LOCAL, store_of
 from .metadata import MetadataRows
@@ -118,8 +119,8 @@ class Payloads:
             checked = shard.read(batch, ("seq", "data"))
             wanted = rows[of_batch]
             if wanted.min() >= 0 and wanted.max() < checked.num_rows:
-                checked = checked.take(wanted)
-            if not np.array_equal(checked.column("seq").to_numpy(), seqs[of_batch]):
+                checked = checked.take(column_of(wanted))
+            if not np.array_equal(array_of(checked.column("seq")), seqs[of_batch]):
                 raise CorruptError(f"{shard.path}: its index names other rows than batch {batch} holds")
             pieces.append(checked.column("data"))
         return [*pieces, np.argsort(in_file_order)]

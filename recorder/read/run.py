@@ -25,6 +25,7 @@ from ..format.commands import COMMAND_BYTES, COMMANDS, DUMP, Command, command_na
 from ..format.manifest import EXCEPTION, Jitter, RecordedModule, RingDump, RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
+from ..numerics.keys import array_of, column_of
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import listed
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
@@ -245,7 +246,7 @@ class RecordedRun:
         columns_of = {name: rows.take(name, positions) for name in metadata}
         if "data" in names:
             *pieces, order = payloads.column(positions)
-            columns_of["data"] = pa.chunked_array([*pieces, pa.array([], pa.large_binary())]).take(pa.array(order))
+            columns_of["data"] = pa.chunked_array([*pieces, pa.nulls(0, pa.large_binary())]).take(column_of(order))
         schema = pa.schema([SCHEMA.field(name) for name in names])
         return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
 
@@ -323,10 +324,10 @@ def _text_of(filter: Any) -> str:
 def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
     columns = {name: rows.take(name, positions) for name in names}
     try:
-        passing = pa.table(columns | {"position": positions}).filter(expression).column("position")
+        passing = pa.table(columns | {"position": column_of(positions)}).filter(expression).column("position")
     except (pa.ArrowException, TypeError) as error:
         raise LookupFailedError(f"filter {expression}: cannot be applied to the metadata columns: {error}") from error
-    kept: Positions = passing.to_numpy().astype(np.int64, copy=False)
+    kept: Positions = array_of(passing).astype(np.int64, copy=False)
     return kept
 
 

@@ -23,6 +23,7 @@ from crc32c import crc32c
 from ..columns import COLUMN_OF, COLUMNS, METADATA_COLUMNS, SCHEMA, SCHEMAS, lacks_rightly
 from ..errors import CorruptError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader, ColumnKind, buffer_crcs, check_batch, column_kind, read_header
+from ..numerics.keys import array_of
 from ..storage.locations import Location, store_of
 from ..storage.untrusted_files import ByteSource
 from .messages import (
@@ -259,7 +260,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     for index, name in enumerate(read):
         if name in layout.counts:
             counts = None if body is None else layout.values_of(name, message, body)
-            _check_counts(batch.column(index).drop_null().to_numpy() if counts is None else counts, name, where)
+            _check_counts(array_of(batch.column(index).drop_null()) if counts is None else counts, name, where)
     if len(read) != len(columns) or not layout.has(columns[0]):
         batch = _with_nulls(batch, columns)
     return CheckedBatch(batch, header, whole)

@@ -20,6 +20,7 @@ from ..columns import COLUMN_OF, METADATA_COLUMNS, SCHEMA
 from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader
 from ..format.rundir import ShardName, index_name, open_name, parse_shard_name
+from ..numerics.keys import array_of, column_of
 from ..sites import PROBE
 from ..storage.locations import Location, OpenLocation, store_of
 from ..storage.untrusted_files import ByteSource, Found
@@ -98,9 +99,9 @@ class ShardRows:
     def position_of(self, seq: int) -> tuple[int, int] | None:
         """Return the batch of the row with `seq`, and its index there. None unless exactly one row has `seq`."""
         for batch in self.columns(("seq", "batch", "row")):
-            (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
+            (at,) = np.nonzero(array_of(batch.column("seq")) == seq)
             if len(at):
-                batches, rows = (batch.column(name).to_numpy()[at] for name in ("batch", "row"))
+                batches, rows = (array_of(batch.column(name))[at] for name in ("batch", "row"))
                 return (int(batches[0]), int(rows[0])) if len(at) == 1 else None
         return None
 
@@ -256,11 +257,9 @@ class ShardRows:
         if self._index is not None:
             return self._index.read(number, names).batch
         checked = self._itself().read(number, [name for name in names if name not in _POSITION_NAMES]).batch
-        positions = {
-            "batch": np.full(checked.num_rows, number, np.int32),
-            "row": np.arange(checked.num_rows, dtype=np.int32),
-        }
-        arrays = [pa.array(positions[name]) if name in _POSITION_NAMES else checked.column(name) for name in names]
+        rows = np.arange(checked.num_rows, dtype=np.int32)
+        positions = {"batch": column_of(np.full_like(rows, number)), "row": column_of(rows)}
+        arrays = [positions[name] if name in positions else checked.column(name) for name in names]
         return pa.RecordBatch.from_arrays(arrays, list(names))
 
     def _use_shard(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RunError
+from ..numerics.keys import array_of
 from ..system.text import counted, moment, named, printable, size, span
 from . import finding, notes
 from .finding import Location, find_folder, find_run
@@ -185,7 +186,7 @@ def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
-    steps = writer.column("step").to_numpy()
+    steps = array_of(writer.column("step"))
     return {
         "rank": writer.rank, "writer": writer.name, "host": writer.manifest.host or None,
         "pid": writer.manifest.pid or None, "attempt": writer.attempt, "started_ns": writer.started_ns,

@@ -21,7 +21,7 @@ from ..format.encodings import ENCODING_OF
 from ..format.rundir import parse_shard_name
 from ..globalview.row_groups import RowFinding as RowFinding
 from ..globalview.values import GlobalValues, load_sample
-from ..numerics.keys import by_key, encode
+from ..numerics.keys import array_of, by_key, column_of, encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun
 from ..run.finding import shortest_text_of
@@ -174,13 +174,13 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
     """Return the ranks that each row's global tensor lacks, as JSON. Empty text: all are there."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
-    missing[table.column("rank").is_valid().to_numpy()] = ""
+    missing[array_of(table.column("rank").is_valid())] = ""
     return missing
 
 
 def without_numbers(table: Any) -> Any:
     """Return the table without the statistics of rows that lack ranks, because these are incomplete."""
-    is_whole = pa.array(missing_ranks(table) == "")
+    is_whole = column_of(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
         kept = pc.if_else(is_whole, column, pa.scalar(None, column.type))

@@ -28,6 +28,7 @@ import pyarrow as pa
 from ..errors import ClusterError, RecorderError, RunError
 from ..globalview.run_topology import find_superseded as find_superseded
 from ..globalview.view import GlobalView
+from ..numerics.keys import array_of, column_of
 from ..numerics.moments import integers
 from ..read.metadata import SIZE_COLUMNS, StepSizes
 from ..system.executors import check_versions, keep, versions, worker_name
@@ -89,9 +90,9 @@ def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
     for writer in run.writers:
         for shard in writer.shards:
             for batch in shard.columns(["attempt", *SIZE_COLUMNS]):
-                attempts = batch.column("attempt").to_numpy()
+                attempts = array_of(batch.column("attempt"))
                 for attempt in np.unique(attempts).tolist():
-                    of_attempt = batch.filter(pa.array(attempts == attempt))
+                    of_attempt = batch.filter(column_of(attempts == attempt))
                     sizes_of.setdefault(attempt, []).append(StepSizes.of([of_attempt]))
     return [
         AttemptSteps(attempt, *step_range[:2])
@@ -110,10 +111,10 @@ def first_parts(
     """
     for shard in (shard for writer in writers for shard in writer.shards):
         for batch in shard.columns((*columns, "part"), None if is_all else steps):
-            at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
+            at, part = (array_of(batch.column(name)) for name in ("step", "part"))
             is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
             table = pa.Table.from_batches([batch])
-            yield table if is_wanted.all() else table.filter(pa.array(is_wanted))
+            yield table if is_wanted.all() else table.filter(column_of(is_wanted))
 
 
 def with_coded_texts(table: Any, schema: Any) -> Any:
@@ -222,9 +223,9 @@ def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> 
         return
     table = pa.concat_tables(pending).unify_dictionaries().combine_chunks()
     pending.clear()
-    indices = np.searchsorted(starts, table.column("step").to_numpy(), side="right") - 1
+    indices = np.searchsorted(starts, array_of(table.column("step")), side="right") - 1
     order = np.argsort(indices, kind="stable")
-    table, indices = table.take(pa.array(order)), indices[order]
+    table, indices = table.take(column_of(order)), indices[order]
     found, firsts = np.unique(indices, return_index=True)
     for index, first, last in zip(found.tolist(), firsts.tolist(), [*firsts[1:].tolist(), len(indices)], strict=True):
         with (
