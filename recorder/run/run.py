@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -32,6 +33,7 @@ from ..globalview.view import GlobalView as GlobalView
 from ..globalview.view import LoadedRows
 from ..numerics.dtypes import as_array, check_bytes
 from ..numerics.histogram import Histogram
+from ..numerics.keys import by_key
 from ..numerics.units import Units
 from ..read.lookup import LOOKUP_COLUMNS, TensorRows, ended_before, find_tensor
 from ..read.metadata import MetadataRows
@@ -291,12 +293,23 @@ class Run(RecordedRun):
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
+        is_of_rank = isinstance(question["rank"], int) and question.get("stage") is None
+        if is_of_rank and not self._rows.has(LOOKUP_COLUMNS) and question["rank"] in self._runs_of_ranks:
+            with suppress(LookupFailedError):  # whose message would name the choices of one rank alone
+                return self._runs_of_ranks[question["rank"]]._tensor_bytes(module_path, dict(question))
         loaded, rows, tensor_rows, partial = self._find(module_path, question, needs_values=True)
         if loaded is not None:
             return global_tensor(loaded, tensor_rows, partial=partial)
         if not partial and tensor_rows.is_merged and is_partial(rows, tensor_rows.positions):
             raise LookupFailedError(f"{tensor_rows.what} lacks the rows of some ranks; partial=True accepts this")
         return self.rank_tensor(tensor_rows.positions, f"{module_path!r}")
+
+    @cached_property
+    def _runs_of_ranks(self) -> Mapping[int | None, Run]:
+        """The rows of each rank as a run, whose tensors are found without reading the rows of other ranks."""
+        of_rank = by_key((writer.rank, writer) for writer in self.writers)
+        is_cut = len(of_rank) > 1 and not self.is_merged and not self._manifest_problem
+        return {rank: Run(self.path, self.manifest, some) for rank, some in of_rank.items() if is_cut}
 
     def _find(
         self, module_path: str, question: dict[str, Any], *, needs_values: bool = False

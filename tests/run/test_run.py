@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
 from recorder.format.rundir import encode_manifest
 from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter, make_parts, make_row, make_run
+from tests.rigs.merging import make_small_run
 from tests.rigs.small_runs import payload_rows
 
 
@@ -317,3 +319,26 @@ def test_reading_loads_no_torch_and_no_pandas() -> None:
     code = "import recorder.run.run, sys; print({'torch', 'pandas', 'ml_dtypes'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_tensors_layouts_and_rows_are_read_without_pandas(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path / "run", steps=2)
+    code = (
+        "import recorder, sys\n"
+        "run = recorder.open_run(sys.argv[1])\n"
+        "run.array('layers.0', step=1, rank=1)\n"
+        "assert not {'pandas', 'numpy.ma'} & set(sys.modules)\n"
+        "run.array('layers.0', step=1)\n"
+        "run.layout('layers.0', step=1)\n"
+        "run.table(['step', 'l2'], steps=(0, 1))\n"
+        "assert 'pandas' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, timeout=120)
+
+
+def test_a_question_about_one_rank_reads_the_rows_of_this_rank_alone(run_path: Path) -> None:
+    run = open_run(run_path)
+    with pytest.raises(LookupFailedError, match=r"no row with rank=7; choose rank=0\|1"):
+        open_run(run_path).array("layers.0", step=3, rank=7)
+    shutil.rmtree(run_path / "rank=00001")
+    np.testing.assert_array_equal(run.array("layers.0", step=3, rank=0), expected_array(0, 3))
