@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..columns import DETAILS, METADATA_COLUMNS, note_members, parse_shape
 from ..errors import CorruptError, LookupFailedError, RunError
-from ..layout.placement import Fill, NoPlan, Plan, RankChunk, in_words, parse_mesh, parse_placements, reduce_op
+from ..layout.placement import Fill, NoPlan, Plan, RankChunk, coordinate_of, in_words, parse_mesh, reduce_op
 from ..layout.regions import Ints, Region
 from ..layout.rules import NO_ROOT_INPUT
 from ..numerics.dtypes import item_bytes
@@ -384,14 +384,8 @@ def _in_words(plan: Plan) -> str:
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
     """Return the offsets of the partial sum that this chunk repeats: only coordinates on replicated axes differ."""
-
-    def sharded_coordinate(chunk: RankChunk) -> list[int]:
-        kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
-        return [at for at, kind in zip(parse_mesh(chunk.mesh).coordinate, kinds, strict=False) if kind != "Replicate"]
-
-    return next(
-        (starts[i] for i in starts if sharded_coordinate(chunks[i]) == sharded_coordinate(chunks[number])), None
-    )
+    own = [coordinate_of(chunk.placements, chunk.mesh) for chunk in chunks]
+    return next((starts[i] for i in starts if own[i] == own[number]), None)
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:

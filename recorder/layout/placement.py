@@ -279,6 +279,14 @@ def parse_mesh(text: str | None) -> Mesh:
     return Mesh(shape, coordinate, _regular(ranks, shape) if isinstance(ranks, dict) else _ints(ranks, _MAX_RANKS))
 
 
+def coordinate_of(placements: str | None, mesh: str | None) -> Ints | None:
+    """Return a rank's coordinate on the mesh axes that do not replicate. None if it is unknown."""
+    kinds, coordinate = kinds_of(placements), parse_mesh(mesh).coordinate
+    if not coordinate or len(kinds) != len(coordinate):
+        return None
+    return tuple(at for at, kind in zip(coordinate, kinds, strict=True) if kind != "Replicate")
+
+
 def _regular(members: dict[str, Any], shape: Ints) -> Ints:
     first, strides = _ints([members.get("first")], 1), _ints(members.get("strides"), 64)
     if not first or len(strides) != len(shape) or not 0 < math.prod(shape) <= _MAX_RANKS:

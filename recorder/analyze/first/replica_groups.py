@@ -7,7 +7,6 @@ rounding. This module must never read a payload if the rows decide.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import RunError
-from ...layout.placement import kinds_of, parse_mesh
+from ...layout.placement import coordinate_of, kinds_of, parse_mesh
 from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, by_distinct, codes, common_ids, group, group_rows, holds
 from ...numerics.moments import integers, numbers
 from ...run.run import Run
@@ -135,7 +134,9 @@ class ReplicaGroups:
         lacks_numbers = self._any(integers(self._table.column("nan_count")) < 0)
         by_numbers = np.zeros_like(lacks_print)
         if lacks_print.any():
-            by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
+            bits = (numbers(self._table.column(name)).view(np.int64) for name in STATISTICS)
+            ids = group([*bits, *(integers(self._table.column(name)) for name in COUNTS)]).ids
+            by_numbers = self._disagree(ids) & lacks_print & ~lacks_numbers
         lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
         lacks_payload |= not self._reads_payloads
         is_activation = self.is_of(ACTIVATIONS)
@@ -301,32 +302,8 @@ def _has_kind(placements: str, end: str, *, but: str = "") -> bool:
 
 def _shards(table: Any) -> Integers:
     """Number the rows by the rank's coordinate on the mesh axes that do not replicate. 0 if it is unknown."""
-    numbers: dict[Any, int] = {None: 0}
-
-    def number_of(placements: str | None, mesh: str | None) -> int:
-        return numbers.setdefault(_shard(placements, mesh), len(numbers))
-
-    return by_distinct(table, ("placements", "mesh"), number_of, np.int64)
-
-
-def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
-    """Return a rank's coordinate on the mesh axes that do not replicate, or None. The JSON texts are untrusted."""
-    try:
-        kinds, mesh_object = json.loads(placements or "null"), json.loads(mesh or "null")
-    except (ValueError, RecursionError):
-        return None
-    at = mesh_object.get("coordinate") if isinstance(mesh_object, dict) else None
-    if not isinstance(kinds, list) or not isinstance(at, list) or len(kinds) != len(at):
-        return None
-    if not all(isinstance(kind, dict) for kind in kinds) or not all(type(coordinate) is int for coordinate in at):
-        return None
-    return tuple(coordinate for kind, coordinate in zip(kinds, at, strict=True) if kind.get("kind") != "Replicate")
-
-
-def _statistics_ids(table: Any) -> Integers:
-    columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
-    columns += [integers(table.column(name)) for name in COUNTS]
-    return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
+    known: dict[Any, int] = {None: 0}
+    return by_distinct(table, ("placements", "mesh"), lambda *of: known.setdefault(coordinate_of(*of), len(known)), int)
 
 
 def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:

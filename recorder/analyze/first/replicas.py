@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ...columns import note_members
 from ...errors import CorruptError
-from ...numerics.keys import Integers, group, group_rows, holds
+from ...numerics.keys import Integers, array_of, by_distinct, column_of, group, group_rows, holds
 from ...numerics.moments import integers
 from ...run.notes import differing_ranks
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
@@ -87,7 +87,7 @@ class ReplicaFinder:
         compared = replicas.compared
         self.num_compared += Counter(compared.column("site").to_pylist())
         is_finding = holds(compared.column("site"), FINDINGS.__contains__)
-        self.steps |= set(compared.column("step").to_numpy()[is_finding].tolist())
+        self.steps |= set(array_of(compared.column("step"))[is_finding].tolist())
         self._recorded |= set(timeline.table.column("site").unique().to_pylist())
         self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
         self._why_uncompared |= (replicas.uncompared(is_buffer | ~is_buffer) + Counter()).keys()
@@ -166,7 +166,7 @@ def compare_replicas(run: Run, mapper: Mapper = map_serially) -> ReplicaFinder:
 
 def _rows_of_states(writers: Sequence[RecordedWriter], steps: tuple[int, int]) -> Iterator[Any]:
     for table in whole_rows(writers, steps):
-        yield table.filter(pa.array(holds(table.column("site"), STATES.__contains__) | is_replicated(table)))
+        yield table.filter(column_of(holds(table.column("site"), STATES.__contains__) | is_replicated(table)))
 
 
 def _syncs(run: Run) -> dict[str, str]:
@@ -230,16 +230,14 @@ def apart_by_probe(run: Run, names: set[ValueName]) -> list[ApartByProbe]:
     tables: list[Any] = []
     try:
         for table in probe_tables(run.writers):
-            values = group_rows(table, NAME)
-            is_named = [one in names for one in _names_at(table, values.firsts)]
-            is_wanted = np.array(is_named, np.bool_)[values.ids] & table.column("global_numel").is_null().to_numpy()
-            tables.append(table.filter(pa.array(is_wanted)))
+            is_named = by_distinct(table, NAME, lambda *name: name in names, np.bool_)
+            tables.append(table.filter(column_of(is_named & array_of(table.column("global_numel").is_null()))))
     except CorruptError:  # the error counts as damage of the run from now on
         return []
     table = pa.concat_tables(tables).unify_dictionaries()
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     # The numbers in a shard may have only the digits of a float32.
-    sizes = table.column("l2").to_numpy().astype(np.float32)
+    sizes = array_of(table.column("l2")).astype(np.float32)
     values = group_rows(table, NAME)
     groups = group_rows(table, (*NAME, "phase", "scope", "attempt", "step"))
     low, high = np.full(groups.num_groups, np.inf, np.float32), np.zeros(groups.num_groups, np.float32)
@@ -254,7 +252,8 @@ def apart_by_probe(run: Run, names: set[ValueName]) -> list[ApartByProbe]:
     apart = np.flatnonzero(np.isin(np.arange(values.num_groups), value_of[differs]) & (last_equal >= 0))
     found: dict[str, ApartByProbe] = {}
     apart = apart[np.argsort(first[apart], kind="stable")]
-    for value, key in zip(apart.tolist(), _names_at(table, values.firsts[apart]), strict=True):
+    keys = table.select(NAME).take(column_of(values.firsts[apart])).to_pylist()
+    for value, key in zip(apart.tolist(), (tuple(row.values()) for row in keys), strict=True):
         if key[2] not in found:
             rows = np.flatnonzero((values.ids == value) & (steps == first[value]))
             rows = rows[np.argsort(ranks[rows])]
@@ -263,10 +262,10 @@ def apart_by_probe(run: Run, names: set[ValueName]) -> list[ApartByProbe]:
             is_odd = inverse != largest[0] if len(largest) == 1 else np.ones(len(rows), np.bool_)
             odd = tuple(ranks[rows][is_odd].tolist())
             sides = [ranks[rows][inverse == side].tolist() for side in range(len(counts))]
-            is_site = np.array([one[2] == key[2] for one in _names_at(table, values.firsts)], np.bool_)
             factor = ""
             if len(sides) == 2:
-                at = differs & is_site[value_of] & (step_of >= first[value])
+                is_site = holds(table.column("site"), key[2].__eq__)[groups.firsts]
+                at = differs & is_site & (step_of >= first[value])
                 factor = _common_factor(sizes, ranks, groups.ids, at, sides, is_gradient=key[2] == "grad")
             found[key[2]] = ApartByProbe(key, int(first[value]), int(last_equal[value]), odd, len(largest) == 1, factor)
     return list(found.values())
@@ -288,7 +287,3 @@ def _common_factor(
         if len(factors) < _LEAST_FACTORS or not np.ptp(factors) <= SAME * factors[0]:
             return ""
     return factor_in_words(float(factors[0]), *sides, is_gradient=is_gradient)
-
-
-def _names_at(table: Any, rows: Any) -> list[ValueName]:
-    return list(zip(*(table.column(name).take(pa.array(rows)).to_pylist() for name in NAME), strict=True))
