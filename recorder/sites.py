@@ -199,6 +199,12 @@ def is_validation_loss(site: str, name: str) -> bool:
     return site == "scalar" and _VALIDATION.fullmatch(name) is not None
 
 
+LABELS = "loss.labels"
+"""The name of the labels that a loss has, among the inputs of the model."""
+is_labels = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE).fullmatch
+"""Whether the name of an argument says that the argument has labels."""
+
+
 def may_mask(site: str, name: str) -> bool:
     """Whether infinities in a value may be intended, as in an attention mask. A NaN is never intended.
 

@@ -12,6 +12,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ _MAX_NAME_LENGTH = 1_024
 _EVALUATION_LOSS = "eval_loss"
 """The scalar with the mean loss of an evaluation. The recorder finds it if the program gives no validation loss."""
 _FOUND = {LOSS: '{"found":"backward"}', _EVALUATION_LOSS: '{"found":"evaluation"}'}
+_MAX_NODES, _MAX_MISSES = 16, 8
+"""How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
 
 class Scalars:
@@ -50,7 +53,7 @@ class Scalars:
 
     def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
         self.capture = capture
-        self._roots = roots
+        self.roots = roots
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor, str, str | None]] = deque()
@@ -149,7 +152,7 @@ class Scalars:
         repeat = self._repeats.get(name, 0)
         self._repeats[name] = repeat + 1
         if root_name is None:
-            roots = sorted(self._roots, key=lambda root: not root.clock.is_trained)
+            roots = sorted(self.roots, key=lambda root: not root.clock.is_trained)
             root_name = next((root.name for root in roots), "")
         origin, moment = ValuePlace(root_name, "", "scalar", name), StepPosition(step, None, "train")
         self.capture.observe(SeenValue(origin, moment, "forward", 0, repeat, note=note), keep, value)
@@ -216,6 +219,8 @@ class LossFinder:
         """For each loss that `GradScaler` scaled last: the scaled result, and the unscaled loss without its graph."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """The wrapped attributes: owner, name, the original function, and our wrapper."""
+        self._misses: dict[tuple[str, ...], int] = {}
+        """By the names of the first nodes of a graph, in how many such graphs, one after the other, were no labels."""
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
@@ -293,7 +298,24 @@ class LossFinder:
             if _may_be_loss(tensor):
                 unscaled = (loss for result, loss in self._scaled if result() is tensor)
                 self._scalars.add_loss(next(unscaled, tensor))
+                if tensor.grad_fn is not None and not self._capture.is_in_stage:
+                    self._look_for_labels(tensor.grad_fn)
         self._scaled = []
+
+    def _look_for_labels(self, node: Any) -> None:
+        """Record the labels that a loss has saved, as an input of the model. `node` is the first node of its graph."""
+        root = self._capture.root_calls.outermost
+        hooked = root.module_at("") if root in self._scalars.roots else None
+        if hooked is None or hooked.is_hidden or not hooked.keeps("input"):
+            return
+        kind = (node.name(), *(child.name() for child in _children(node)))
+        if self._misses.get(kind, 0) < _MAX_MISSES:
+            labels = None
+            with suppress(RuntimeError):  # the graph is freed, or the labels have changed: the backward says so
+                labels = _labels_below(node)
+            self._misses[kind] = self._misses.get(kind, 0) + 1 if labels is None else 0
+            if labels is not None:
+                hooked.record_labels(labels, root.clock.recomputed())
 
     def close(self) -> None:
         """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
@@ -328,6 +350,31 @@ def _local_loss(value: Any) -> torch.Tensor | None:
     except UnsupportedKind:  # the tensor has no values, for example a meta tensor
         return None
     return None if chunk is not None and 'Partial"' in chunk.placements else local
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def _labels_below(loss: Any) -> torch.Tensor | None:
+    """Return the labels that one of the first nodes of a loss has saved for the backward, or None."""
+    nodes = [loss]
+    for node in nodes:
+        saved = getattr(node, "_raw_saved_target", None)
+        # A hook on saved tensors could compute the labels again, or wait for a device: such labels are left alone.
+        if isinstance(saved, torch._C._autograd.SavedTensor) and getattr(saved, "unpack_hook", saved) is None:
+            return None if _compares_samples(node) else node._saved_target
+        nodes += _children(node)[: _MAX_NODES - len(nodes)]
+    return None
+
+
+def _compares_samples(node: Any) -> bool:
+    """Whether the logits of a loss are joined of parts. Then they compare samples, and labels are no classes."""
+    for _ in range(_MAX_NODES):
+        if len(children := _children(node)) != 1:
+            break
+        node = children[0]
+    return bool(node.name() == "CatBackward0")
 
 
 def _may_be_loss(value: Any) -> bool:

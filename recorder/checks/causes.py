@@ -14,7 +14,7 @@ from ..sites import GRADIENTS
 from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
 from .rules.curves import RISEN
-from .rules.values import SKIPS
+from .rules.values import SKIPS, Data
 
 
 class Link(Enum):
@@ -88,6 +88,7 @@ def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
     for rule, link, rules in _LINKS:
         candidates = [one for other in rules for one in by_rule.get(other, ())]
         causes = (one for one in by_rule.get(rule, ()) if id(one) not in cause_of and HARMLESS not in one.what)
+        causes = (one for one in causes if rule != Data.name or one.severity > Severity.NOTE)
         for cause in islice(causes, _MAX_CAUSES if candidates else 0):
             for one in candidates:
                 is_free = one is not cause and id(one) not in cause_of and _root_of(cause, cause_of) is not one

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorder.checks.rows import IS_PROBE, ModuleFacts
+from recorder.checks.rule import Severity
 from recorder.checks.rules.values import Data
-from recorder.system.text import counted
+from recorder.sites import LABELS
+from recorder.system.text import counted, number
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import noise, said, subjects
 
@@ -85,3 +88,107 @@ def test_batches_that_are_empty_from_one_step_on_are_named(rows_a_batch: int) ->
 def test_a_condition_or_a_state_may_be_zero(num_steps: int) -> None:
     made = batches(lambda step, rank: {"x": noise(step), "h": noise(step, 1) * (step < num_steps)})
     assert said(made, Data) == []
+
+
+def probed(recorded: Recorded) -> list[Any]:
+    """The findings where only the first records have statistics, and the later ones are numbers of the probe."""
+    made = [
+        (
+            step,
+            lane,
+            {name: numbers[name] for name in ("numel", "l2", "sum_sq", "nan_count", "inf_count")} | {IS_PROBE: 1},
+        )
+        if step > 24
+        else (step, lane, numbers)
+        for step, lane, numbers in recorded._rows
+    ]
+    recorded._rows = made
+    return recorded.judge(Data).findings
+
+
+def test_labels_that_stay_from_one_step_on_are_named_by_the_numbers_of_each_step() -> None:
+    draw = np.random.default_rng(0)
+    found = probed(
+        batches(
+            lambda step, rank: {
+                "x": noise(step),
+                LABELS: draw.integers(0, 4, 32) if step < 30 else np.arange(32) % 5,
+            },
+            steps=60, dtype="int64",
+        )
+    )  # fmt: skip
+    assert [(one.name, one.step, one.since, one.what, one.severity) for one in found] == [
+        (LABELS, 50, 31, "the labels never change", Severity.WARNING)
+    ]
+
+
+def test_rare_classes_are_no_labels_of_one_class() -> None:
+    rare = batches(
+        lambda step, rank: {"x": noise(step), LABELS: np.r_[np.zeros(31), step > 24 and step % 7 == 0]},
+        steps=60, dtype="int64",
+    )  # fmt: skip
+    assert probed(rare) == [], "a batch that the probe alone has is of two classes"
+    alike = batches(lambda step, rank: {"x": noise(step), LABELS: np.full(32, step % 4)}, steps=60, dtype="int64")
+    assert [one.what for one in probed(alike)] == ["all labels of a batch are equal"]
+
+
+@pytest.mark.parametrize("first, distance", [(0, 1), (32, 1), (0, 3)])
+def test_labels_that_number_the_samples_never_change_on_purpose(first: int, distance: int) -> None:
+    numbered = first + distance * np.arange(32)
+    assert probed(batches(lambda step, rank: {"x": noise(step), LABELS: numbered}, steps=60, dtype="int64")) == []
+
+
+def test_targets_of_one_value_are_a_note_if_they_are_no_classes() -> None:
+    ones = batches(lambda step, rank: {LABELS: np.ones(32)})
+    assert [(one.what, one.severity.word) for one in said(ones, Data)] == [("all labels of a batch are equal", "note")]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_one_batch_at_every_step_may_be_full_batch_training(is_kept: bool) -> None:
+    def judged(make: Any) -> list[tuple[str, str, bool]]:
+        recorded = batches(make)
+        recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), given_again=16 if is_kept else None)
+        return [(one.name, one.severity.word, "full-batch" in one.what) for one in said(recorded, Data)]
+
+    word = "note" if is_kept else "warning"
+    assert judged(lambda step, rank: {"x": noise(1), "y": noise(2)}) == [("x", word, True)]
+    assert judged(lambda step, rank: {"x": noise(1), "y": noise(step)}) == [("x", "warning", False)]
+    assert judged(lambda step, rank: {"x": noise(max(step, 5))}) == []
+    assert judged(lambda step, rank: {"x": noise(min(step, 5))}) == [("x", "warning", False)]
+    assert judged(lambda step, rank: {"x": noise(step % 3)}) == [("x", "warning", False)]
+    signs = np.sign(noise(1))
+    assert judged(lambda step, rank: {"x": signs, "y": noise(1)}) == [("y", word, False)], "nothing tells x apart"
+
+
+@pytest.mark.parametrize(
+    "values, is_said",
+    [
+        (noise(0).ravel() * 5 + 3, True),
+        (noise(0).ravel() * 2_000, True),
+        (np.arange(256.0), True),
+        (noise(0).ravel(), False),
+        (noise(0).ravel() * 1e-2, False),
+        (np.linspace(0, 1, 64), False),
+        (np.linspace(-1, 1, 64), False),
+    ],
+)
+def test_a_first_argument_that_is_not_normalised_is_a_note(values: Any, is_said: bool) -> None:
+    def make(step: int, rank: int) -> Any:
+        return {"x": np.roll(values, step) * (1 + 1e-3 * step + 1e-4 * rank), "mask": values * 1e6}
+
+    found = said(batches(make, ranks=2), Data)
+    assert [(one.name, one.severity.word, one.ranks) for one in found] == [("x", "note", (0,))] * is_said
+    mean, std = values.mean() * 1.002, values.std() * 1.002
+    words = f"; its mean is {number(float(mean))} and its standard deviation {number(float(std))}"
+    assert all(one.said.endswith(words) for one in found)
+    assert said(batches(make, dtype="uint8"), Data) == [], "whole numbers are converted, and may be scaled then"
+
+
+@pytest.mark.parametrize("name, is_said", [("BatchNorm1d", False), ("Linear", True)])
+def test_a_norm_that_gets_the_input_first_normalises_it(name: str, is_said: bool) -> None:
+    recorded = Recorded({"first": name, "norm": "LayerNorm", "": "Net"})
+    for step in range(5):
+        recorded.add(step, "", noise(step) * 100, site="input", name="x")
+        for path in ("first", "norm", ""):
+            recorded.add(step, path, noise(step, 1))
+    assert bool(said(recorded, Data)) is is_said

@@ -211,6 +211,8 @@ class Inventory:
                     num_trained += 1
                 else:
                     untrained.setdefault(i, []).append(name)
+            if hooked.times_given >= 16 and "given_again" not in described:
+                self._add(i, {"given_again": step})
         if self._modules and is_trained and not trains_any and "evaluated" not in self._modules[0]:
             self._add(0, {"evaluated": step})
         for i, names in frozen.items():

@@ -20,7 +20,7 @@ from ...observe.clock import Slice
 from ...observe.selection import NOTHING, unit_dim_of
 from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, SeenValue, StepPosition, ValuePlace
 from ...rules import Rule
-from ...sites import CALL, GRADIENT_OF, OF_CALLS
+from ...sites import CALL, GRADIENT_OF, LABELS, OF_CALLS, is_labels
 from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
 from ..aliases import Waiting, chunk_of_gradient, has_owner
@@ -47,6 +47,7 @@ class HookedModule:
         "_cut",
         "_disarmed",
         "_first",
+        "_given",
         "_handles",
         "_has_after",
         "_is_callable",
@@ -70,6 +71,7 @@ class HookedModule:
         "root",
         "root_name",
         "rule_sets",
+        "times_given",
         "was_called",
     )
 
@@ -100,6 +102,9 @@ class HookedModule:
         self.has_entered = False
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
+        self._given: Callable[[], torch.Tensor | None] = lambda: None
+        self.times_given = 0
+        """For how many calls in training, one after the other, the model's first argument has been one tensor."""
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, tree.Hook]] = []
         """The hooks that were taken off because they have nothing to record now, each with its handle."""
@@ -235,8 +240,22 @@ class HookedModule:
         if value_mask & KEEP_TOKENS and phase == "forward":
             leaves = list(leaves)
             capture.token_blocks().call_begins(self._leaf("input", "")[0], slice_.moment, leaves)
+        is_first = not self.node_path and slice_.moment.mode == "train" and phase == "forward"
         for name, tensor in leaves:
+            if is_first:
+                is_first, self.times_given = False, self.times_given + 1 if self._given() is tensor else 1
+                self._given = weakref.ref(tensor)
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
+
+    def record_labels(self, labels: torch.Tensor, slice_: Slice) -> None:
+        """Record the labels of a loss, once in a micro-step, unless an argument of the model has the labels."""
+        names = (name for site, name in self._leaves if site == "input" and name != LABELS)
+        if self._given() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
+            return
+        origin, rule_set = self._leaf("input", LABELS)
+        keep = self.capture.keep_of(rule_set, 0) & ~(KEEP_REPLAY | KEEP_TOKENS)
+        if keep and slice_.enter("forward", origin) == 0:
+            self.capture.observe(SeenValue(origin, slice_.moment, "forward", 0), keep, labels)
 
     def _record_call(self, moment: StepPosition, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self._owner()

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from ...sites import (
-    OBJECTIVE,
-    OBJECTIVE_NORM,
-    SITES,
-    VALUES_OF_CALLS,
-    is_loss,
-    is_mask,
-    may_mask,
-    objectives_in,
-    tells_skip,
-)
-from ...system.text import counted, listed, named
+from ... import sites
+from ...system.text import counted, listed, named, number
 from ..rows import (
     HARMLESS,
     THROWN_AWAY,
@@ -50,7 +39,7 @@ class NonFinite(CheckRule):
     name = "nonfinite"
     sentence = "A value has NaN, or infinities that are no mask."
     severity = Severity.ERROR
-    sites, columns = (*SITES, "update"), ("nan_count", "inf_count", "numel")
+    sites, columns = (*sites.SITES, "update"), ("nan_count", "inf_count", "numel")
     settings = (Setting("elements", 1, "elements", "smdebug's ExplodingTensor"),)
     advice = "recorder first names the last healthy values, and recorder stats shows the value"
 
@@ -93,9 +82,9 @@ class NonFinite(CheckRule):
         more infinities. Or the row, or an earlier one with as many infinities, is followed by finite values alone.
         """
         lanes, firsts = np.unique(rows.lanes, return_index=True)
-        began = np.where(is_mask(nan[firsts], inf[firsts], True), 2.0, 1.0)
+        began = np.where(sites.is_mask(nan[firsts], inf[firsts], True), 2.0, 1.0)
         self._is_known[lanes] = np.where(self._is_known[lanes] == 0, began, self._is_known[lanes])
-        is_masked = is_mask(nan, inf, rows.where("may_mask", lambda key: may_mask(key.site, key.name)))
+        is_masked = sites.is_mask(nan, inf, rows.where("may_mask", lambda key: sites.may_mask(key.site, key.name)))
         if not is_masked.any():
             return is_masked, is_masked  # most rows need no grouping, which costs time
         is_told = rows.where("by batch", lambda key: key.differs_by_batch) & (rows["nan_count"] >= 0)
@@ -109,7 +98,7 @@ class NonFinite(CheckRule):
         return is_masked & (is_harmless | (inf <= known)), is_harmless & (inf > known)
 
     def _thrown_away(self, rows: Rows, is_bad: Flags) -> Flags:
-        is_bad = is_bad & ~rows.where("number", lambda one: one.site == "scalar" and not is_loss(one.site, one.name))
+        is_bad = is_bad & ~rows.where("number", lambda one: one.site == "scalar" and not one.is_loss)
         is_final = rows.at("grad") & (rows["nan_count"] + rows["inf_count"] == 0)
         steps, numbers = grouped(rows.steps, rows.ranks)[0], dict[tuple[str, str], int]()
         modules = np.array([numbers.setdefault(one[:2], len(numbers)) for one in self.catalog.series], np.int64)
@@ -148,7 +137,7 @@ class NonFinite(CheckRule):
         series = self.catalog.series
         is_of_module = np.array([one[:2] == key[:2] for one in series], np.bool_)[rows.series] & same_step
         inputs, params = (is_of_module & rows.at(site) for site in ("input", "param"))
-        skipped = same_step & rows.where("skipped", lambda one: tells_skip(one.site, one.name))
+        skipped = same_step & rows.where("skipped", lambda one: sites.tells_skip(one.site, one.name))
         # The norm alone of a value on a device was computed.
         is_open = np.isnan(rows["sum_sq"]) & (rows["nan_count"] + rows["inf_count"] < rows["numel"])
         what, detail = "the value is not finite", ""
@@ -167,7 +156,7 @@ class NonFinite(CheckRule):
         elif key.site in ("output", "tap"):
             what += ", and all values recorded before it in this step are finite"
         what += self._objectives(rows.take(same_step), is_bad[same_step])
-        evaluated = rows.where("evaluated", lambda one: one.mode != "train" and one.site in VALUES_OF_CALLS)
+        evaluated = rows.where("evaluated", lambda one: one.mode != "train" and one.site in sites.VALUES_OF_CALLS)
         if not (is_bad & ~evaluated).any():
             what += f"; this is an evaluation ({key.mode}), and all recorded values of training at this step are finite"
         elif (same_step & ~is_bad & (rows.at("grad") | (rows.lanes == lane))).any():
@@ -192,9 +181,9 @@ class NonFinite(CheckRule):
         keys = [self.catalog.series[series] for series in rows.series.tolist()]
         states: dict[str, bool] = {}
         for key, is_bad_one in zip(keys, is_bad.tolist(), strict=True):
-            start = {"scalar": OBJECTIVE_NORM, "tap": OBJECTIVE}.get(key.site)
+            start = {"scalar": sites.OBJECTIVE_NORM, "tap": sites.OBJECTIVE}.get(key.site)
             if start is not None and key.name.startswith(start):
-                name = objectives_in(key.name, start)[0]
+                name = sites.objectives_in(key.name, start)[0]
                 states[name] = states.get(name, False) or is_bad_one
         bad = [repr(name) for name, is_bad_one in states.items() if is_bad_one]
         text = f"; {named('objective', bad, 4)} alone {'is' if len(bad) == 1 else 'are'} not finite"
@@ -213,7 +202,7 @@ class Skipped(StreakRule):
     advice = "begin with a smaller scale, and look for what overflows at any scale"
 
     def wants(self, key: SeriesKey) -> bool:
-        return tells_skip(key.site, key.name)
+        return sites.tells_skip(key.site, key.name)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         return rows["mean"] > 0, np.full(len(rows), float(self.records))
@@ -222,24 +211,27 @@ class Skipped(StreakRule):
 ONE_BATCH = "the batch is that of rank"
 _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
-_LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
 _IGNORED = -100
 """The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
 _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor that is judged. The elements of a smaller tensor may be equal by chance."""
+_SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
+_AGAIN = "the batch repeats that of 1 record before, again and again"
+_FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 
 
 class Data(CheckRule):
     name = "data"
     sentence = (
-        "Two data-parallel ranks get the same batch, a batch is repeated or is empty, or an input or the "
-        "labels are constant."
+        "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels "
+        "are constant, or an input is not normalised."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
     settings = (
         Setting("records", 3, "records", "a missing sampler repeats every batch"),
         Setting("repeats", 20, "records", CALIBRATED),
         Setting("period", 4, "records", "a shorter cycle is no training set"),
+        Setting("size", 4.0, "root mean squares", CALIBRATED),
     )
     advice = "look at the data loader: its sampler, its seed on each rank, and whether its batches change"
 
@@ -249,9 +241,13 @@ class Data(CheckRule):
         self._reported: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
         """By first input of a rank, hashes of the rank's last batches. The first memory has the latest batch's hash."""
-        self._repeats = Streaks()
+        self._repeats, self._sizes = Streaks(), Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
+        self._held: list[tuple[int, Finding]] = []
+        """The findings that later records may contradict or explain, each with the input and rank."""
+        self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
+        """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
         self._had_values = Memory()
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
         self._first_of: dict[str, str] = {}
@@ -262,16 +258,35 @@ class Data(CheckRule):
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        told = rows.take(_tells_apart(rows))
+        is_label = rows.where("labels", _holds_labels)
+        told = rows.take(_tells_apart(rows) & ~is_label & ~(rows.are_float() & (rows["l2"] == 0)))
         recorded = told.without_probe()
         steps, lanes, totals = _batches(recorded, recorded.fingerprints(_BATCH))
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at) > 1:
                 yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
         sizes = told["l2"].astype(np.float32).astype(np.float64) + 0.0  # the probe has only the digits of a float32
-        yield from self._repeated(*_batches(told, sizes.view(np.uint64)))
-        yield from self._emptied(rows.take(rows.where("first argument", self._is_first)).by_lane())
-        yield from self._constant(rows.without_probe().by_lane())
+        self._judge_repeats(*_batches(told, sizes.view(np.uint64)))
+        firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
+        yield from self._emptied(firsts)
+        yield from self._judge_size(firsts.without_probe())
+        self._judge_labels(rows.take(is_label).by_lane())
+        self._judge_flat(rows.without_probe().by_lane())
+
+    def finish(self) -> Iterator[Finding]:
+        """Yield the held findings that no later record contradicts."""
+        of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
+        changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
+        full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed
+        for lane, one in self._held:
+            root = self.catalog.modules.get((of_lane[lane][0], ""))
+            is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
+            is_void |= one.what == _ONE_CLASS and self._mixed.of(lane) > one.first_step
+            is_kept = root is not None and root.given_again is not None and of_lane[lane] not in changed
+            severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
+            if not is_void:
+                more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
+                yield one._replace(severity=severity, what=one.what + more)
 
     def _in_a_row(self, lane: int, step: int, what: str, num: int, limit: str, since: int | None) -> Finding:
         return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
@@ -291,20 +306,23 @@ class Data(CheckRule):
                 yield self._in_a_row(second, step, what, num, "records", since)
         self._same = going_on
 
-    def _repeated(self, steps: Integers, lanes: Integers, totals: Integers) -> Iterator[Finding]:
+    def _judge_repeats(self, steps: Integers, lanes: Integers, totals: Integers) -> None:
         order = np.argsort(lanes, kind="stable")
-        steps, lanes, hashes = steps[order], lanes[order], as_exact_floats(totals[order].view(np.uint64))
+        steps, lanes = steps[order], lanes[order]
+        hashes = as_exact_floats(totals[order].view(np.uint64))
         was, period = hashes, np.zeros(len(hashes), np.int64)
-        for number, memory in enumerate(self._before, 1):
+        for back, memory in enumerate(self._before, 1):
             was = previous(lanes, was.copy(), memory)
-            period = np.where((period == 0) & (was == hashes), number, period)
+            period = np.where((period == 0) & (was == hashes), back, period)
+        self._num_new.sums(lanes, (period != 1).astype(np.float64))
         for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
             what = f"the batch repeats that of {counted(int(period[index]), 'record')} before, again and again"
-            yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
+            lane = int(lanes[index])
+            self._held.append((lane, self._in_a_row(lane, int(steps[index]), what, num, "repeats", since)))
 
     def _is_first(self, key: SeriesKey) -> bool:
         """Return whether a series is the first argument. A mask, state or condition after it may well be zero."""
-        is_batch = self.wants(key) and not _LABELS.fullmatch(key.name)
+        is_batch = self.wants(key) and not _holds_labels(key)
         return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
 
     def _emptied(self, rows: Rows) -> Iterator[Finding]:
@@ -319,22 +337,55 @@ class Data(CheckRule):
         for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
 
-    def _constant(self, rows: Rows) -> Iterator[Finding]:
-        is_label = rows.where("labels", lambda key: _LABELS.fullmatch(key.name) is not None)
-        marks = rows["l2"] + 1e-3 * rows["mean"]
-        is_same = is_label & (marks == previous(rows.lanes, marks, self._last))
+    def _judge_size(self, rows: Rows) -> Iterator[Finding]:
+        """Look, on rank 0, for a first argument whose elements are far larger than layers expect, but for norms."""
+        rms, limit = rows.rms, self.thresholds["size"]
+        is_far = (rms > limit) & rows.are_float() & (rows["std"] > 0) & (rows.ranks <= 0)
+        for index, _, since in self._sizes.reached(rows.lanes, rows.steps, is_far, self.thresholds["records"]):
+            lane, step = int(rows.lanes[index]), int(rows.steps[index])
+            of_root = (one for one in self.catalog.series if one.root == self.catalog.key_of(lane).root)
+            first = next((one for one in of_root if one.site == "output" and one.module_path), None)
+            if first is None or "norm" not in self.catalog.class_of(first).lower():
+                mean, std = (number(float(rows[name][index])) for name in ("mean", "std"))
+                what = f"the input is not normalised; its mean is {mean} and its standard deviation {std}"
+                yield self.finding(lane, step, what, "root mean square", rms[index], limit, Severity.NOTE, since)
+
+    def _judge_labels(self, rows: Rows) -> None:
+        """Look for labels, of several classes, that are those of the record before. The probe has their l2 alone."""
+        sizes = rows["l2"].astype(np.float32).astype(np.float64)
+        with np.errstate(all="ignore"):
+            roots, numel = sizes / np.sqrt(rows["numel"]), rows["numel"]
+            distance = (rows["max"] - rows["min"]) / (numel - 1)
+            is_even = np.abs(12 * rows["std"] ** 2 / (numel + 1) / (numel - 1) - distance**2) < 1e-6 * distance**2
+        is_float, is_told = rows.are_float(), rows["std"] != 0
+        is_mixed = np.where(is_float, rows["std"] > 0, np.abs(roots - np.round(roots)) > 1e-6 * roots)
+        self._mixed[rows.lanes[is_mixed]] = rows.steps[is_mixed].astype(np.float64)
+        self._numbered[rows.lanes[distance >= 0]] = (is_even & (distance >= 1))[distance >= 0].astype(np.float64)
+        is_same = sizes == previous(rows.lanes, sizes, self._last)
+        self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
+        is_same &= is_mixed | (is_float & is_told)
+        self._hold(rows, self._constant_labels, is_same, np.full(len(rows), _SAME_LABELS))
+
+    def _judge_flat(self, rows: Rows) -> None:
+        is_label = rows.where("labels", _holds_labels)
         is_judged = is_label | (rows.are_float() & rows.where("first argument", self._is_first))
         is_masked = is_label & _are_of_one_class(rows)
         is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
-        for streaks, flags, of_labels in (
-            (self._constant_labels, is_same, "the labels never change"),
-            (self._flat, is_flat, "all labels of a batch are equal"),
-        ):
-            for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
-                what = of_labels if is_label[index] else "all elements of the input are equal"
-                if flags is is_flat and is_masked[index]:
-                    what += f", except labels {_IGNORED}, which the loss ignores"
-                yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "repeats", since)
+        of_masked = f"{_ONE_CLASS}, except labels {_IGNORED}, which the loss ignores"
+        what = np.where(is_label, np.where(is_masked, of_masked, _ONE_CLASS), "all elements of the input are equal")
+        self._hold(rows, self._flat, is_flat, what)
+
+    def _hold(self, rows: Rows, streaks: Streaks, flags: Flags, what: npt.NDArray[np.str_]) -> None:
+        is_made = rows.where("made", lambda key: key.name == sites.LABELS) & rows.are_float()
+        for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
+            lane = int(rows.lanes[index])
+            found = self._in_a_row(lane, int(rows.steps[index]), str(what[index]), num, "repeats", since)
+            # The targets of two nets that train against each other are of one value, on purpose.
+            self._held.append((lane, found._replace(severity=Severity.NOTE) if is_made[index] else found))
+
+
+def _holds_labels(key: SeriesKey) -> bool:
+    return sites.is_labels(key.name) is not None
 
 
 def _are_of_one_class(rows: Rows) -> Flags:

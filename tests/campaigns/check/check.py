@@ -100,7 +100,9 @@ def _with_flag_alone(folder: Path, names: list[str], seed: int) -> int:
             if wanted.by_default:
                 rule, module = (*wanted.by_default, wanted.module)[:2]
                 wanted = wanted._replace(rule=rule, module=module)
-            verdict = "named" if is_named(checked, wanted) else "named otherwise" if said else "not named"
+            is_noted = any((one.rule, one.severity) == (wanted.noted_by, Severity.NOTE) for one in checked.findings)
+            otherwise = "named otherwise" if said else "noted" if is_noted else "not named"
+            verdict = "named" if is_named(checked, wanted) else otherwise
         counts[verdict] += 1
         print(f"{verdict:16} {name:24} {', '.join(dict.fromkeys(said)) or '-'}"[:200], flush=True)
     print(", ".join(f"{num} {verdict}" for verdict, num in counts.items()))

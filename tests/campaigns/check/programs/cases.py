@@ -27,6 +27,8 @@ class Named(NamedTuple):
     """Whether nobody can know without sound trainings."""
     by_default: tuple[str, ...] = ()
     """The rule, and the module, that name it where the default rules recorded; empty if they are the same."""
+    noted_by: str = ""
+    """The rule that names it in a note where the default rules recorded."""
 
 
 Change = Callable[[Any], object]
@@ -64,6 +66,8 @@ class Case:
     is_validated: bool = False
     num_batches: int = 0
     """Batches of the training set; 0 for ever new ones."""
+    keeps_batch: bool = False
+    """Whether the program has one batch, a tensor that it gives the model at each step."""
     noisy_labels: bool = False
     shares_buffers: bool = True
     has_own_batches: bool = True
@@ -129,6 +133,7 @@ SOUND: dict[str, Case] = {
     "mlp-scheduled": Case(schedule=_cosine(30, 320, 0.45), rate=3e-3),
     "mlp-dropout": Case(model=lambda: Net(dropout=0.3)),
     "mlp-small-set": Case(num_batches=16),
+    "full-batch": Case(num_batches=1, keeps_batch=True),
     "validated": Case(is_validated=True, rate=3e-3),
     "fine-tuned": Case(begin=_frozen_trunk),
     "frozen-in-optimizer": Case(begin=_frozen_trunk, groups=lambda net: net.parameters()),
@@ -280,10 +285,10 @@ def _leaping(x: Tensor, step: int, rank: int) -> Tensor:
 
 def _fault(
     rule: str, module: str = ANY, ranks: tuple[int, ...] = (0,), *, beside: bool = False,
-    by_default: tuple[str, ...] = (), **changed: Any,
+    by_default: tuple[str, ...] = (), noted_by: str = "", **changed: Any,
 ) -> tuple[Named, dict[str, Any]]:  # fmt: skip
     """A fault that the rule names at the module, `beside` sound trainings; with what is changed of its training."""
-    return Named(rule, module, ranks, beside, by_default), changed
+    return Named(rule, module, ranks, beside, by_default, noted_by), changed
 
 
 BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
@@ -338,14 +343,19 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "one_layer_tiny": _fault("initialisation", "blocks.0.up", begin=_scaled("blocks.0.up.weight", 0.02)),
         "constant_weight": _fault("initialisation", "blocks.2.up", begin=_filled("blocks.2.up.weight", 0.1)),
         "shuffled_labels": _fault("unusual", "", beside=True, noisy_labels=True),
-        "one_label": _fault("unusual", beside=True, labels=lambda labels, step: torch.zeros_like(labels)),
+        "one_label": _fault("data", "", labels=lambda labels, step: torch.zeros_like(labels)),
         "missing_norm": _fault("unusual", beside=True, model=lambda: Net(norm=lambda width: nn.Identity())),  # type: ignore[arg-type]
         "loss_scaled": _fault("unusual", beside=True, loss_factor=8.0),
         "no_decay_but_l2": _fault("unusual", beside=True, by_default=("update",), options={"weight_decay": 20.0}),
         "repeating_loader": _fault("data", "", num_batches=1),
         "short_cycle": _fault("data", "", num_batches=3),
         "constant_input": _fault("data", "", batch=lambda x, step, rank: torch.ones_like(x)),
-        "scaled_input": _fault("unusual", "blocks.0.up", beside=True, batch=lambda x, step, rank: x * 5 + 3),
+        "labels_stuck": _fault(
+            "data", "", labels=lambda labels, step: labels if step < 150 else torch.arange(len(labels)) % 3
+        ),
+        "scaled_input": _fault(
+            "unusual", "blocks.0.up", beside=True, noted_by="data", batch=lambda x, step, rank: x * 5 + 3
+        ),
         "weight_shaken": _fault(
             "update", "blocks.3.down", after=_from(150, _scaled("blocks.3.down.weight", 60.0), 150)
         ),

@@ -56,8 +56,17 @@ class Data:
 
     def __init__(self, case: Case, rank: int, seed: int) -> None:
         self._case, self._rank, self._seed = case, rank, seed
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def batch(self, number: int, *, is_training: bool = True) -> tuple[Tensor, Tensor]:
+        case = self._case
+        if is_training and case.keeps_batch:
+            if self._kept is None:
+                self._kept = self._made(0, is_training=True)
+            return self._kept
+        return self._made(number, is_training=is_training)
+
+    def _made(self, number: int, *, is_training: bool) -> tuple[Tensor, Tensor]:
         case = self._case
         if is_training and case.num_batches:
             number %= case.num_batches

@@ -1,0 +1,180 @@
+"""The labels that a loss saves for its backward, as the input `loss.labels` of the model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recorder
+from recorder.sites import LABELS
+
+RULES = "module='' site=input keep=tensor,stats; site=scalar keep=stats"
+_Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def labels(folder: Path) -> list[tuple[int, int, list[Any]]]:
+    """Step, micro-step and values of each."""
+    run = recorder.open_run(folder)
+    frame: Any = run.to_pandas(columns=["step", "micro_step", "site", "name", "module_path"])
+    found = frame[(frame.site == "input") & (frame.name == LABELS)]
+    return [
+        (step, part, run.array("", site="input", name=LABELS, step=step, micro_step=part).tolist())
+        for step, part in zip(found.step, found.micro_step, strict=True)
+    ]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(model: nn.Module, loss_of: _Loss, folder: Path | None, num_parts: int = 1, **settings: Any) -> list[Tensor]:
+    """Three steps; the parameters after them."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=folder is not None, dir=str(folder), **({"rules": RULES} | settings)):
+        for _ in range(3):
+            for _ in range(num_parts):
+                x = torch.randn(3, 4, generator=generator)
+                y = torch.randint(0, 3, (3,), generator=generator)
+                loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def drawn(num: int) -> list[list[int]]:
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(num):
+        torch.randn(3, 4, generator=generator)
+        found.append(torch.randint(0, 3, (3,), generator=generator).tolist())
+    return found
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def test_the_labels_of_each_micro_step_are_recorded_and_training_is_not_changed(tmp_path: Path) -> None:
+    plain = train(net(), cross_entropy, None, num_parts=2)
+    recorded = train(net(), cross_entropy, tmp_path, num_parts=2)
+    assert all(map(torch.equal, plain, recorded))
+    assert labels(tmp_path) == [(number // 2, number % 2, values) for number, values in enumerate(drawn(6))]
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda model, x, y: (F.cross_entropy(model(x), y) + 1e-3 * x.square().mean() * model(x).square().mean()) / 2,
+        lambda model, x, y: F.cross_entropy(model(x)[None].transpose(1, 2), y[None]).sum() * 0.5,
+        lambda model, x, y: F.nll_loss(model(x).log_softmax(-1), y),
+        lambda model, x, y: torch.amp.GradScaler("cpu", init_scale=8.0).scale(F.cross_entropy(model(x), y)),
+    ],
+)
+def test_they_are_found_below_sums_factors_and_scales(tmp_path: Path, loss_of: _Loss) -> None:
+    train(net(), loss_of, tmp_path)
+    assert [torch.tensor(values).flatten().tolist() for _, _, values in labels(tmp_path)] == drawn(3)
+
+
+@pytest.mark.parametrize("loss_of", [F.mse_loss, F.binary_cross_entropy_with_logits, F.smooth_l1_loss, F.huber_loss])
+def test_targets_of_other_losses_are_recorded(tmp_path: Path, loss_of: Any) -> None:
+    train(net(), lambda model, x, y: loss_of(model(x)[:, 0], y.float()), tmp_path)
+    assert [values for _, _, values in labels(tmp_path)] == drawn(3)
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.inner(x), labels.clone())
+
+
+def test_labels_that_the_model_is_given_are_not_recorded_twice(tmp_path: Path) -> None:
+    train(Given(), lambda model, x, y: model(x, labels=y), tmp_path / "given")
+    assert labels(tmp_path / "given") == []
+    model = nn.Sequential(nn.Linear(4, 4))
+    train(model, lambda model, x, y: F.mse_loss(model(x), x), tmp_path / "itself")
+    assert labels(tmp_path / "itself") == []
+
+
+def test_labels_of_samples_that_are_compared_are_no_classes(tmp_path: Path) -> None:
+    def contrast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        logits = torch.cat([out.square().sum(1, keepdim=True), out @ x[:, :3].T], 1) / 0.1
+        return F.cross_entropy(logits, torch.zeros_like(y))
+
+    train(net(), contrast, tmp_path)
+    assert labels(tmp_path) == []
+
+
+def test_saved_tensors_with_hooks_are_left_alone(tmp_path: Path) -> None:
+    num_unpacked = 0
+
+    def unpack(saved: Tensor) -> Tensor:
+        nonlocal num_unpacked
+        num_unpacked += 1
+        return saved
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+            return F.cross_entropy(model(x), y)
+
+    train(net(), loss_of, None)
+    num_plain, num_unpacked = num_unpacked, 0
+    train(net(), loss_of, tmp_path)
+    assert labels(tmp_path) == [] and num_unpacked == num_plain
+
+
+def test_neither_the_graph_nor_the_labels_are_kept(tmp_path: Path) -> None:
+    model, kept = net(), []
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        for _ in range(2):
+            y = torch.randint(0, 3, (3,))
+            kept.append(weakref.ref(y))
+            loss = F.cross_entropy(model(torch.randn(3, 4)), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            del loss, y
+            gc.collect()
+            assert kept[-1]() is None
+    run = recorder.open_run(tmp_path)
+    assert [writer.balance.dropped for writer in run.writers] == [{}]
+
+
+def test_a_backward_that_fails_fails_as_without_the_recorder(tmp_path: Path) -> None:
+    model = net()
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        y = torch.randint(0, 3, (3,))
+        loss = F.cross_entropy(model(torch.randn(3, 4)), y)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+        loss = F.cross_entropy(model(torch.randn(3, 4)), y)
+        y.add_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert [writer.balance.dropped for writer in recorder.open_run(tmp_path).writers] == [{}]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_manifest_says_if_the_model_was_always_given_one_tensor(tmp_path: Path, is_kept: bool) -> None:
+    model, x = net(), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        for _ in range(40):
+            model(x if is_kept else x.clone()).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.randn(3, 4))
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert (module.given_again is not None) is is_kept
