@@ -148,6 +148,8 @@ class CheckRule(ABC):
     """The sites whose values the rule reads."""
     columns: ClassVar[tuple[str, ...]]
     """The names of the statistics that the rule reads."""
+    more_columns: ClassVar[tuple[str, ...]] = ()
+    """The names of columns that the rule reads if the run has them."""
     keep: ClassVar[str] = "stats"
     """The `keep` that a recording rule must have so that the run has these columns."""
     reads_probe: ClassVar[bool] = False

@@ -178,3 +178,18 @@ def test_the_manifest_says_if_the_model_was_always_given_one_tensor(tmp_path: Pa
                 model(torch.randn(3, 4))
     (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
     assert (module.given_again is not None) is is_kept
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_classes_of_equal_size_are_labels_that_change(tmp_path: Path, is_stuck: bool) -> None:
+    model, generator = net(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    y = torch.arange(12) % 3
+    with recorder.attach(model, enabled=True, dir=str(tmp_path)):  # the default rules
+        for _ in range(40):
+            y = y if is_stuck else y[torch.randperm(12, generator=generator)]
+            optimizer.zero_grad()
+            cross_entropy(model, torch.randn(12, 4, generator=generator), y).backward()
+            optimizer.step()
+    found = recorder.check(recorder.open_run(tmp_path), rules=["data"]).findings
+    assert [one.what for one in found] == ["the labels never change"] * is_stuck

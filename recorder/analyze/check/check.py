@@ -97,7 +97,7 @@ def check(
         raise ConfigError(f"rule {min(twice)!r}: a package brings a rule of that name; give yours another name")
     known = [*RULES, *installed, *own]
     chosen = [find_rule(name, known) for name in dict.fromkeys(rules)] or known
-    rows = RunRows(run, [name for rule in chosen for name in rule.columns], mapper=mapper)
+    rows = RunRows(run, [name for rule in chosen for name in (*rule.columns, *rule.more_columns)], mapper=mapper)
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
     normal, known_to = _learnt(baselines, chosen, settings) if baselines else (None, [])
     others = [_sizes(one, int(settings.get(Width.name, {}).get("steps", Width.default("steps")))) for one in widths]
@@ -171,7 +171,7 @@ def _learnt(
     """Return what is `Normal` in the baseline runs, with the findings in them, and the keys of each run's values."""
     normal, values = Normal(), []
     for run in baselines:
-        rows = RunRows(run, [name for rule in rules for name in rule.columns])
+        rows = RunRows(run, [name for rule in rules for name in (*rule.columns, *rule.more_columns)])
         learner = normal.learner(rows.catalog)
         replicas = replicas_of(run) if Replica in rules else None
         made = make_rules(rules, rows.catalog, dict(settings), replicas=replicas)

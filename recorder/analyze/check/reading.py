@@ -9,6 +9,7 @@ are null in a row without these bytes, or if the number cannot be computed. No P
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from operator import attrgetter
@@ -313,7 +314,9 @@ def _share(counts: Integers, histograms: Histograms) -> Floats:
 
 _OF_UNITS = {"units.dead_share": _dead_share, "units.largest": _largest}
 _OF_HISTOGRAMS = {"histogram.subnormal_share": _subnormal_share, "histogram.top_share": _top_share}
-SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram")
+_HASH = "fingerprint.hash"
+"""A number for the fingerprint of an input of a whole model; NaN for other values."""
+SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram") | {_HASH: "fingerprint"}
 """For each number that is computed from bytes, the column that has these bytes."""
 
 
@@ -339,6 +342,11 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
                 for name in of_histograms:
                     columns[name][histograms.rows] = _OF_HISTOGRAMS[name](histograms, ends[histograms.rows])
             _fill_from_statistics({name: columns[name] for name in of_histograms}, table, ends)
+    if _HASH in names:
+        is_input = (table.column("site").to_numpy() == "input") & (table.column("module_path").to_numpy() == "")
+        rows = _there(table, "fingerprint", is_input)
+        texts = table.column("fingerprint").take(pa.array(rows)).to_pylist()
+        columns[_HASH][rows] = [zlib.crc32(text.encode()) for text in texts]
     return [pa.array(columns[name]) for name in names]
 
 

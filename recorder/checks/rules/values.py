@@ -227,6 +227,7 @@ class Data(CheckRule):
         "are constant, or an input is not normalised."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
+    more_columns = ("fingerprint.hash",)
     settings = (
         Setting("records", 3, "records", "a missing sampler repeats every batch"),
         Setting("repeats", 20, "records", CALIBRATED),
@@ -248,6 +249,8 @@ class Data(CheckRule):
         """The findings that later records may contradict or explain, each with the input and rank."""
         self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
         """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
+        self._last_order, self._last_l2, self._reordered = Memory(), Memory(), Memory()
+        """By rank: hash and l2 of the last recorded labels; the last step at which they came in a new order."""
         self._had_values = Memory()
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
         self._first_of: dict[str, str] = {}
@@ -281,6 +284,7 @@ class Data(CheckRule):
         for lane, one in self._held:
             root = self.catalog.modules.get((of_lane[lane][0], ""))
             is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
+            is_void |= one.what == _SAME_LABELS and self._reordered.of(lane) > one.first_step
             is_void |= one.what == _ONE_CLASS and self._mixed.of(lane) > one.first_step
             is_kept = root is not None and root.given_again is not None and of_lane[lane] not in changed
             severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
@@ -361,6 +365,11 @@ class Data(CheckRule):
         is_mixed = np.where(is_float, rows["std"] > 0, np.abs(roots - np.round(roots)) > 1e-6 * roots)
         self._mixed[rows.lanes[is_mixed]] = rows.steps[is_mixed].astype(np.float64)
         self._numbered[rows.lanes[distance >= 0]] = (is_even & (distance >= 1))[distance >= 0].astype(np.float64)
+        known = rows.take(rows["fingerprint.hash"] >= 0)
+        hashes = known["fingerprint.hash"]
+        is_moved = hashes != previous(known.lanes, hashes, self._last_order)
+        is_moved &= known["l2"] == previous(known.lanes, known["l2"], self._last_l2)
+        self._reordered[known.lanes[is_moved]] = known.steps[is_moved].astype(np.float64)
         is_same = sizes == previous(rows.lanes, sizes, self._last)
         self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
         is_same &= is_mixed | (is_float & is_told)
