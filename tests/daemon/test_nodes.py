@@ -101,7 +101,7 @@ def test_a_run_whose_folder_goes_while_it_is_recorded_is_said(tmp_path: Path, ca
         for name in ("run-a", "run-b"):
             shutil.rmtree(tmp_path / "recordings" / name)
         wait_until(lambda: not daemon.runs)
-    said = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "vanished" in record.getMessage()]
     assert said == ["run-a: its folder vanished during the recording; shipped files stay"]
 
 

@@ -118,7 +118,7 @@ def test_chunks_are_laid_side_by_side_or_added() -> None:
         ChunkUnits(_of(below), [(3, 3, 3), (0, 0, 3)]),
     ]
     assert joined(pieces, (4, 6), 1) == _of(tensor)
-    with pytest.raises(ValueError, match="do not hold"):
+    with pytest.raises(ValueError, match="do not include"):
         joined([ChunkUnits(_of(left.contiguous()), [(0, 4, 4)])], (4, 6), 1)
 
 

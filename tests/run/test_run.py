@@ -236,7 +236,7 @@ class TestLookup:
         run = make_run(tmp_path / "run")
         parts = make_parts(0, np.arange(9.0), 3)
         HandmadeWriter(run).add_shard([[parts[0], parts[2]]])
-        with pytest.raises(LookupFailedError, match=r"only \[0, 2\] were recorded"):
+        with pytest.raises(LookupFailedError, match=r"only its parts \[0, 2\] were recorded"):
             open_run(run).array("layers.0")
 
     def test_a_last_part_that_is_missing_is_noticed(self, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_traces_nest_and_one_is_entered_once() -> None:
     assert len(inner) == 5 and inner["up", "input"].shape == (5, 4)
     assert ("blocks.0", "output", "", 1) in outer and hook_counts(model) == 0
     once = recorder.trace(model)
-    with once, pytest.raises(TraceError, match="entered once"), once:
+    with once, pytest.raises(TraceError, match="entered only once"), once:
         pass
     assert hook_counts(model) == 0
 

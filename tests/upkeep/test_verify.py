@@ -306,5 +306,5 @@ def test_synced_rows_that_are_gone_are_not_counted_as_on_their_way_too(writer: H
     accounts = ledger(len(rows), len(rows) + 5) | {"synced": len(rows) + 3}
     writer.finish(pid=1 << 22, host=os.uname().nodename, state="recording", ledger=accounts)
     texts = [one.text for one in findings(writer.directory.parents[1])]
-    assert any("3 rows lost after they were safe" in text for text in texts)
+    assert any("3 rows lost after they were synced" in text for text in texts)
     assert any("at least 2 rows not written yet are lost" in text for text in texts)

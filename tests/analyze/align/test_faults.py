@@ -205,12 +205,14 @@ FAULTS = {
         _with_temperature, "'' output logits", "module", 3, "what runs before it agree",
     ),
     "another scale of attention": Fault(
-        _other_scale, "'model.layers.0.self_attn.o_proj' input input", "module", 1, "'model.layers.0.self_attn' hands",
+        _other_scale, "'model.layers.0.self_attn.o_proj' input input", "module", 1,
+        "'model.layers.0.self_attn' passes on",
     ),
     "another activation": Fault(_other_activation, "'model.layers.0.mlp.act_fn' output", "module", 0, "itself"),
     "a part of the residual lost": Fault(_without_residual, "'model.layers.0.mlp' output", "module", 0, "itself"),
     "an edge of a chunk off by one": Fault(
-        _off_at_edge, "'model.layers.1.self_attn.o_proj' input input", "module", 2, "'model.layers.1.self_attn' hands",
+        _off_at_edge, "'model.layers.1.self_attn.o_proj' input input", "module", 2,
+        "'model.layers.1.self_attn' passes on",
         {"prefill_chunk_size": 2},
     ),
     "a dropout that is on": Fault(_dropping, "'model.layers.0.mlp.down_proj' output", "module", 0, "the module itself"),

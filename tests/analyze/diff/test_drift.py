@@ -121,7 +121,7 @@ def test_a_noise_run_that_is_none_is_said_to_be(tmp_path: Path) -> None:
     other = training(tmp_path / "other", 3, change=lambda step, site, values: values * 1.1)
     loud = diff(a, b, noise=[other]).loud_noise
     assert loud is not None and (loud.step, round(loud.of_norm, 2)) == (0, 0.1)
-    with pytest.raises(LookupFailedError, match="one of the two runs"):
+    with pytest.raises(LookupFailedError, match="one of the two compared runs"):
         diff(a, b, noise=[b])
 
 
