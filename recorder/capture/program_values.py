@@ -44,7 +44,7 @@ _MAX_NAME_LENGTH = 1_024
 _EVALUATION_LOSS = "eval_loss"
 """The scalar with the mean loss of an evaluation. The recorder finds it if the program gives no validation loss."""
 _FOUND = {LOSS: '{"found":"backward"}', _EVALUATION_LOSS: '{"found":"evaluation"}'}
-_MAX_NODES, _MAX_MISSES = 16, 8
+_MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
 
@@ -239,7 +239,8 @@ class LossFinder:
 
     def _wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        wrapper = functools.wraps(original)(make(original))
+        ours = (wrapper for _, _, function, wrapper in self._wrapped if function is original)  # pickle wants one object
+        wrapper = next(ours, None) or functools.wraps(original)(make(original))
         setattr(owner, name, wrapper)
         self._wrapped.append((owner, name, original, wrapper))
 
@@ -276,8 +277,10 @@ class LossFinder:
             return
         with torch.no_grad():  # a NaN would stand before the gradients that it comes from
             self._scalars.record(CLIP_NORM, local.nan_to_num(nan=0.0, posinf=0.0))
-        if isinstance(max_norm, torch.Tensor) or math.isfinite(max_norm):
-            self._scalars.record(CLIP_LIMIT, max_norm)
+            if isinstance(max_norm, torch.Tensor):  # an infinite limit on a device becomes the largest number
+                self._scalars.record(CLIP_LIMIT, max_norm.nan_to_num())
+            elif math.isfinite(limit := float(max_norm)):
+                self._scalars.record(CLIP_LIMIT, limit)
 
     def _note(self, scaled: Any, _: GradScaler, outputs: Any) -> None:
         if isinstance(outputs, torch.Tensor):
@@ -305,16 +308,22 @@ class LossFinder:
     def _look_for_labels(self, node: Any) -> None:
         """Record the labels that a loss has saved, as an input of the model. `node` is the first node of its graph."""
         root = self._capture.root_calls.outermost
-        hooked = root.module_at("") if root in self._scalars.roots else None
+        # With several models, the loss may be that of another model than the one that was called last.
+        is_alone = root is not None and self._scalars.roots == [root] and not (root.is_over_meshes or root.marked_ranks)
+        hooked = root.module_at("") if root is not None and is_alone else None
         if hooked is None or hooked.is_hidden or not hooked.keeps("input"):
             return
         kind = (node.name(), *(child.name() for child in _children(node)))
+        if len(self._misses) >= _MAX_KINDS:
+            self._misses.clear()
         if self._misses.get(kind, 0) < _MAX_MISSES:
             labels = None
             with suppress(RuntimeError):  # the graph is freed, or the labels have changed: the backward says so
                 labels = _labels_below(node)
-            self._misses[kind] = self._misses.get(kind, 0) + 1 if labels is None else 0
-            if labels is not None:
+            if labels is None:
+                self._misses[kind] = self._misses.get(kind, 0) + 1
+            else:
+                self._misses.pop(kind, None)
                 hooked.record_labels(labels, root.clock.recomputed())
 
     def close(self) -> None:
@@ -353,7 +362,7 @@ def _local_loss(value: Any) -> torch.Tensor | None:
 
 
 def _children(node: Any) -> list[Any]:
-    return [child for child, _ in node.next_functions if child is not None]
+    return [child for child, _ in node.next_functions[:_MAX_NODES] if child is not None]
 
 
 def _labels_below(loss: Any) -> torch.Tensor | None:

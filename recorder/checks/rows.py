@@ -502,7 +502,7 @@ def harmless(are_masked: Flags, are_bad: Flags, are_told: Flags, ids: Integers) 
     return np.asarray(are_masked & (last_told[ids] > indices) & (last_bad[ids] < indices))
 
 
-THROWN_AWAY = "the program threw this backward away: the gradients that the optimizer got are finite"
+THROWN_AWAY = "the optimizer got finite gradients: the program threw this backward away, or replaced what is not finite"
 
 
 def thrown_away(are_bad: Flags, are_passed: Flags, are_final: Flags, steps: Integers, modules: Integers) -> Flags:

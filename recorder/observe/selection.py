@@ -18,11 +18,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from ..config import DEFAULT_RULES
 from ..records import KEEP_PROBE, KEEP_RING, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
 from ..rules import ANY, EVERY, KEEPS, Rule, Schedule, nearest
 from ..sites import OF_PARAMETERS, SITES, STATES
 from ..system.text import listed
 
+_DEFAULTS = frozenset(rule.written for rule in DEFAULT_RULES)
 NOTHING = 0
 """The rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
@@ -127,6 +129,11 @@ class RuleSelection:
             return rule_set
         members = self._members[rule_set]
         return self._intern(tuple(i for i in members if self._rules[i].matches_name(name)))
+
+    def names_tensors(self, rule_set: int) -> bool:
+        """Whether a rule of the set has patterns of names or is a default rule; others select what modules get."""
+        rules = [self._rules[i] for i in self._members[rule_set]]
+        return any(rule.name != ANY or rule.written in _DEFAULTS for rule in rules)
 
     def keeps_units(self, rule_set: int) -> bool:
         """Whether a rule of the set keeps sums over units (neurons or channels) at some step."""

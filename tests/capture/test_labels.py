@@ -16,7 +16,10 @@ from torch import Tensor, nn
 import recorder
 from recorder.sites import LABELS
 
-RULES = "module='' site=input keep=tensor,stats; site=scalar keep=stats"
+RULES = (
+    "module='' site=input keep=tensor,stats; module='' site=input name=loss.labels keep=tensor,stats;"
+    "site=scalar keep=stats"
+)
 _Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -345,6 +347,20 @@ def test_the_norm_before_a_clip_is_a_scalar_and_the_clip_is_not_changed(
     is_seen = how != "compiled"
     assert clipped(tmp_path, "clip.norm") == pytest.approx([norms[0], 0.0, norms[2]] if is_seen else [])
     assert clipped(tmp_path, "clip.max_norm") == [1e-3, 1e-3][: 2 * is_seen], "no limit is no number"
+
+
+def test_a_clip_to_an_infinite_tensor_has_a_finite_limit_and_torchs_function_can_be_pickled(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules="site=scalar keep=stats"):
+        model(torch.ones(2, 4)).sum().backward()
+        clip_grad_norm_(model.parameters(), cast("float", torch.tensor(math.inf)))
+        clip_grad_norm_(model.parameters(), 10**30)
+        optimizer.step()
+        assert pickle.loads(pickle.dumps(nn.utils.clip_grads_with_norm_)) is nn.utils.clip_grads_with_norm_
+    assert all(map(math.isfinite, clipped(tmp_path, "clip.max_norm")))
+    assert len(clipped(tmp_path, "clip.max_norm")) == 2
 
 
 def test_an_error_of_a_clip_has_no_frame_of_ours(tmp_path: Path, model: nn.Module) -> None:

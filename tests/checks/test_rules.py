@@ -217,6 +217,24 @@ def gradients(scale: Any, steps: int = 150) -> Recorded:
     return recorded
 
 
+def test_a_loss_that_reached_zero_does_not_spike() -> None:
+    for floor, is_spike in ((1e-6, False), (0.1, True)):
+        recorded = Recorded()
+        for step in range(200):
+            value = 2.0 if step < 5 else floor * (8 if step == 190 else 1)
+            recorded.add(step, "", value + noise(step, shape=(), scale=1e-3 * floor), site="scalar", name="loss")
+        assert [one.step for one in said(recorded, Spike)] == [190] * is_spike
+
+
+def test_a_gradient_of_zeros_explains_why_a_parameter_stays() -> None:
+    for gradient, expected in ((0.0, []), (0.5, [("up", 3, (0,))])):
+        recorded = Recorded()
+        for step in range(12):
+            recorded.add(step, "up", np.full(4, 1.0 + max(step - 4, 0)), **OPTIMIZER, site="param")
+            recorded.add(step, "up", np.full(4, 1.0 if step > 4 else gradient), **OPTIMIZER, site="grad")
+        assert subjects(said(recorded, Unchanged)) == expected
+
+
 def test_a_gradient_that_jumps_is_named_with_the_module_that_grew_most() -> None:
     recorded = gradients(lambda step, path: 1000.0 if (step, path) == (120, "blocks.3") else 1.0)
     assert subjects(said(recorded, Jump)) == [("blocks.3", 120, (0,))]

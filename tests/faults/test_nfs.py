@@ -188,7 +188,10 @@ def test_a_writer_that_began_anew_is_told_of_by_doctor(tmp_path: Path) -> None:
     run = recorder.open_run(tmp_path / "run")
     assert run.num_rows == 5
     assert [finding.text for finding in verify(run) if finding.is_fault] == []
-    assert any("began anew: RuntimeError: the copy failed" in check.text for check in reply._accounts(run))
+    assert any(
+        "the writer failed once and restarted: RuntimeError: the copy failed" in check.text
+        for check in reply._accounts(run)
+    )
 
 
 def test_a_shard_that_a_failed_write_ends_is_synced_before_it_is_left(tmp_path: Path) -> None:

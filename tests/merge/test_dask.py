@@ -215,7 +215,10 @@ def test_without_dask_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("command", "options", "message"),
-    [("merge", ["--jobs", 2], "--jobs: not "), ("checkpoint", ["--to", "dcp"], "No such option: --scheduler")],
+    [
+        ("merge", ["--jobs", 2], "--jobs: it cannot be combined with --scheduler"),
+        ("checkpoint", ["--to", "dcp"], "No such option: --scheduler"),
+    ],
 )
 def test_options_that_would_change_nothing_are_refused(
     cli: Cli, run: Path, tmp_path: Path, command: str, options: list[Any], message: str

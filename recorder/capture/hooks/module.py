@@ -253,6 +253,8 @@ class HookedModule:
         if self._given() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
             return
         origin, rule_set = self._leaf("input", LABELS)
+        if not self.capture.selection.names_tensors(rule_set):
+            return
         keep = self.capture.keep_of(rule_set, 0) & ~(KEEP_REPLAY | KEEP_TOKENS)
         if keep and slice_.enter("forward", origin) == 0:
             self.capture.observe(SeenValue(origin, slice_.moment, "forward", 0), keep, labels)

@@ -26,6 +26,7 @@ _NUM_BLOCKS = 32
 """The most blocks of a loss, whose means hardly depend on each other. With more samples, two blocks become one."""
 _KEPT_STEPS = 16
 _MAX_KEPT_ROWS = 400_000
+_TINY = 1e-3
 _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
@@ -302,6 +303,8 @@ class Spike(CurveRule):
         self._rings = Rings(self._window)
         self._total = Memory(0.0)
         """By curve, the sum of the values in its ring buffer."""
+        self._peak = Memory(0.0)
+        """By curve, the largest finite value so far. A value far below it is no spike, as of a loss that reached 0."""
         self._mild: dict[int, tuple[int, float]] = {}
         """By curve with a small spike: the number of the next sample, and the limit above which the curve stays up."""
         self._spiking: dict[int, tuple[float, int]] = {}
@@ -327,7 +330,10 @@ class Spike(CurveRule):
         mean = self._total[curves] / np.clip(num, 1, self._window)
         ratio = np.where(self.is_loss[curves] == 1, self.thresholds["loss_ratio"], self.thresholds["ratio"])
         # Reading the ring buffers takes the most time. So they are read only if the mean does not prove a sample sound.
-        for index in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
+        may_spike = (num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)
+        may_spike &= values > _TINY * self._peak[curves]
+        self._peak[curves] = np.maximum(self._peak[curves], np.where(np.isfinite(values), values, 0.0))
+        for index in np.flatnonzero(may_spike).tolist():
             curve, value, ring = int(curves[index]), float(values[index]), self._rings.values[curves[index]]
             largest = float(np.nanmax(np.abs(ring)))
             limit = float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring))
@@ -578,8 +584,11 @@ class Overfitting(CurveRule):
         return iter(())
 
     def finish(self) -> Iterator[Finding]:
-        for curve in self._seen:
-            if (one := self._risen(curve) or self._never_fell(curve)) is not None:
+        for curve, seen in self._seen.items():
+            # What a model without gradients gives between any two updates is a reference, and no validation.
+            steps = [step for step, _, _ in seen]
+            is_reference = self.keys[curve].name.startswith("eval_loss ") and bool((np.diff(steps) == 1).all())
+            if not is_reference and (one := self._never_fell(curve) or self._risen(curve)) is not None:
                 yield one
         if not self._seen:
             self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"

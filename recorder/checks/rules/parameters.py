@@ -532,6 +532,8 @@ class Unchanged(StreakRule):
         """The number of each parameter, by root, module path, name and rank."""
         self._number = Memory()
         """By lane of a parameter or a gradient (the index of its series on one rank), the number of the parameter."""
+        self._told: Integers = np.zeros(0, np.int64)
+        """The steps with rows of gradients, zeros among them, in the current rows and at the last step before."""
         self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
         """The lanes (series on one rank) and steps of gradients, in the current rows and at the last step before."""
         self._stays: dict[int, int] = {}
@@ -557,6 +559,7 @@ class Unchanged(StreakRule):
             lanes = gradients.lanes[firsts]
             self._gradient[lanes] = np.maximum(np.maximum.reduceat(rms, firsts), self._gradient[lanes])
         self._largest = max(self._largest, float(rms.max(initial=0.0)))
+        self._told = np.r_[self._told[self._told == self._told.max(initial=-1)], np.unique(gradients.steps)]
         self._note_gradients(gradients.take(rms > 0))
         skipped = scalars.take(np.nan_to_num(scalars["mean"]) > 0)
         self._skipped |= dict.fromkeys(zip(skipped.ranks.tolist(), skipped.steps.tolist(), strict=True))
@@ -604,7 +607,7 @@ class Unchanged(StreakRule):
             steps = np.nan_to_num(before[at], nan=-1).astype(np.int64)
             had = self._numbers_of(self._had[0]) * MAX_STEPS + self._had[1]
             is_judged = np.isin(self._numbers_of(rows.lanes[at]) * MAX_STEPS + steps, had)
-            flags[at] = is_judged | ~np.isin(steps, self._had[1])
+            flags[at] = is_judged | ~np.isin(steps, self._told)
             self._with_gradient.update(rows.lanes[at[is_judged]].tolist())
         for lane, step, stays in zip(rows.lanes.tolist(), rows.steps.tolist(), flags.tolist(), strict=True):
             if not stays:

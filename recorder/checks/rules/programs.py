@@ -115,11 +115,16 @@ class Clipping(CheckRule):
         return key.site != "scalar" or key.name in (CLIP_NORM, CLIP_LIMIT)
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Judge each step by its largest norm and its largest limit: at least one clip cuts by as much."""
+        """Judge each step by its largest norm and its largest limit: at least one clip cuts by as much.
+
+        In a step with a clip that has no limit, the largest norm may be this clip's, so that nothing is cut.
+        """
         rows = self._moves.add(rows)
         ids, firsts = grouped(rows.steps)
         is_limit, largest = rows.where("limit", lambda key: key.name == CLIP_LIMIT), np.zeros((2, len(firsts)))
         np.maximum.at(largest, (is_limit.astype(np.int64), ids), rows["mean"])
+        are_paired = np.bincount(ids, np.where(is_limit, 1, -1)) == 0
+        largest[0] *= are_paired | (largest[1] == 0)
         for step, norm, limit in zip(rows.steps[firsts].tolist(), *largest.tolist(), strict=True):
             self._lane = int(rows.lanes[0])
             is_cut = 0 < self.thresholds["ratio"] * limit < norm

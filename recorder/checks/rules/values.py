@@ -372,7 +372,7 @@ class Data(CheckRule):
         self._reordered[known.lanes[is_moved]] = known.steps[is_moved].astype(np.float64)
         is_same = sizes == previous(rows.lanes, sizes, self._last)
         self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
-        is_same &= is_mixed | (is_float & is_told)
+        is_same &= is_mixed | (is_float & is_told & (sizes > 0))
         self._hold(rows, self._constant_labels, is_same, np.full(len(rows), _SAME_LABELS))
 
     def _judge_flat(self, rows: Rows) -> None:

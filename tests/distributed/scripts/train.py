@@ -238,7 +238,7 @@ class Collectives:
             while frame is not None:
                 is_ours = frame.f_globals.get("__name__", "").split(".")[0] == "recorder"
                 # Every backward passes this function, which hands on to torch; what it does itself is in others.
-                if is_ours and frame.f_code.co_qualname != "LossFinder._run.<locals>.run":
+                if is_ours and frame.f_code.co_qualname != "LossFinder._looking.<locals>.run":
                     self.by_recorder.append(f"{name} from {frame.f_code.co_qualname}")
                 frame = frame.f_back
             return function(*args, **kwargs)
@@ -412,7 +412,10 @@ def run(options: argparse.Namespace, collectives: Collectives, rank: int) -> Non
         if isinstance(model, FullyShardedDataParallel):
             model.clip_grad_norm_(1.0)
         else:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if watch is not None:
+                watch.scalar("clip.norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
+                watch.scalar("clip.max_norm", torch.tensor(1.0, dtype=torch.float64))
         if watch is not None:
             watch.before_step(optimizer)
         optimizer.step()
