@@ -166,7 +166,9 @@ def test_ls_show_top_and_doctor_tell_what_was_sent(told: Told, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "1 file refused that held no command" in shown and "command 3 (pause): 2 ended" in shown
     lines = {
-        check.text: check.state for check in checks_of(told.run) if check.text.startswith(("told by", "no command"))
+        check.text: check.state
+        for check in checks_of(told.run)
+        if check.text.startswith(("told by", "not a valid command"))
     }
     assert sorted(lines.values()) == ["note", "ok", "ok", "ok"]  # three commands, and the file that is none
     assert any("set at steps 22 to 24: site=grad keep=tensor: 2 ranks (0..1): ended" in text for text in lines)
