@@ -34,7 +34,7 @@ _MAX_GAPS = 40
 """The most lines about gaps that are printed for each state (see `Check.state`). ``--json`` has all lines."""
 _STEP_SOURCES = {
     "counted": "counted from 0",
-    "optimizer": "continued from the number in the optimizer's state",
+    "optimizer": "numbered as the optimizer's state counts its updates",
     "user": "numbers that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
