@@ -29,6 +29,7 @@ from ..rows import (
     Rows,
     SeriesKey,
     Spells,
+    Streaks,
     began,
     begins,
     ends,
@@ -532,6 +533,8 @@ class Unchanged(StreakRule):
         """The number of each parameter, by root, module path, name and rank."""
         self._number = Memory()
         """By lane of a parameter or a gradient (the index of its series on one rank), the number of the parameter."""
+        self._still = Streaks()
+        """As `_streaks`, with the records that stay because their gradient is zero."""
         self._told: Integers = np.zeros(0, np.int64)
         """The steps with rows of gradients, zeros among them, in the current rows and at the last step before."""
         self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -602,15 +605,18 @@ class Unchanged(StreakRule):
         before = previous(rows.lanes, rows.steps.astype(np.float64), self._step)
         for index in np.flatnonzero(flags).tolist() if self._skipped else ():
             flags[index] = (int(rows.ranks[index]), int(before[index])) not in self._skipped
-        at = np.flatnonzero(flags)
+        at, stays = np.flatnonzero(flags), flags
         if len(at):
             steps = np.nan_to_num(before[at], nan=-1).astype(np.int64)
             had = self._numbers_of(self._had[0]) * MAX_STEPS + self._had[1]
             is_judged = np.isin(self._numbers_of(rows.lanes[at]) * MAX_STEPS + steps, had)
-            flags[at] = is_judged | ~np.isin(steps, self._told)
+            flags[at] = is_judged | ~np.isin(steps, self._had[1])
+            stays = flags.copy()
+            flags[at] &= is_judged | ~np.isin(steps, self._told)
             self._with_gradient.update(rows.lanes[at[is_judged]].tolist())
-        for lane, step, stays in zip(rows.lanes.tolist(), rows.steps.tolist(), flags.tolist(), strict=True):
-            if not stays:
+        self._still.lengths(rows.lanes, rows.steps, stays)
+        for lane, step, is_same in zip(rows.lanes.tolist(), rows.steps.tolist(), stays.tolist(), strict=True):
+            if not is_same:
                 self._stays.pop(lane, None)
             elif self.severity_of(lane) == Severity.NOTE:
                 self._stays[lane] = step
@@ -626,7 +632,7 @@ class Unchanged(StreakRule):
         has_zeros = any(key.site == "grad" for key in self.catalog.series)
         none = "every gradient is zero" if has_zeros else "no parameter ever has a gradient"
         for lane in () if self._largest else np.flatnonzero(is_param).tolist():
-            key, num, since = self.catalog.key_of(lane), self._streaks.length(lane), self._streaks.since(lane)
+            key, num, since = self.catalog.key_of(lane), self._still.length(lane), self._still.since(lane)
             module = self.catalog.modules.get((key.root, key.module_path))
             is_asked = module is not None and "grad" in module.sites and key.name not in module.frozen
             if is_asked and num >= self.records:
