@@ -181,6 +181,8 @@ def values_of(site: str) -> str:
 
 SKIPPED = "skipped"
 """The scalar that is 1 at each step whose update `GradScaler` skipped because gradients overflowed."""
+EVALUATION_LOSS = "eval_loss"
+"""The scalar with the mean loss of an evaluation. The recorder finds it if the program gives no validation loss."""
 CLIP_NORM, CLIP_LIMIT = "clip.norm", "clip.max_norm"
 """The scalars of a clip: the norm of all gradients before it, 0 if it is not finite, and the limit of the program."""
 _LOSS = re.compile(r"(.*[./])?loss")

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..observe.tree import tensor_leaves
 from ..records import SeenValue, StepPosition, ValuePlace
-from ..sites import CLIP_LIMIT, CLIP_NORM, OBJECTIVE, is_validation_loss
+from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
@@ -41,9 +41,7 @@ _MAX_LOSSES = 64
 """The most losses of one step that are kept until the step ends."""
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a scalar's name. A reader rejects a batch with a longer name as damaged."""
-_EVALUATION_LOSS = "eval_loss"
-"""The scalar with the mean loss of an evaluation. The recorder finds it if the program gives no validation loss."""
-_FOUND = {LOSS: '{"found":"backward"}', _EVALUATION_LOSS: '{"found":"evaluation"}'}
+_FOUND = {LOSS: '{"found":"backward"}', EVALUATION_LOSS: '{"found":"evaluation"}'}
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
@@ -113,7 +111,7 @@ class Scalars:
     def add_evaluation(self, output: Any, root_name: str) -> None:
         """Take the loss from a model's output in an evaluation, to record the mean over the evaluation."""
         try:
-            if self._is_validation_given or not (keep := self._keep_of_scalar(_EVALUATION_LOSS)):
+            if self._is_validation_given or not (keep := self._keep_of_scalar(EVALUATION_LOSS)):
                 return
             loss = next((leaf for name, leaf in tensor_leaves(output) if name == "loss"), None)
             if not _may_be_loss(loss) or is_traced() or in_functorch() or (local := _local_loss(loss)) is None:
@@ -129,7 +127,7 @@ class Scalars:
         """Record the losses that were found, and the means of evaluations. Those of the step `until` keep waiting."""
         for root_name in [name for name, evaluation in self._evaluations.items() if evaluation[0] != until]:
             step, keep, mean, _ = self._evaluations.pop(root_name)
-            self._losses.appendleft((step, keep, mean, _EVALUATION_LOSS, root_name))
+            self._losses.appendleft((step, keep, mean, EVALUATION_LOSS, root_name))
         while self._losses and self._losses[0][0] != until:
             step, keep, value, name, of_root = self._losses.popleft()
             try:
@@ -152,8 +150,8 @@ class Scalars:
         repeat = self._repeats.get(name, 0)
         self._repeats[name] = repeat + 1
         if root_name is None:
-            roots = sorted(self.roots, key=lambda root: not root.clock.is_trained)
-            root_name = next((root.name for root in roots), "")
+            trained = next((root for root in self.roots if root.clock.is_trained), None)
+            root_name = trained.name if trained else self.roots[0].name if self.roots else ""
         origin, moment = ValuePlace(root_name, "", "scalar", name), StepPosition(step, None, "train")
         self.capture.observe(SeenValue(origin, moment, "forward", 0, repeat, note=note), keep, value)
 
@@ -311,7 +309,7 @@ class LossFinder:
         # With several models, the loss may be that of another model than the one that was called last.
         is_alone = root is not None and self._scalars.roots == [root] and not (root.is_over_meshes or root.marked_ranks)
         hooked = root.module_at("") if root is not None and is_alone else None
-        if hooked is None or hooked.is_hidden or not hooked.keeps("input"):
+        if hooked is None or hooked.is_hidden or not hooked.keeps("input") or not (keep := hooked.keep_of_labels()):
             return
         kind = (node.name(), *(child.name() for child in _children(node)))
         if len(self._misses) >= _MAX_KINDS:
@@ -324,7 +322,7 @@ class LossFinder:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
                 self._misses.pop(kind, None)
-                hooked.record_labels(labels, root.clock.recomputed())
+                hooked.record_labels(labels, root.clock.recomputed(), keep)
 
     def close(self) -> None:
         """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""

@@ -65,7 +65,7 @@ class LiveChecks:
         self._catalog = Catalog()
         self._rules = make_rules(made, self._catalog, thresholds or {})
         self._engine = Engine(self._rules, self._catalog)
-        names = dict.fromkeys([*_ALWAYS, *(name for rule in made for name in (*rule.columns, *rule.more_columns))])
+        names = dict.fromkeys([*_ALWAYS, *(name for rule in made for name in rule.columns)])
         self._names = tuple(name for name in names if name in Measured._fields)
         self._numbers = attrgetter(*self._names)
         self._lanes: dict[tuple[object, ...], int] = {}

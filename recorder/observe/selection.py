@@ -62,6 +62,8 @@ class RuleSelection:
         """The rule sets whose mask also depends on the call. `mask_at_call` returns this mask."""
         self._by_name: set[int] = set()
         """The rule sets that select tensors by name."""
+        self._named: set[int] = set()
+        """The rule sets with a rule that has patterns of names, or that is a default rule."""
         self._of_units: set[int] = set()
         """The rule sets that keep sums over units (neurons or channels) at some step."""
         self._first_calls: dict[int, int] = {}
@@ -132,8 +134,7 @@ class RuleSelection:
 
     def names_tensors(self, rule_set: int) -> bool:
         """Whether a rule of the set has patterns of names or is a default rule; others select what modules get."""
-        rules = [self._rules[i] for i in self._members[rule_set]]
-        return any(rule.name != ANY or rule.written in _DEFAULTS for rule in rules)
+        return rule_set in self._named
 
     def keeps_units(self, rule_set: int) -> bool:
         """Whether a rule of the set keeps sums over units (neurons or channels) at some step."""
@@ -158,6 +159,8 @@ class RuleSelection:
                 self.limited.add(known)
             if any(self._rules[i].name != ANY for i in members):
                 self._by_name.add(known)
+            if known in self._by_name or any(self._rules[i].written in _DEFAULTS for i in members):
+                self._named.add(known)
             if any(self._rules[i].keep & KEEP_UNITS for i in members):
                 self._of_units.add(known)
         return known

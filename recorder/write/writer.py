@@ -666,7 +666,7 @@ class Writer:
         is_flushed = self._writer_directory.flush()
         ledger = self._ledger.close(INTERRUPTED)
         is_sealed = self._writer_directory.close(ledger)
-        self._is_complete = is_flushed and is_sealed and self._refusal == CLOSED
+        self._is_complete = is_flushed and is_sealed and self._refusal == CLOSED and not ledger.get("suspect")
         self._show("closed")
         self._is_stopped = True
 

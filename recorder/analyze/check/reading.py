@@ -25,7 +25,7 @@ from ...columns import COUNTS, SCHEMA, parse_shape
 from ...errors import CorruptError, RunError
 from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
 from ...numerics.histogram import NORMAL_EXPONENTS
-from ...numerics.keys import by_distinct, encode, group_rows
+from ...numerics.keys import by_distinct, encode, group_rows, holds
 from ...numerics.moments import integers, numbers
 from ...run import step_ranges
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
@@ -343,7 +343,7 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
                     columns[name][histograms.rows] = _OF_HISTOGRAMS[name](histograms, ends[histograms.rows])
             _fill_from_statistics({name: columns[name] for name in of_histograms}, table, ends)
     if _HASH in names:
-        is_input = (table.column("site").to_numpy() == "input") & (table.column("module_path").to_numpy() == "")
+        is_input = holds(table.column("site"), "input".__eq__) & holds(table.column("module_path"), "".__eq__)
         rows = _there(table, "fingerprint", is_input)
         texts = table.column("fingerprint").take(pa.array(rows)).to_pylist()
         columns[_HASH][rows] = [zlib.crc32(text.encode()) for text in texts]

@@ -188,14 +188,17 @@ class _Counts:
         when = timeline.codes["step"] * (timeline.codes["rank"].max(initial=0) + 2) + timeline.codes["rank"]
         self.is_of_skipped_step = np.isin(when, when[skips[self.is_skipped]])
         self._may_overflow = holds(table.column("site"), may_overflow) & self.is_of_skipped_step
-        is_bad = self.nonfinite() & ~(holds(table.column("site"), "scalar".__eq__) & ~_is_loss(table))
         is_passed = holds(table.column("site"), ("grad_output", "grad_input").__contains__)
-        is_final = holds(table.column("site"), "grad".__eq__) & self.is_known & ~self.nonfinite()
-        is_final[: timeline.num_firsts] = False
-        modules = group([when, *(timeline.codes[name] for name in NAME[:2])]).ids
-        self.is_thrown = thrown_away(is_bad & ~self._may_overflow, is_passed, is_final, when, modules)
+        self.is_thrown = np.zeros(table.num_rows, np.bool_)
         """Whether each row is not finite and belongs to a backward that the program threw away."""
-        self._may_overflow |= self.is_thrown
+        if (is_passed & self.nonfinite() & ~self._may_overflow).any():  # grouping the rows costs time
+            is_number = holds(table.column("site"), "scalar".__eq__) & ~_is_loss(table)
+            is_bad = self.nonfinite() & ~is_number & ~self._may_overflow
+            is_final = holds(table.column("site"), "grad".__eq__) & self.is_known & ~self.nonfinite()
+            is_final[: timeline.num_firsts] = False
+            modules = group([when, *(timeline.codes[name] for name in NAME[:2])]).ids
+            self.is_thrown = thrown_away(is_bad, is_passed, is_final, when, modules)
+            self._may_overflow |= self.is_thrown
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]

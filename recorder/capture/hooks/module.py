@@ -247,16 +247,19 @@ class HookedModule:
                 self._given = weakref.ref(tensor)
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
 
-    def record_labels(self, labels: torch.Tensor, slice_: Slice) -> None:
+    def keep_of_labels(self) -> int:
+        """Return what to keep of the labels of a loss at this step, as bits of KEEP_*."""
+        rule_set = self._leaf("input", LABELS)[1]
+        is_asked = self.capture.selection.names_tensors(rule_set)
+        return self.capture.keep_of(rule_set, 0) & ~(KEEP_REPLAY | KEEP_TOKENS) if is_asked else 0
+
+    def record_labels(self, labels: torch.Tensor, slice_: Slice, keep: int) -> None:
         """Record the labels of a loss, once in a micro-step, unless an argument of the model has the labels."""
         names = (name for site, name in self._leaves if site == "input" and name != LABELS)
         if self._given() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
             return
-        origin, rule_set = self._leaf("input", LABELS)
-        if not self.capture.selection.names_tensors(rule_set):
-            return
-        keep = self.capture.keep_of(rule_set, 0) & ~(KEEP_REPLAY | KEEP_TOKENS)
-        if keep and slice_.enter("forward", origin) == 0:
+        origin = self._leaf("input", LABELS)[0]
+        if slice_.enter("forward", origin) == 0:
             self.capture.observe(SeenValue(origin, slice_.moment, "forward", 0), keep, labels)
 
     def _record_call(self, moment: StepPosition, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...sites import UPDATE, is_validation_loss
+from ...sites import EVALUATION_LOSS, UPDATE, is_validation_loss
 from ...system.text import module_in_words, number
 from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
@@ -587,7 +587,9 @@ class Overfitting(CurveRule):
         for curve, seen in self._seen.items():
             # What a model without gradients gives between any two updates is a reference, and no validation.
             steps = [step for step, _, _ in seen]
-            is_reference = self.keys[curve].name.startswith("eval_loss ") and bool((np.diff(steps) == 1).all())
+            is_reference = self.catalog.key_of(self.lanes[curve]).name == EVALUATION_LOSS and bool(
+                (np.diff(steps) == 1).all()
+            )
             if not is_reference and (one := self._never_fell(curve) or self._risen(curve)) is not None:
                 yield one
         if not self._seen:
