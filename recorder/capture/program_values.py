@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..observe.tree import tensor_leaves
 from ..records import SeenValue, StepPosition, ValuePlace
-from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, OBJECTIVE, is_validation_loss
+from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, LABELS, OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
@@ -222,8 +222,10 @@ class LossFinder:
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
-        """Install the wrappers if a rule asks for the loss or for norms, and the wrappers are not installed yet."""
-        if self._wrapped or not (self._scalars.wants(LOSS) or self._scalars.wants(CLIP_NORM)):
+        """Install the wrappers if a rule asks for loss, norms or labels, and the wrappers are not installed yet."""
+        selection = self._capture.selection
+        wants_labels = selection.names_tensors(selection.rule_set_of_name("input", LABELS))
+        if self._wrapped or not (self._scalars.wants(LOSS) or self._scalars.wants(CLIP_NORM) or wants_labels):
             return
         for owner, name in ((clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")):
             if hasattr(owner, name):

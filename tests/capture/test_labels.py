@@ -183,6 +183,15 @@ def test_the_manifest_says_if_the_model_was_always_given_one_tensor(tmp_path: Pa
     assert (module.given_again is not None) is is_kept
 
 
+@pytest.mark.parametrize(("rule", "is_asked"), [("name=loss.labels keep=tensor", True), ("keep=tensor", False)])
+def test_a_rule_that_names_them_is_enough_and_one_without_a_name_is_not(
+    tmp_path: Path, rule: str, is_asked: bool
+) -> None:
+    train(net(), cross_entropy, tmp_path, num_parts=2, rules=f"module='' site=input {rule}")
+    wanted = [(number // 2, number % 2, values) for number, values in enumerate(drawn(6))]
+    assert labels(tmp_path) == wanted * is_asked
+
+
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_classes_of_equal_size_are_labels_that_change(tmp_path: Path, is_stuck: bool) -> None:
     model, generator = net(), torch.Generator().manual_seed(1)
