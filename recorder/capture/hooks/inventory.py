@@ -30,6 +30,8 @@ from .callbacks import CaptureForHooks
 from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
+_OFTEN_GIVEN = 16
+"""The fewest calls in a row with one tensor as first argument after which the manifest says so."""
 _RATES = ("dropout", "drop_prob", "dropout_p", "attention_dropout", "attn_dropout")
 """The attributes in which a module keeps the rate of a dropout that the module applies itself."""
 _OTHERS = "parameters, gradients and optimizer state are"
@@ -211,7 +213,7 @@ class Inventory:
                     num_trained += 1
                 else:
                     untrained.setdefault(i, []).append(name)
-            if hooked.times_given >= 16 and "given_again" not in described:
+            if hooked.times_given >= _OFTEN_GIVEN and "given_again" not in described:
                 self._add(i, {"given_again": step})
         if self._modules and is_trained and not trains_any and "evaluated" not in self._modules[0]:
             self._add(0, {"evaluated": step})

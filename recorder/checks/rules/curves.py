@@ -27,6 +27,7 @@ _NUM_BLOCKS = 32
 _KEPT_STEPS = 16
 _MAX_KEPT_ROWS = 400_000
 _TINY = 1e-3
+"""A value below this share of the largest so far is no spike."""
 _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
@@ -587,10 +588,11 @@ class Overfitting(CurveRule):
         for curve, seen in self._seen.items():
             # What a model without gradients gives between any two updates is a reference, and no validation.
             steps = [step for step, _, _ in seen]
-            is_reference = self.catalog.key_of(self.lanes[curve]).name == EVALUATION_LOSS and bool(
-                (np.diff(steps) == 1).all()
-            )
-            if not is_reference and (one := self._never_fell(curve) or self._risen(curve)) is not None:
+            is_found = self.catalog.key_of(self.lanes[curve]).name == EVALUATION_LOSS
+            if (
+                not (is_found and (np.diff(steps) == 1).all())
+                and (one := self._never_fell(curve) or self._risen(curve)) is not None
+            ):
                 yield one
         if not self._seen:
             self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"
@@ -638,12 +640,8 @@ class Overfitting(CurveRule):
             return None
         is_sure = values[-1] > last * (1 + limit) and values[0] < began * (1 + limit)
         severity, gap = self.severity if is_sure else Severity.NOTE, values[-1] / last - 1
-        what, since, step = (
-            "the validation loss never fell, and the loss in training did",
-            int(steps[0]),
-            int(steps[-1]),
-        )
-        one = self.finding(self.lanes[curve], step, what, _GAP, gap, limit, severity, since)
+        what = "the validation loss never fell, and the loss in training did"
+        one = self.finding(self.lanes[curve], int(steps[-1]), what, _GAP, gap, limit, severity, int(steps[0]))
         return one._replace(advice=_SAME_IN_BOTH)
 
 
