@@ -381,7 +381,7 @@ class OptimizerHooks:
         if last is not None and last.stands_uncleared():
             for root in capture.roots:
                 root.inventory.note_uncleared(last.parameter(), capture.clock.step)
-        self._last_gradients = {key: one.after_other_step() for key, one in self._last_gradients.items()}
+        self._last_gradients = {key: one.after_other_step() for key, one in list(self._last_gradients.items())}
         if is_counting := self._counts(optimizer):
             num, roots = capture.clock.num_optimizer_steps, [root for root in capture.roots if root.clock.is_trained]
             evaluated = {root.name for root in roots if not root.is_training}
@@ -636,7 +636,7 @@ class OptimizerHooks:
                 return
             try:
                 if hooks.num_steps:
-                    hooks._made_late = {key: one for key, one in hooks._made_late.items() if one() is not None}
+                    hooks._made_late = {key: one for key, one in list(hooks._made_late.items()) if one() is not None}
                     hooks._made_late[id(optimizer)] = weakref.ref(optimizer)
                 if updating(optimizer) is not None:
                     hooks.name_of(optimizer)

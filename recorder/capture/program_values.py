@@ -125,7 +125,7 @@ class Scalars:
 
     def record_losses(self, until: int | None = None) -> None:
         """Record the losses that were found, and the means of evaluations. Those of the step `until` keep waiting."""
-        for root_name in [name for name, evaluation in self._evaluations.items() if evaluation[0] != until]:
+        for root_name in [name for name, one in list(self._evaluations.items()) if one[0] != until]:
             step, keep, mean, _ = self._evaluations.pop(root_name)
             self._losses.appendleft((step, keep, mean, EVALUATION_LOSS, root_name))
         while self._losses and self._losses[0][0] != until:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import numpy as np
+import numpy.ma  # numpy imports it at the first `unique`: on the writer thread, where a failing disk fails the import
 
 from ..records import Measured, ProbedSeries, ProbedStep, Staged
 from ..system import log
