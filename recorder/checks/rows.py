@@ -76,6 +76,8 @@ class ModuleFacts(NamedTuple):
     """The parameters that require no gradient."""
     untrained: tuple[str, ...] = ()
     """The parameters that have a gradient and that no optimizer has."""
+    untrained_since: int | None = None
+    """The first known step at which the module had such a parameter."""
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None

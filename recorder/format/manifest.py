@@ -87,6 +87,8 @@ class RecordedModule:
     """For each parameter of an optimizer, the scalar that records its learning rate, such as ``lr.AdamW.0``."""
     untrained: tuple[str, ...] = ()
     """The parameters that get a gradient although no optimizer updates them."""
+    untrained_since: int | None = None
+    """The first known step at which the module had such a parameter."""
     evaluated: int | None = None
     """The first step at which the module was seen in evaluation mode while an optimizer stepped."""
     uncleared: int | None = None

@@ -232,7 +232,7 @@ class Recorder:
     def _start(self, module: nn.Module) -> None:
         self.recording = recording = Recording(
             self.loaded, self._ring, self.events, self._dir, version=self._version, by_flag=self.by_flag,
-            on_step=self._optimizer_stepped, on_new=self._optimizer_made,
+            on_step=self._optimizer_stepped, on_search=self._search_again,
         )  # fmt: skip
         self.capture = capture = recording.capture
         live = self._early.take()  # from now on the recorder holds only weak references to the optimizers
@@ -295,7 +295,7 @@ class Recorder:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _optimizer_made(self, optimizer: Optimizer) -> None:
+    def _search_again(self, optimizer: Optimizer) -> None:
         if self.discovery is not None and not self.discovery.is_on and not self._is_closed:
             self.discovery.start()
 

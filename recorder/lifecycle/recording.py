@@ -46,12 +46,12 @@ class Recording:
 
     def __init__(
         self, loaded: Loaded, ring: RingWatch, events: Events, folder: Path, *, version: str, by_flag: bool,
-        on_step: Callable[[Optimizer], None], on_new: Callable[[Optimizer], None],
+        on_step: Callable[[Optimizer], None], on_search: Callable[[Optimizer], None],
     ) -> None:  # fmt: skip
         """Make all parts, but start no thread. If a part cannot be made, no hook stays behind.
 
-        `folder` is where run directories go. `on_step` is called after each step of an optimizer, and `on_new` with
-        each new optimizer.
+        `folder` is where run directories go. `on_step` is called after each step of an optimizer, and `on_search`
+        when there may be another model to record, as `OptimizerHooks` says.
         """
         from ..capture.staging.measure import measure, measure_small
         from ..write.writer import Writer
@@ -107,7 +107,7 @@ class Recording:
         )  # fmt: skip
         self.capture.on_probed = ring.probed
         with ExitStack() as undo:
-            self.optimizers = OptimizerHooks(self.capture, on_step=on_step, on_new=on_new)
+            self.optimizers = OptimizerHooks(self.capture, on_step=on_step, on_search=on_search)
             undo.callback(self.optimizers.close)
             self._loss = LossFinder(self.capture.scalars)
             undo.pop_all()

@@ -186,11 +186,12 @@ class Inventory:
             if more:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
-    def look_at_update(self, trained: set[int], step: int, is_trained: bool) -> None:
+    def look_at_update(self, trained: set[int], idle: set[int], step: int, is_trained: bool) -> None:
         """Note, before an update, parameters that have a gradient but no optimizer, and modules in evaluation mode.
 
         Args:
             trained: the ids of the parameters that optimizers have.
+            idle: the ids of those of them whose optimizers had gradients and get no new ones.
             step: the step that the update ends.
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
         """
@@ -220,12 +221,13 @@ class Inventory:
         for i, names in frozen.items():
             if names != self._modules[i].get("frozen"):
                 self._add(i, {"frozen": names})
-        trains_others = num_trained > 0 or not trained or not trained <= own
+        trains_others = num_trained > 0 or not trained or not trained - idle <= own
         if trains_others and sum(map(len, untrained.values())) >= num_trained:
             return  # the optimizers have copies of the parameters, as those of mixed precision do
         for i, names in untrained.items():
             if names != self._modules[i].get("untrained"):
-                self._add(i, {"untrained": names})
+                since = self._modules[i].get("untrained_since", step)
+                self._add(i, {"untrained": names, "untrained_since": since})
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
         """Note the name of each parameter's learning rate. `rates` has it by id of the parameter or of its copy."""

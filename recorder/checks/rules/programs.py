@@ -44,7 +44,8 @@ class NotOptimized(_ProgramRule):
     def finish(self) -> Iterator[Finding]:
         for module, facts in self.catalog.modules.items():
             for name in facts.untrained:
-                yield self.finding_on(module, 0, "it has a gradient, and no optimizer has it", name=name)
+                step = facts.untrained_since or 0
+                yield self.finding_on(module, step, "it has a gradient, and no optimizer has it", name=name)
 
 
 class NotCleared(_ProgramRule):

@@ -146,7 +146,7 @@ def test_each_training_of_a_process_is_judged_by_itself(tmp_path: Path, kept: st
     assert named == ({("not_optimized", "model_1", "4")} if has_fault else set())
     if has_fault:
         told = [sentence(first) for first, _ in told_of(findings) if first.worst.severity > Severity.NOTE]
-        what = "not_optimized: model_1: '4' param weight, bias, step 0: it has a gradient, and no optimizer has it"
+        what = "not_optimized: model_1: '4' param weight, bias, step 64: it has a gradient, and no optimizer has it"
         assert told == [what]
 
 
@@ -164,6 +164,27 @@ def test_a_model_that_is_trained_for_another_task_begins_another_training(
         go(net, torch.optim.Adam(net.parameters(), lr=1e-3), x, (classes + 2) % 5)
     assert last_step(recording) == (118 if keeps_optimizer else 119)
     assert [one for one in check(recording.run).findings if one.severity > Severity.NOTE] == []
+
+
+@pytest.mark.parametrize("clears", ["optimizer", "net"])
+def test_a_second_model_that_no_optimizer_got_is_recorded_and_named(tmp_path: Path, clears: str) -> None:
+    """As in a search over settings whose optimizer is made once, before the loop over the settings."""
+    torch.manual_seed(0)
+    with flagged(tmp_path, DEFAULT) as recording:
+        x, classes, net = classes_and_net()
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        for trial in range(2):
+            net = net if not trial else classes_and_net()[2]
+            for _ in range(60):
+                index = torch.randint(0, len(x), (32,))
+                loss = nn.functional.cross_entropy(net(x[index]), classes[index])
+                (optimizer if clears == "optimizer" else net).zero_grad()
+                loss.backward()
+                optimizer.step()
+    assert last_step(recording) == 117, "the second model is found at the third update without a new gradient"
+    findings = [one for one in check(recording.run).findings if one.severity > Severity.NOTE]
+    causes = {(one.rule, one.root, one.module_path) for one in findings if not one.cause}
+    assert causes == {("not_optimized", "model_1", path) for path in "014"}
 
 
 def test_two_optimizers_of_one_training_take_turns_at_counting_never(tmp_path: Path) -> None:
