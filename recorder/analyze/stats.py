@@ -44,6 +44,8 @@ _VALUE = (
     "name", "dtype", "shape", "numel",
 )  # fmt: skip
 _NUMBERS = (*STATISTICS, *COUNTS)
+_PROBED = ("attempt", "rank", "step", "root", "module_path", "site", "name", "phase", "mode", "scope")
+"""The columns by which a value of the probe has a row at a step."""
 HISTOGRAM = "histogram"
 """The column of histograms, which is read only on request. A group has the sum of the histograms of its rows."""
 WHY = "why"
@@ -86,6 +88,7 @@ def stats(
     loss: str = "mean",
     layouts: Sequence[str] = (),
     partial: bool = False,
+    probe: bool = False,
     long: bool = False,
 ) -> pandas.DataFrame:
     """Return the statistics of a run as a pandas frame.
@@ -107,6 +110,7 @@ def stats(
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' chunks of some values lie in the global tensor; see `Run.view`.
         partial: whether a value that lacks ranks gets the statistics of the present ranks, or only a reason in `why`.
+        probe: whether to return the norms of the probe, too, where no row has the value at the step.
         long: whether to return one row for each number, for plotting, with the columns step, rank, root, module_path,
             site, name, statistic, value, and micro_step, call, repeat, mode, phase where rows differ in them.
 
@@ -118,7 +122,7 @@ def stats(
         raise ImportError(not_installed("stats", "pandas", "analysis"))
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
-    result = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
+    result = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by, with_probe=probe)
     frame: pandas.DataFrame = (as_long(result.table) if long else result.table).to_pandas()
     frame.attrs |= {"notes": result.notes, "problems": list(result.problems)}
     return frame
@@ -130,12 +134,14 @@ def statistics(
     options: GlobalOptions = RANKS_OWN,
     *,
     by: Sequence[str] = (),
+    with_probe: bool = False,
     with_histograms: bool = False,
     mapper: Mapper = map_serially,
 ) -> Statistics:
     """Return the statistics of each value. With `by`, combine the statistics of all values that agree in `by`.
 
     `mapper` computes groups of rows in each range of steps. The groups of all ranges are combined in this process. With
+    `with_probe` the table has a row for each number of the probe whose value has no row at its step. With
     `with_histograms` the table has the column `HISTOGRAM`.
 
     Raises:
@@ -149,23 +155,31 @@ def statistics(
         raise LookupFailedError(
             "statistics across ranks have no rank: leave out either --global or the rank, in --rank and in --by"
         )
+    if with_probe and (words or options.across_ranks):
+        raise LookupFailedError(
+            "the probe's numbers are those of single ranks and are never combined: leave out --probe, or --global and "
+            "--by"
+        )
     selection.check(run)
     options.check(run)
     keys = _keys(words if options.across_ranks else [*words, "rank"]) if words else []
     more = (HISTOGRAM,) if with_histograms else ()
     view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
     ranges: list[tuple[int, ...]] = [*(attempt_step_ranges(run) if view is None else global_step_ranges(view))]
+    if with_probe and not ranges:
+        ranges = [(0, 0, 0)]  # the probe has numbers of a run whose rules kept nothing else
     answers = list(mapper(_RangeStatistics, (run, selection, options, keys, more), ranges))
     missing, problems = MissingRanks(), Problems(selection)
     for one in answers:
         missing.join(one.partial)
         problems.join(one.problems)
-    if not any(one.num_rows for one in answers):
+    table = pa.concat_tables([one.table for one in answers]) if answers else None
+    table = _with_probe(run, selection, table) if with_probe and table is not None else table
+    if table is None or not (table.num_rows or any(one.num_rows for one in answers)):
         columns = ["module_path", "site", "name", "step", "rank"]
         raise selection.explain_nothing(run.table(columns), f"run {run.name}")
     notes = missing.notes(is_taken=options.partial)
     damage = sorted({*run.problems, *(text for one in answers for text in one.damage)})
-    table = pa.concat_tables([one.table for one in answers])
     if words:
         table = _combined(table, keys, more) if len(answers) > 1 else table
         notes += _say_without(table, sum((one.without for one in answers), Counter[str]()))
@@ -225,6 +239,23 @@ class _RangeStatistics:
             without = Counter({one["values"] or "": one["counts"] for one in counts})
             table = _combined(table.append_column(INNER, inner_leaves(table)), self._keys, self._more)
         return _RangeAnswer(table, stays, without, num_rows, partial, problems, tuple(self._run.problems))
+
+
+def _with_probe(run: Run, selection: Selection, table: Any) -> Any:
+    """Return the rows of single ranks, and a row for each number of the probe whose value has no row at its step."""
+    probed = selection.narrow(run.probe())
+    columns = [
+        probed.column(one.name).cast(one.type)
+        if one.name in probed.column_names
+        else pa.nulls(probed.num_rows, one.type)
+        for one in table.schema
+    ]
+    columns[table.schema.get_field_index(WHY)] = pa.repeat("the probe keeps the norm alone", probed.num_rows)
+    both = pa.concat_tables([table, pa.table(columns, schema=table.schema)])
+    ids = group_rows(both, _PROBED).ids
+    is_new = np.concatenate((np.ones(table.num_rows, np.bool_), ~np.isin(ids[table.num_rows :], ids[: table.num_rows])))
+    both = both.filter(pa.array(is_new))
+    return both.sort_by([("attempt", "ascending"), ("step", "ascending"), ("rank", "ascending")])
 
 
 def as_long(table: Any) -> Any:
@@ -345,6 +376,7 @@ def reply_of(
     options: GlobalOptions,
     *,
     by: Sequence[str] = (),
+    with_probe: bool = False,
     sort: str | None = None,
     top: int | None = None,
     last: int | None = None,
@@ -360,7 +392,15 @@ def reply_of(
 
     def asked(*, with_histograms: bool) -> tuple[Statistics, Any, str]:
         with mapper as map_ranges:
-            answer = statistics(run, selection, options, by=by, with_histograms=with_histograms, mapper=map_ranges)
+            answer = statistics(
+                run,
+                selection,
+                options,
+                by=by,
+                with_probe=with_probe,
+                with_histograms=with_histograms,
+                mapper=map_ranges,
+            )
         answers.append(answer)
         if sort is None:
             return answer, answer.table, ""

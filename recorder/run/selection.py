@@ -84,7 +84,8 @@ class Selection:
             distinct = [value for value in values.unique().to_pylist() if value is not None]
             kept = chosen(distinct)
             if len(kept) < len(distinct) or values.null_count:
-                table = table.filter(pc.is_in(values, pa.array(kept, values.type)))
+                kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+                table = table.filter(pc.is_in(values, pa.array(kept, kind)))
         return table
 
     def modules(self, paths: Sequence[str]) -> list[str]:

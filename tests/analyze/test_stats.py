@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import recorder
 from recorder.analyze.stats import as_long, statistics, stats
@@ -24,6 +26,7 @@ from recorder.merge.merge import merge_run
 from recorder.numerics.dtypes import numpy_dtype
 from recorder.numerics.moments import combine_rows, count_nonfinite
 from recorder.run.selection import RANKS_OWN, GlobalOptions, Selection
+from tests.rigs.capturing import flagged
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 from tests.rigs.meshes import PARTIAL, Mesh
 
@@ -311,6 +314,29 @@ def test_the_spread_survives_a_large_mean(tmp_path: Path) -> None:
     rows = [make_row(i, piece, call=i) for i, piece in enumerate(pieces)]
     (line,) = statistics(write(tmp_path / "run", rows), Selection(), by=("step",)).table.to_pylist()
     assert line["std"] == pytest.approx(np.concatenate(pieces).std(), rel=1e-6)
+
+
+def test_the_probe_fills_the_steps_without_rows(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    with flagged(tmp_path, "steps=::3 site=param keep=stats; site=param keep=probe") as recording:
+        for _ in range(8):
+            expected.append(float(model.weight.detach().double().norm()))
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    run = recording.run
+    frame = stats(run, "", site="param", name="weight", step="1:8", probe=True)
+    assert frame.step.tolist() == [*range(1, 8)]
+    assert frame.l2.tolist() == pytest.approx(expected[1:], rel=1e-6)
+    assert frame["mean"].notna().tolist() == [step % 3 == 0 for step in range(1, 8)]
+    assert frame.why.notna().tolist() == [step % 3 != 0 for step in range(1, 8)]
+    assert stats(run, "", site="param", name="weight", step="4", probe=True).numel.tolist() == [8]
+    with pytest.raises(LookupFailedError, match="no row with"):
+        stats(run, "", site="param", name="weight", step="4")
+    with pytest.raises(LookupFailedError, match="leave out --probe, or --global and --by"):
+        stats(run, site="param", by="step", probe=True)
 
 
 def test_a_frame_in_long_form(run: recorder.Run) -> None:

@@ -468,6 +468,8 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     words = ["recorder", "stats", typed, *where, "--site", worst.site]
     words += ["--name", worst.name] if worst.site == "scalar" and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
+    sees_probe = worst.site != "scalar" and any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
+    words += ["--probe"] if sees_probe else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
     return shlex.join(words)
 

@@ -110,6 +110,9 @@ def stats_command(
     last: Annotated[
         int | None, typer.Option(min=0, help="The number of last rows to show; 0: all. Without --sort: 50.")
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Show the norms of the probe, too, where no row has the value at the step.")
+    ] = False,
     scheduler: options.SchedulerOption = None,
 ) -> Reply:
     """Show statistics over steps, ranks and modules.
@@ -132,7 +135,9 @@ def stats_command(
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     question = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     mapper = options.mapper_for(scheduler)
-    return reply_of_stats(run, selection, question, by=by or [], sort=sort, top=top, last=last, mapper=mapper)
+    return reply_of_stats(
+        run, selection, question, by=by or [], with_probe=probe, sort=sort, top=top, last=last, mapper=mapper
+    )
 
 
 def layouts_command(path: options.RunPath = None) -> Reply:
