@@ -96,7 +96,7 @@ class Selection:
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
         """Return the error for a selection that matches no row of `table`, which must have the selected columns."""
-        for column, asked in self.columns.items():
+        for column, asked in self.columns.items() if table.num_rows else ():
             if self.only(column).narrow(table).num_rows:
                 continue
             there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
@@ -106,7 +106,7 @@ class Selection:
             else:
                 choices = hint(str(asked), there, otherwise=f"; there {verb} {listed(map(repr, there))}")
             return LookupFailedError(f"{what} has no row with {column}={asked!r}{choices}")
-        if not self.columns:
+        if not self.columns or not table.num_rows:
             return LookupFailedError(f"{what} has no rows")
         together = ", ".join(f"{column}={asked!r}" for column, asked in self.columns.items())
         elsewhere = ""
