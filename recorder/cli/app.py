@@ -25,7 +25,7 @@ from .. import __version__
 from ..errors import RecorderError
 from ..run.reply import Reply
 from ..system.text import printable_line
-from .commands import COMMANDS, FILES
+from .commands import COMMANDS
 from .options import Json
 from .output import LineHandler, print_json, print_reply
 
@@ -50,7 +50,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()}
+        self.commands = {name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Replace the placeholder of a command, which has only a summary, by the command in its file."""
@@ -60,8 +60,7 @@ class _Commands(TyperGroup):
 
 def load_command(name: str) -> Any:
     """Import the file of a command, and make a typer command from it."""
-    file = next(file for file, names in FILES.items() if name in names)
-    module = import_module(f".commands.{file}", __package__)
+    module = import_module(f".commands.{COMMANDS[name][0]}", __package__)
     single = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     settings = _SETTINGS | getattr(module, "SETTINGS", {}).get(name, {})
     # The line with `\b` keeps typer from joining the lines below it.

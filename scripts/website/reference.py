@@ -95,7 +95,7 @@ def paragraphs_of(text: str) -> str:
 def make_commands() -> str:
     """Return the page of all commands: what each does, its arguments and options, and its examples."""
     parts = ["# All commands\n\nThis page is made from the code. `recorder help COMMAND` says the same.\n"]
-    parts.append(_table(["command", "does"], ([f"[`{name}`](#{name})", what] for name, what in COMMANDS.items())))
+    parts.append(_table(["command", "does"], ([f"[`{name}`](#{name})", what] for name, (_, what) in COMMANDS.items())))
     for name in COMMANDS:
         command = load_command(name)
         context = command.make_context(name, [], resilient_parsing=True)
