@@ -90,7 +90,8 @@ class Daemon:
             for lane, num_threads in (("small", settings.threads), ("large", settings.threads), ("errand", 1))
         }
         self._under_way: set[Future[None]] = set()
-        self._errands: set[str] = set()
+        self._busy: set[tuple[RunShipper | None, str]] = set()
+        """The runs and the names of the named jobs that are under way."""
         self._carriers: dict[RunShipper, StoreCarrier] = {}
         self._last_pass_s = time.monotonic()
         self._next_find_s = self._next_summary_s = self._next_state_s = 0.0
@@ -221,7 +222,7 @@ class Daemon:
                 self._wakes.get_nowait()
 
     def _is_all_there(self) -> bool:
-        return self._has_found and not self._under_way and not self._errands and all(map(self._is_done, self.runs))
+        return self._has_found and not self._under_way and all(map(self._is_done, self.runs))
 
     def _is_idle(self) -> bool:
         """Return True if a test request is useful. While an upload fails, a GET that succeeds hides the failure."""
@@ -324,11 +325,10 @@ class Daemon:
                     self._submit("small", partial(tell, run, news), run)
         if now_s >= self._next_summary_s or self._is_index_late():
             self._next_summary_s = now_s + max(_SUMMARY_S, self.shared.settings.status_s)
-            if is_open and not self._is_summary_due:
-                self._is_summary_due = True
-                self._submit("small", self._summarise, None, partial(setattr, self, "_is_summary_due", False))
+            if is_open:
+                self._submit("small", self._summarise, name="summary")
         if is_open and time.time() >= self.health.answered_s + _ASK_S and self._is_idle():
-            self._submit("small", self.check_store, None)
+            self._submit("small", self.check_store)
         if now_s >= self._next_state_s:
             self._next_state_s = now_s + _STATE_S
             self._write_state()
@@ -340,12 +340,15 @@ class Daemon:
             for run in self.runs
         )
 
-    _is_summary_due = False
+    def _submit(self, lane: str, job: Callable[[], None], run: RunShipper | None = None, name: str = "") -> None:
+        """Run a job on the thread pool `lane` (``small``, ``large``, ``errand``).
 
-    def _submit(
-        self, lane: str, job: Callable[[], None], run: RunShipper | None, end: Callable[[], object] = lambda: None
-    ) -> None:
-        """Run a job on the thread pool `lane` (``small``, ``large``, ``errand``). Call `end` afterwards in any case."""
+        A job with a `name` is left out while the earlier job of this run and name is under way.
+        """
+        if (run, name) in self._busy:
+            return
+        if name:
+            self._busy.add((run, name))
 
         def do() -> None:
             try:
@@ -354,7 +357,7 @@ class Daemon:
             except Exception as error:
                 self.shared.failed(error, run.key if run is not None else "the destination")
             finally:
-                end()
+                self._busy.discard((run, name))
                 self._wakes.put(None)
 
         self._under_way.add(self._pools[lane].submit(do))
@@ -403,18 +406,18 @@ class Daemon:
             self._fleet.put({run.key: run.summary() for run in self.runs if run.is_known and not run.there.conflict})
 
     def _run_errands(self, run: RunShipper, now_s: float) -> None:
-        if run.key in self._errands or run.there.conflict or not run.writers:
+        if (run, "errand") in self._busy or run.there.conflict or not run.writers:
             return
         check_s = self.shared.settings.check_s
         if run.needs_repair:
-            self._errand(run, lambda: errands.repair(run))
+            self._submit("errand", lambda: errands.repair(run), run, "errand")
         elif any(writer.needs_count for writer in run.all_writers):
-            self._errand(run, lambda: errands.count(run))
+            self._submit("errand", lambda: errands.count(run), run, "errand")
         elif self._is_outdated(run, now_s) and not self.shared.is_once:
-            self._errand(run, lambda: self._remove(run))
+            self._submit("errand", lambda: self._remove(run), run, "errand")
         elif check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + check_s
-            self._errand(run, lambda: tell(run, errands.check(run)))
+            self._submit("errand", lambda: tell(run, errands.check(run)), run, "errand")
 
     def _is_outdated(self, run: RunShipper, now_s: float) -> bool:
         return run.may_go and now_s >= run.settled_since_s + self.shared.settings.keep_local_s
@@ -422,16 +425,10 @@ class Daemon:
     def _carry(self, run: RunShipper, now_s: float) -> None:
         settings = self.shared.settings
         is_wanted = settings.accept_commands and run.there.run_id and not run.there.conflict
-        if not is_wanted or run.is_carrying or now_s < run.next_carry_s or not run.is_recording:
+        if not is_wanted or (run, "carry") in self._busy or now_s < run.next_carry_s or not run.is_recording:
             return
         run.next_carry_s = now_s + settings.status_s
-        run.is_carrying = True
-        carrier = self._carriers.setdefault(run, StoreCarrier(run))
-        self._submit("small", carrier.carry, run, partial(setattr, run, "is_carrying", False))
-
-    def _errand(self, run: RunShipper, job: Callable[[], None]) -> None:
-        self._errands.add(run.key)
-        self._submit("errand", job, run, partial(self._errands.discard, run.key))
+        self._submit("small", self._carriers.setdefault(run, StoreCarrier(run)).carry, run, "carry")
 
     def _remove(self, run: RunShipper) -> None:
         """Remove an ended run from this disk. List the store first, and keep the run if a file is missing there."""
@@ -486,7 +483,7 @@ class Daemon:
         self._is_stopping = True
         are_all_done = not wait(self._under_way, self.shared.settings.stop_s).not_done
         if are_all_done and not self.health.problem:
-            self._submit("errand", self._put_last_documents, None)  # jobs of other lanes end at once after a stop
+            self._submit("errand", self._put_last_documents)  # jobs of other lanes end at once after a stop
             wait(self._under_way, until_s - time.monotonic())
         self._over.set()
         num_parked = len(wait(self._under_way, _ERRAND_END_S).not_done)

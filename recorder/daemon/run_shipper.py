@@ -42,7 +42,6 @@ class RunShipper:
         """The monotonic time since which the destination has had all files, maybe shipped by an earlier process."""
         self.found_s = time.time()
         self.next_check_s = self.next_carry_s = 0.0
-        self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
         """The number of findings of the last `recorder check` of the run, by rule and severity."""
         self._seen_findings: set[tuple[str, str, int]] = set()
