@@ -109,7 +109,9 @@ class Destination(Protocol):
     def listing(self, prefix: str) -> Iterator[tuple[str, FileFacts]]: ...
     def delete(self, keys: list[str]) -> None: ...  # an object that is already gone is no error
     def check(self) -> None: ...  # `check` raises StoreError if the destination ignores the conditions of uploads
-    def renew(self) -> None: ...  # `renew` reads the credentials again
+    def renew(self) -> None:
+        """Read the credentials again, if there are any."""
+        return
 
 
 class Bucket(Destination):
@@ -290,9 +292,6 @@ class FolderDestination(Destination):
         self.requests = Requests()
         self.path: Path = path
         self._throttle = throttle
-
-    def renew(self) -> None:
-        """Do nothing: a folder has no credentials."""
 
     def check(self) -> None:
         self.get(_PROBE)

@@ -73,9 +73,6 @@ class LocalFile(ByteSource):
         check_range(self, offset, num_bytes)
         return pa.py_buffer(self.bytes(offset, num_bytes))
 
-    def data_ranges(self, start: int) -> Iterator[range]:
-        yield range(start, self.size_bytes)
-
     def __exit__(self, *exception: object) -> None:
         os.close(self.descriptor)
 

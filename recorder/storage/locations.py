@@ -10,7 +10,7 @@ import errno
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -345,10 +345,6 @@ class RemoteFile(ByteSource):
             out[byte_range.start - offset : byte_range.stop - offset] = content
         return pa.py_buffer(out)
 
-    def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the rest of the object as one range. Objects are not sparse."""
-        yield range(start, self.size_bytes)
-
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
     """Return the range of bytes to request: all of a small object, and at least a block of a larger one."""
@@ -387,10 +383,9 @@ _CUT = re.compile(rf"({'|'.join(KINDS)}):/(?=[^/])", re.IGNORECASE)
 _NUM_TRIES = 3
 
 
-class LocalStore:
+class LocalStore(Store):
     """Reads directories of this machine: only regular files, never through a symbolic link."""
 
-    filesystem = None
     is_directory = staticmethod(Path.is_dir)
     is_file = staticmethod(Path.is_file)
     exists = staticmethod(Path.exists)
@@ -413,15 +408,6 @@ class LocalStore:
 
     def read_json(self, path: Path, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
         return read_json(path, max_bytes)
-
-    def shown_statuses(self, run: Path) -> dict[str, tuple[int, dict[str, Any]]]:
-        return {}
-
-    def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
-        return map(function, items)
-
-    def refresh(self) -> None:
-        """Do nothing, because the disk answers every request."""
 
 
 def _is_wanted(entry: os.DirEntry[str], directories: bool, is_part: IsPart) -> bool:

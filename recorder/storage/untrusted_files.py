@@ -44,6 +44,7 @@ class Store(Protocol):
     @property
     def filesystem(self) -> Any:
         """The file system for `pyarrow.dataset`; None for the local file system."""
+        return None
 
     def is_directory(self, path: Any, /) -> bool: ...
 
@@ -69,6 +70,7 @@ class Store(Protocol):
 
         The result is empty if each status has a file of its own.
         """
+        return {}
 
     def open_sealed(self, path: Any, /) -> ByteSource:
         """Open a file that no longer changes. Raises FileNotFoundError if it is gone."""
@@ -78,9 +80,11 @@ class Store(Protocol):
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
         """Return the function's results for the items, in order. Calls run in parallel if they wait for a network."""
+        return map(function, items)
 
     def refresh(self) -> None:
-        """Forget the listing. The next request lists again."""
+        """Forget the listing, if there is one. The next request lists again."""
+        return
 
     def arrow_path(self, path: Any, /) -> str:
         """Return a path in the form that `filesystem` takes."""
@@ -101,6 +105,7 @@ class ByteSource(Protocol):
 
     def data_ranges(self, start: int) -> Iterator[range]:
         """Yield the ranges from `start` on that may have nonzero bytes. A sparse file can claim any length."""
+        yield range(start, self.size_bytes)
 
     def __enter__(self) -> Self:
         return self
