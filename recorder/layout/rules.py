@@ -89,10 +89,13 @@ def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> 
     """Plan gradients of parameters before they are reduced. The global gradient is the mean over the ranks."""
     if (decision := _without_rule(chunks, num_expected) or _unequal_shapes(chunks)) is not None:
         return decision
+    return _mean_of_ranks(chunks)._replace(needs_all=True)
+
+
+def _mean_of_ranks(chunks: Sequence[RankChunk]) -> Plan:
     terms = tuple(Term(i, 1 / len(chunks)) for i in range(len(chunks)))
-    note = (("mean_of_ranks", len(chunks)),)
-    fill = Fill(whole(chunks[0].shape), terms)
-    return Plan(chunks[0].shape, (fill,), "assumed", scale="assumed_mean", needs_all=True, note=note)
+    fill, note = Fill(whole(chunks[0].shape), terms), (("mean_of_ranks", len(chunks)),)
+    return Plan(chunks[0].shape, (fill,), "assumed", scale="assumed_mean", note=note)
 
 
 def decide_activation(
@@ -186,11 +189,8 @@ def decide_scalar(chunks: Sequence[RankChunk], values: ChunkValues) -> Plan:
     """Plan 0-dim tensors: one value if all ranks agree, or else their mean, with each rank's value kept as well."""
     if len(chunks) == 1 or values.are_equal():
         return replicas(chunks, "inferred")
-    dtype = chunks[0].dtype
-    terms = tuple(Term(i, 1 / len(chunks)) for i in range(len(chunks)))
-    is_float = dtype.startswith(("float", "bfloat", "complex"))
-    plan = Plan((), (Fill(whole(()), terms),), "assumed", scale="assumed_mean", dtype=None if is_float else "float64")
-    return plan._replace(note=(("mean_of_ranks", len(chunks)),))
+    is_float = chunks[0].dtype.startswith(("float", "bfloat", "complex"))
+    return _mean_of_ranks(chunks)._replace(dtype=None if is_float else "float64")
 
 
 def decide_gradient(
