@@ -75,11 +75,8 @@ class Output:
             self.stop_building()
 
     def stop_building(self) -> None:
-        gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         with contextlib.suppress(OSError):
-            # The folder is renamed first, because a worker might make new files while files are removed.
-            os.rename(self._merging / self.call, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+            self._remove(self._merging / self.call)
 
     def begin(self) -> Path:
         """Make a folder to build a unit in. Called in any process while the merge is `building`."""
@@ -161,6 +158,7 @@ class Output:
         folder.rmdir()
 
     def _remove(self, folder: Path) -> None:
+        """Rename a folder, and then remove it: a worker might make new files in it while files are removed."""
         self._merging.mkdir(mode=_PRIVATE, exist_ok=True)
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         os.rename(folder, gone)
