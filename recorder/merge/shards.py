@@ -113,7 +113,7 @@ class _WaitingRow(NamedTuple):
     number: int
     flat_offset: int
     encoding: str | None
-    payload_bytes: int
+    payload_bytes: int | None
     why: str | None
 
 
@@ -139,7 +139,7 @@ class _KindWriter:
 
     def add(self, seq: int, row: int, part: PayloadPart | None, number: int, why: str | None) -> None:
         if part is None:
-            self._waiting.append(_WaitingRow(seq, row, number, 0, None, 0, why))
+            self._waiting.append(_WaitingRow(seq, row, number, 0, None, None, why))
         else:
             buffers = [np.frombuffer(data, np.uint8) for data in part.data]
             num_bytes = sum(map(len, buffers))
@@ -208,15 +208,15 @@ class _KindWriter:
 
     def _batch(self, payload: Payload | None) -> pa.RecordBatch:
         seqs, rows, numbers, flat_offsets, encodings, payload_bytes, whys = zip(*self._waiting, strict=True)
-        taken = self._directory.rows.take(_array(pa.int64(), rows))
+        taken = self._directory.rows.take(pa.array(rows, pa.int64()))
         is_later = np.array(numbers) > 0
         has_payload = [encoding is not None for encoding in encodings]
         own = {
-            "seq": _array(pa.int64(), seqs),
-            "part": _array(pa.int32(), numbers),
-            "flat_offset": _array(pa.int64(), flat_offsets),
+            "seq": pa.array(seqs, pa.int64()),
+            "part": pa.array(numbers, pa.int32()),
+            "flat_offset": pa.array(flat_offsets, pa.int64()),
             "encoding": pa.array(encodings, pa.string()),
-            "payload_bytes": _array(pa.int64(), payload_bytes, has_payload),
+            "payload_bytes": pa.array(payload_bytes, pa.int64()),
             "data": self._data(has_payload, payload),
         }
         columns = []
@@ -238,7 +238,8 @@ class _KindWriter:
         if not any(has_payload):
             return pa.nulls(len(has_payload), pa.large_binary())
         ends = np.array(self._ends, np.int64) if payload is None else np.zeros_like(payload.ends)
-        buffers = [_bits(has_payload), pa.py_buffer(ends), pa.py_buffer(self._payload.data[: ends[-1]])]
+        validity = None if all(has_payload) else pa.py_buffer(np.packbits(has_payload, bitorder="little"))
+        buffers = [validity, pa.py_buffer(ends), pa.py_buffer(self._payload.data[: ends[-1]])]
         return pa.Array.from_buffers(pa.large_binary(), len(has_payload), buffers)
 
 
@@ -246,15 +247,6 @@ def as_batch(table: Any) -> pa.RecordBatch:
     """Return a table as one record batch."""
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
-
-
-def _bits(is_there: Any) -> pa.Buffer | None:
-    return None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
-
-
-def _array(kind: pa.DataType, values: Sequence[int], is_there: list[bool] | None = None) -> pa.Array:
-    data = pa.py_buffer(np.array(values, np.int32 if kind == pa.int32() else np.int64))
-    return pa.Array.from_buffers(kind, len(values), [None if is_there is None else _bits(is_there), data])
 
 
 def _clean(column: pa.Array) -> pa.Array:
