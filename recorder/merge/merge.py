@@ -77,18 +77,14 @@ class MergeReport:
 class _Job:
     run: RunAsOpened
     out: Path
-    loss: str
-    layouts: tuple[str, ...]
+    options: Mapping[str, Any] = field(hash=False)
+    """The options `loss` and `layouts`, as in `Run.view`."""
     manifest: Mapping[str, Any] = field(hash=False)
     num_shards: int
     num_workers: int
     call: str
     is_alone: bool
     """True if each worker is a process of this machine. It then keeps the run open between tasks."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"loss": self.loss, "layouts": list(self.layouts)}
 
 
 def merge_run(
@@ -129,15 +125,14 @@ def merge_run(
         job = _Job(
             run=RunAsOpened.of(run),
             out=out,
-            loss=loss,
-            layouts=tuple(layouts),
+            options=options,
             manifest=of_units(run),
             num_shards=sum(len(writer.shards) for writer in run.writers),
             num_workers=num_workers,
             call=output.call,
             is_alone=isinstance(executor, ProcessPoolExecutor),
         )
-        inputs = Inputs(run, job.options)
+        inputs = Inputs(run, options)
         finished = {name for name in output.units() if not _report_of(output, name).is_damaged}
         units = [unit for window in inputs.windows(inputs.kept_windows(finished)) for unit in inputs.units(window)]
         missing = [unit for unit in units if unit.name not in finished]
@@ -232,7 +227,7 @@ def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
 
 def _open(job: _Job) -> tuple[UnitBuilder, Output]:
     run = job.run.open()
-    builder = UnitBuilder(run, run.view(loss=job.loss, layouts=job.layouts), Inputs(run, job.options), job.manifest)
+    builder = UnitBuilder(run, run.view(**job.options), Inputs(run, job.options), job.manifest)
     output = Output(job.out, job.call)
     _check_reachable(output)
     return builder, output

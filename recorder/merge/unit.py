@@ -78,7 +78,7 @@ def is_unit_name(name: str) -> bool:
 class Inputs:
     """The inputs of a merge: rows and bytes of each step in each shard, and all else that decides the global rows."""
 
-    def __init__(self, run: Run, options: dict[str, Any]) -> None:
+    def __init__(self, run: Run, options: Mapping[str, Any]) -> None:
         self._constant = [UNIT_FORMAT, options]
         self._writers: list[Any] = []
         self._shards: list[tuple[int, str, int | None]] = []
