@@ -231,6 +231,15 @@ class Axes:
             return False
         return not self.below or key.module_path == self.below or key.module_path.startswith(f"{self.below}.")
 
+    def read(
+        self, run: Run, rows: Iterable[Any], seen: Callable[[Any], object] = lambda table: None
+    ) -> list[SeriesValues]:
+        """Add all rows of a run, and the numbers of its probe, which are returned. `seen` gets each table of rows."""
+        for table in rows:
+            self.add(table)
+            seen(table)
+        return probe_values(run, self)
+
     def add(self, table: Any) -> None:
         """Add the rows of a range of steps, which are sorted by rank and `seq`."""
         table = self.with_losses(table)

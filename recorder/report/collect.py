@@ -34,7 +34,7 @@ from ..run.run import Run, TensorLayout
 from ..run.status import RankNow, RunWatch
 from ..storage.locations import Location, store_of
 from ..system.text import counted, size
-from .axes import Axes, DrawnSeries, SeriesValues, StepRows, modules_block, probe_values, step_rows
+from .axes import Axes, DrawnSeries, SeriesValues, modules_block, step_rows
 from .blocks import Cube, PageBlock
 from .distributions import ImageFinder
 from .statistics import StatisticsBlocks, check_statistics
@@ -72,18 +72,22 @@ def collect(
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
         images = ImageFinder(run)
-        axes = _axes(rows, report, images, below)
-        probe = probe_values(run, axes)
-        others, other_axes, other_probe, steps = None, Axes(), list[SeriesValues](), None
+
+        def seen(table: Any) -> None:
+            if below is None:
+                images.add(table)
+            report(table.num_rows)
+
+        axes, other_axes = Axes(below=below), Axes(below=below)
+        probe = axes.read(run, rows, seen)
+        others, other_probe, steps = None, list[SeriesValues](), None
         if against is not None:
             others = stack.enter_context(step_rows(against))
-            other_axes = _axes(others, report, None, below)
-            other_probe = probe_values(against, other_axes)
+            other_probe = other_axes.read(against, others, lambda table: report(table.num_rows))
             steps = sorted(axes.steps | other_axes.steps)
         share = 1.0 if against is None else 0.5
         collected = StatisticsBlocks(run, axes, asked=statistics, steps=steps, share=share)
-        collected.collect(rows, report)
-        collected.add_probe(probe)
+        collected.collect(rows, probe, report)
         check_statistics(run, axes, collected)
         judged = check(run) if below is None else None
         report(run.num_rows)
@@ -117,22 +121,11 @@ def collect(
             yield panes_block(panes)
         if against is not None and others is not None:
             other = StatisticsBlocks(against, other_axes, asked=collected.names, steps=steps, share=share, prefix="b.")
-            other.collect(others, report)
-            other.add_probe(other_probe)
+            other.collect(others, other_probe, report)
             pairs = pairs_of(collected, other)
             yield from apart_blocks(collected, other, pairs)
             yield from other.blocks(modules)
             yield _against_block(run, against, diff(run, against), pairs)
-
-
-def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str | None) -> Axes:
-    axes = Axes(below=below)
-    for table in rows:
-        axes.add(table)
-        if images is not None and below is None:
-            images.add(table)
-        report(table.num_rows)
-    return axes
 
 
 def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBlock:

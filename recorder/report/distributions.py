@@ -12,7 +12,7 @@ have different units, or different values of the same units.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -97,9 +97,13 @@ class StepsCollector(ABC, Generic[T]):
             self._thinned.halve()
             self._keep(self._thinned.steps)
 
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"steps": self.steps, "num_steps": self._thinned.num_seen, "ranks": self.ranks}
+    def _placed(self) -> tuple[dict[str, Any], Iterator[tuple[tuple[int, int], T]]]:
+        """Return what a block says of its series, steps and ranks, and each value with its row and column there."""
+        numbers = sorted({number for number, _ in self._collected})
+        about = {"series": numbers, "steps": self.steps, "num_steps": self._thinned.num_seen, "ranks": self.ranks}
+        row_of, column_of = ({value: index for index, value in enumerate(some)} for some in (numbers, self.steps))
+        values = (((row_of[number], column_of[step]), one) for (number, step), one in self._collected.items())
+        return about, values
 
     def _keep(self, steps: list[int]) -> None:
         if steps != self.steps:
@@ -147,12 +151,10 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
         """Return the block of the histograms, or None if no series has a histogram."""
         if not self._collected:
             return None
-        numbers = sorted({number for number, _ in self._collected})
-        row_of: Mapping[int, int] = {number: index for index, number in enumerate(numbers)}
-        column_of: Mapping[int, int] = {step: index for index, step in enumerate(self.steps)}
-        shares = np.zeros((len(numbers), len(self.steps), _NUM_LINE), np.float32)
-        for (number, step), line in self._collected.items():
-            shares[row_of[number], column_of[step]] = line / max(line.sum(), 1.0)
+        about, lines = self._placed()
+        shares = np.zeros((len(about["series"]), len(self.steps), _NUM_LINE), np.float32)
+        for at, line in lines:
+            shares[at] = line / max(line.sum(), 1.0)
         with np.errstate(divide="ignore"):
             level = 1 + np.rint((1 - np.log(shares) / np.log(_LEAST_SHARE)) * (_SHARE_LEVELS - 1))
         codes = np.where(shares > 0, np.clip(level, 1, _SHARE_LEVELS), 0).astype(np.uint8)
@@ -161,8 +163,8 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (_NUM_BINS, _NUM_BINS + 1)
         codes = np.ascontiguousarray(codes[:, :, first:last])
         data = {
-            "series": numbers, **self.about, "levels": _SHARE_LEVELS, "least": _LEAST_SHARE,
-            "shape": list(codes.shape), "first": first, "zero": _NUM_BINS, "lowest": _LOWEST,
+            **about, "levels": _SHARE_LEVELS, "least": _LEAST_SHARE, "shape": list(codes.shape), "first": first,
+            "zero": _NUM_BINS, "lowest": _LOWEST,
         }  # fmt: skip
         return PageBlock(name=name, data=data, arrays={"codes": codes, "nonfinite": nonfinite})
 
@@ -212,13 +214,10 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
         """Return the block of the sorted sizes of units (channels, neurons), or None if no series has units."""
         if not self._collected:
             return None
-        numbers = sorted({number for number, _ in self._collected})
-        column_of = {step: index for index, step in enumerate(self.steps)}
-        row_of = {number: index for index, number in enumerate(numbers)}
-        sizes = np.full((len(numbers), len(self.steps), _NUM_QUANTILES), np.nan)
-        about = np.zeros((len(numbers), len(self.steps), 4), np.int32)
-        for (number, step), one in self._collected.items():
-            at = row_of[number], column_of[step]
+        told, units = self._placed()
+        sizes = np.full((len(told["series"]), len(self.steps), _NUM_QUANTILES), np.nan)
+        about = np.zeros((*sizes.shape[:2], 4), np.int32)
+        for at, one in units:
             sizes[at] = np.sqrt(np.mean(one.squares, axis=0))
             about[at] = one.about
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -227,10 +226,7 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
         low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
         level = 2 + np.rint((exponents - low) / max(high - low, 1e-9) * (_UNIT_LEVELS - 1))
         codes = np.where(sizes == 0, 1, np.where(np.isfinite(level), level, 0)).astype(np.uint8)
-        data = {
-            "series": numbers, **self.about, "shape": list(codes.shape),
-            "low": low, "high": high, "levels": _UNIT_LEVELS,
-        }  # fmt: skip
+        data = {**told, "shape": list(codes.shape), "low": low, "high": high, "levels": _UNIT_LEVELS}
         return PageBlock(name=name, data=data, arrays={"codes": codes, "about": about})
 
 

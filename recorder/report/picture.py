@@ -18,7 +18,7 @@ from ..analyze.export.files import published_file
 from ..errors import LookupFailedError, not_installed
 from ..run.run import Run
 from ..system.text import MODEL, counted, listed, number, shortened
-from .axes import Axes, probe_values, step_rows
+from .axes import Axes, step_rows
 from .statistics import StatisticsBlocks, check_statistics
 from .top import first_nonfinite, told_by_check
 
@@ -60,9 +60,7 @@ def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None,
         raise LookupFailedError(not_installed("recorder report --png", "pillow", "png")) from None
     axes = Axes()
     with step_rows(run) as rows:
-        for table in rows:
-            axes.add(table)
-        probe = probe_values(run, axes)
+        probe = axes.read(run, rows)
         models = [] if panel in _OF_ALL else axes.models_alike
         if model is not None and panel in _OF_ALL:
             raise LookupFailedError(f"--model {model}: --png {panel} shows all models together; leave out --model")
@@ -73,12 +71,9 @@ def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None,
                 )
             model = model or models[0]
             axes = Axes(without={one for one in models if one != model})
-            for table in rows:
-                axes.add(table)
-            probe = probe_values(run, axes)
+            probe = axes.read(run, rows)
         collected = StatisticsBlocks(run, axes)
-        collected.collect(rows, lambda num_rows: None)
-        collected.add_probe(probe)
+        collected.collect(rows, probe)
     check_statistics(run, axes, collected)
     first, last = collected.steps_known()["ends"]
     at = np.linspace(first - 0.5, last + 0.5, _WIDTH)

@@ -138,8 +138,13 @@ class StatisticsBlocks:
                 statistics=names,
             )  # fmt: skip
 
-    def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
-        """Read all rows, and assemble the values of all ranks. `report` is called with each table's number of rows."""
+    def collect(
+        self, rows: StepRows, probe: Sequence[SeriesValues], report: Callable[[int], None] = lambda num_rows: None
+    ) -> None:
+        """Read all rows, assemble the values of all ranks, and add the numbers of the probe.
+
+        `report` is called with each table's number of rows.
+        """
         for table in rows:
             self.add(table)
             report(table.num_rows)
@@ -151,6 +156,7 @@ class StatisticsBlocks:
                     self._put_own(values, cube)
         if self.lanes.has_global and not self.lanes.is_merged:
             self._add_global()
+        self.add_probe(probe)
 
     def add_probe(self, values: Sequence[SeriesValues]) -> None:
         """Add the numbers of the probe. Compute the norms of global tensors from the norms that the ranks have."""

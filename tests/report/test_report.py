@@ -21,7 +21,7 @@ from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from recorder.report import statistics, top
-from recorder.report.axes import Axes, DrawnSeries, probe_values, step_rows
+from recorder.report.axes import Axes, DrawnSeries, step_rows
 from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.picture import write_picture
@@ -741,12 +741,9 @@ def test_steps_of_the_optimizer_are_drawn_over_the_norms_of_the_weights(cli: Cli
     writer.finish()
     axes, opened = Axes(), recorder.open_run(run)
     with step_rows(opened) as tables:
-        for table in tables:
-            axes.add(table)
-        probe = probe_values(opened, axes)
+        probe = axes.read(opened, tables)
         collected = StatisticsBlocks(opened, axes)
-        collected.collect(tables, lambda num_rows: None)
-        collected.add_probe(probe)
+        collected.collect(tables, probe)
     chosen, sizes = collected.updates()
     assert [collected.series[one].site for one in chosen] == ["param"]
     assert sizes == pytest.approx(l2[None].astype(np.float64) / 4, rel=1e-6)
