@@ -256,10 +256,7 @@ class ShippedRun:
         self.facts = local
         there = self.shared.destination.get(f"{self.key}/{RUN_MANIFEST}")
         if there is not None and there[0]:
-            other = ""
-            with contextlib.suppress(RunError):
-                other = str(parse_json(there[0], self.key).get("run_id"))
-            if other != self.run_id:
+            if (other := self._run_id_in(there[0])) != self.run_id:
                 self.conflict = f"another run at the destination has its name (run_id {other or 'unreadable'})"
         elif there is None and self.shared.destination.get(f"{PRUNED}/{self.key}.json") is not None:
             self.conflict, self.was_pruned = "the run was pruned at the destination", True
@@ -342,12 +339,12 @@ class ShippedRun:
                 with folder.open(RUN_MANIFEST) as file:
                     content = file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES))
                 # Nodes with separate disks have different manifests of one run. The first one that arrives is kept.
-                self.put_document(RUN_MANIFEST, content, stays=self._is_same_run)
+                self.put_document(RUN_MANIFEST, content, stays=lambda there: self._run_id_in(there) == self.run_id)
 
-    def _is_same_run(self, there: bytes) -> bool:
+    def _run_id_in(self, manifest: bytes) -> str:
         with contextlib.suppress(RunError):
-            return str(parse_json(there, self.key).get("run_id")) == self.run_id
-        return False
+            return str(parse_json(manifest, self.key).get("run_id"))
+        return ""
 
     def put_aside(self, folder: Folder, below: str, name: str, stamp: FileFacts) -> bool:
         """Put a file that is no shard, index or manifest: an informative document, or a shard set aside as damaged."""

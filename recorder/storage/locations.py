@@ -234,12 +234,7 @@ class ObjectStore:
             self._threads.is_ours = True
 
         with ThreadPoolExecutor(min(_NUM_AT_ONCE, len(items)), "recorder-store", initializer=begin) as pool:
-            futures = [pool.submit(function, item) for item in items]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            return list(pool.map(function, items))  # after an error, `map` cancels what has not begun
 
     def blocks(self, path: ObjectPath, seen: FileFacts, wanted: Sequence[range]) -> list[_Block]:
         """Return blocks of an object, so that each wanted range lies in one block. A new block costs one GET."""
