@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from ..columns import SCHEMA, TIME_ORDER, note_members
 from ..format.manifest import MAX_STAGES, Stage
-from ..numerics.keys import Times, array_of, column_of, encode
+from ..numerics.keys import Times, array_of, by_key, column_of, encode
 from ..sites import NUMBERS
 from ..system.text import listed
 from .shard_rows import Ranges, ShardRows, Steps, each_of
@@ -229,11 +229,8 @@ class StepSizes(NamedTuple):
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
     """Yield a sentence for each pipeline that has stages without any record. Each stage on a rank has its own root."""
-    numbers_of: dict[int, set[int]] = {}
-    for stage in stages.values():
-        numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
-    for num_stages, some in numbers_of.items():
-        if gone := sorted(set(range(num_stages)) - some):
+    for num_stages, some in by_key((stage.num_stages, stage.number) for stage in stages.values()).items():
+        if gone := sorted(set(range(num_stages)) - {*some}):
             yield f"no rank left a record of stage {listed(gone)} (from 0) of a pipeline of {num_stages}"
 
 
@@ -297,9 +294,7 @@ def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
     """Return a text that lists, for each rank, the micro-batches without rows of this rank. Empty if there are none."""
     everything = known | set(micro_steps)
-    of_rank: dict[int, set[int]] = {}
-    for rank, micro_step in zip(ranks, micro_steps, strict=True):
-        of_rank.setdefault(rank, set()).add(micro_step)
-    lacking = {rank: sorted(everything - own) for rank, own in of_rank.items() if everything - own}
+    of_rank = by_key(zip(ranks, micro_steps, strict=True))
+    lacking = {rank: sorted(gone) for rank, own in of_rank.items() if (gone := everything - {*own})}
     shown = [f"{', '.join(map(str, gone[:8]))} of rank {rank}" for rank, gone in list(lacking.items())[:4]]
     return f"no row of micro-batch {'; '.join(shown)}" if shown else ""

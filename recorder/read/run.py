@@ -22,10 +22,10 @@ import pyarrow as pa
 from ..columns import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, TIME_ORDER, parse_shape
 from ..errors import CorruptError, LookupFailedError, RecorderError, not_installed
 from ..format.commands import COMMAND_BYTES, COMMANDS, DUMP, Command, command_name, parse_command_name, read_command
-from ..format.manifest import EXCEPTION, Jitter, RecordedModule, RingDump, RunManifest
+from ..format.manifest import EXCEPTION, Jitter, RecordedModule, RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
-from ..numerics.keys import array_of, column_of
+from ..numerics.keys import array_of, by_key, column_of
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import listed
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
@@ -119,12 +119,8 @@ class RecordedRun:
     @property
     def exceptions(self) -> dict[str, list[int | None]]:
         """Maps the text of each exception that ended the program to the ranks where it was raised."""
-        ranks: dict[str, list[int | None]] = {}
-        for writer in self.writers:
-            for event in writer.manifest.events:
-                if event.kind == EXCEPTION:
-                    ranks.setdefault(event.message, []).append(writer.rank)
-        return ranks
+        events = ((event, writer.rank) for writer in self.writers for event in writer.manifest.events)
+        return by_key((event.message, rank) for event, rank in events if event.kind == EXCEPTION)
 
     @property
     def num_rows(self) -> int:
@@ -407,17 +403,17 @@ class RunDump:
 
 def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
     """Return the dumps of a run, by time. Requests of several ranks for the same steps and reason are one dump."""
-    groups: dict[tuple[int, int, int, str], list[tuple[int | None, RingDump]]] = {}
-    for writer in writers:
-        for dump in writer.manifest.dumps:
-            key = (writer.attempt, dump.first_step, dump.last_step, dump.reason)
-            groups.setdefault(key, []).append((writer.rank, dump))
+    written = ((writer, dump) for writer in writers for dump in writer.manifest.dumps)
+    groups = by_key(
+        ((writer.attempt, dump.first_step, dump.last_step, dump.reason), (writer.rank, dump))
+        for writer, dump in written
+    )
     dumps = [
         RunDump(
             attempt=attempt,
-            first_step=members[0][1].first_step,
-            last_step=members[0][1].last_step,
-            reason=members[0][1].reason,
+            first_step=first_step,
+            last_step=last_step,
+            reason=reason,
             by=min((dump for _, dump in members), key=lambda dump: dump.time_ns).by,
             time_ns=min(dump.time_ns for _, dump in members),
             ranks=tuple(sorted({rank for rank, _ in members if rank is not None})),
@@ -425,7 +421,7 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
             num_rows=sum(dump.num_rows for _, dump in members),
             num_bytes=sum(dump.num_bytes for _, dump in members),
         )
-        for (attempt, *_), members in groups.items()
+        for (attempt, first_step, last_step, reason), members in groups.items()
     ]
     return sorted(dumps, key=lambda dump: (dump.time_ns, dump.first_step))
 

@@ -22,6 +22,7 @@ from ..columns import SCHEMA
 from ..errors import NotARunError, RunError
 from ..format import rundir
 from ..format.manifest import COUNTED, Lifetime, RetiredEarlier, RowCounts, WriterManifest
+from ..numerics.keys import by_key
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import counted, listed
 from .shard_rows import ShardRows, each_of, load_open, load_sealed
@@ -138,7 +139,7 @@ class RecordedWriter:
     def retired_shards(self) -> dict[tuple[str, int], RowCounts]:
         """The writer's shards that later writers deleted, by kind and number, with their counts of rows and bytes."""
         retired = {}
-        present = {name[:2] for shard in self.all_shards if (name := rundir.parse_shard_name(shard.path.name))}
+        present = {name[:2] for shard in self.all_shards if (name := shard.name)}
         for note in self.retired_later:
             for text, size in note.shards.items():
                 name = rundir.parse_shard_name(text)
@@ -235,17 +236,14 @@ class RecordedWriter:
     @property
     def _files_gone(self) -> str:
         """A clause that names the missing shards, which may have held lost rows, or else the last shards present."""
-        numbers: dict[str, set[int]] = {}
-        for shard in self.all_shards:
-            if (name := rundir.parse_shard_name(shard.path.name)) is not None:
-                numbers.setdefault(name.kind, set()).add(name.number)
+        numbers = by_key((name.kind, name.number) for shard in self.all_shards if (name := shard.name) is not None)
         files: list[str] = []
         with contextlib.suppress(NotARunError):  # the writer's directory was removed since the run was opened
             files = store_of(self.directory).list_directory(self.directory, directories=False)
         gone = [shard for shard in map(rundir.shard_of_index, files) if shard and shard not in files]
         for kind, present in sorted(numbers.items()):
             retired = {number for one, number in self.retired_shards if one == kind}
-            for before, after in pairwise([-1, *sorted(present | retired)]):
+            for before, after in pairwise([-1, *sorted({*present, *retired})]):
                 if after > before + 1:
                     ends = dict.fromkeys((rundir.shard_name(kind, before + 1), rundir.shard_name(kind, after - 1)))
                     gone.append(" to ".join(ends))
@@ -348,12 +346,8 @@ def list_writers(folder: Location) -> list[str]:
 
 def _find_copies(writers: list[RecordedWriter]) -> None:
     """Report each writer's directory that is a copy of another one, because its rows appear twice."""
-    lifetimes: dict[tuple[Any, ...], list[RecordedWriter]] = {}
-    for writer in writers:
-        its = writer.manifest
-        if its.writer:
-            key = (writer.rank, its.writer, its.run_id, its.pid, its.started_ns)
-            lifetimes.setdefault(key, []).append(writer)
+    manifests = ((writer, writer.manifest) for writer in writers if writer.manifest.writer)
+    lifetimes = by_key(((one.rank, its.writer, its.run_id, its.pid, its.started_ns), one) for one, its in manifests)
     for same in lifetimes.values():
         original = next((writer for writer in same if writer.name == writer.manifest.writer), same[0])
         for writer in same:
@@ -365,11 +359,9 @@ def _find_copies(writers: list[RecordedWriter]) -> None:
 
 def _share_notes(writers: list[RecordedWriter]) -> None:
     """Give each writer the notes in which later writers of its rank say which of its shards they deleted."""
-    of_rank: dict[int | None, dict[str, RecordedWriter]] = {}
-    for writer in writers:
-        of_rank.setdefault(writer.rank, {})[writer.name] = writer
-    for members in of_rank.values():
-        for later in members.values() if len(members) > 1 else ():
+    for of_rank in by_key((writer.rank, writer) for writer in writers).values():
+        members = {writer.name: writer for writer in of_rank}
+        for later in of_rank if len(of_rank) > 1 else ():
             manifest = later.manifest
             if later.state == "recording":  # first its manifest has a deletion, and may be newer now
                 with contextlib.suppress(RunError):

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, SCHEMA, STATISTICS
 from ..errors import CorruptError
-from ..numerics.keys import Integers, codes, group, group_rows, holds
+from ..numerics.keys import Integers, by_key, codes, group, group_rows, holds
 from ..numerics.moments import combine_rows, integers, numbers
 from ..read.run import list_paths
 from ..run.probe import probe_size, probe_tables
@@ -287,10 +287,8 @@ class Axes:
     @property
     def models_alike(self) -> list[str]:
         """The roots (models) whose values have equal names, for example in a GAN. `roots` of map.js finds the same."""
-        roots: dict[tuple[str, ...], set[str]] = {}
-        for key, number in self.index.items():
-            if not self.is_scalar[number]:
-                roots.setdefault(key[1:], set()).add(key.root)
+        drawn = (key for key, number in self.index.items() if not self.is_scalar[number])
+        roots = by_key((key[1:], key.root) for key in drawn)
         return sorted(set().union(*(some for some in roots.values() if len(some) > 1)))
 
     def _add_series(self, key: DrawnSeries, about: Mapping[str, Any]) -> None:
@@ -352,10 +350,9 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
     infos = {path: info for (_, path), info in run.modules.items()}
     are_told = any(info.rates for info in infos.values())
     why = {path: _why_no_parameters(info, are_told=are_told) for path, info in infos.items()}
-    classes: dict[str, dict[str, None]] = {}
-    for (_, path), info in run.modules.items():  # two models may have modules of the same path
-        classes.setdefault(path, {})[info.class_name] = None
-    facts = {path: [" or ".join(classes[path]), info.source] for path, info in infos.items()}
+    # Two models may have modules of the same path.
+    classes = by_key((path, info.class_name) for (_, path), info in run.modules.items())
+    facts = {path: [" or ".join(dict.fromkeys(classes[path])), info.source] for path, info in infos.items()}
     rows = [[path, *facts.get(path, ["", ""]), why.get(path, "")] for path in paths]
     block = PageBlock(name="modules", data={"modules": rows, "num_executed": len(order)})
     return block, {path: number for number, path in enumerate(paths)}
