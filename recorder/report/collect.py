@@ -23,6 +23,7 @@ from ..analyze.check.check import check
 from ..analyze.diff.diff import diff
 from ..analyze.diff.reply import accusation, culprit_notes, unlike_models
 from ..analyze.diff.step_range import Diff
+from ..analyze.doctor.reply import Check
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
 from ..numerics.keys import by_key
@@ -38,7 +39,7 @@ from .axes import Axes, DrawnSeries, SeriesValues, modules_block, step_rows
 from .blocks import Cube, PageBlock
 from .distributions import ImageFinder
 from .statistics import StatisticsBlocks, check_statistics
-from .top import DoctorLine, facts_of, found_since, gaps_block, told_by_check, top_block
+from .top import facts_of, found_since, gaps_block, told_by_check, top_block
 
 _MAX_DIFFERING = 200
 _OF_CULPRIT = ("step", "module_path", "site", "name", "seen_at", "hint")
@@ -57,7 +58,7 @@ def collect(
     *,
     against: Run | None = None,
     statistics: Sequence[str] = (),
-    checks: Sequence[DoctorLine] | None = (),
+    checks: Sequence[Check] | None = (),
     below: str | None = None,
     more: Sequence[PageBlock] = (),
     report: Report = lambda num_rows: None,

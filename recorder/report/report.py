@@ -19,8 +19,8 @@ from ..storage.locations import Location
 from ..system.text import printable, size
 
 if TYPE_CHECKING:
+    from ..analyze.doctor.reply import Check
     from .blocks import PageBlock
-    from .top import DoctorLine
 
 PNG = ".png"
 
@@ -31,7 +31,7 @@ def write_report(
     *,
     against: Run | None = None,
     statistics: Sequence[str] = (),
-    checks: Sequence[DoctorLine] = (),
+    checks: Sequence[Check] = (),
     more: Sequence[PageBlock] = (),
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
@@ -59,16 +59,17 @@ def page_reply(
     progress: Progress,
 ) -> Reply:  # fmt: skip
     """Ask `recorder doctor` about a run, write its page, and return the reply of `recorder report`."""
-    from . import top
+    from ..analyze.doctor.reply import checks_of
     from .collect import num_looks
+    from .top import found_since
 
     with progress("report", num_looks(run, against) + run.num_rows) as report:
-        checks = top.told_by_doctor(run)
+        checks = list(checks_of(run))
         report(run.num_rows)
         num_bytes = write_report(
             run, out, against=against, statistics=statistics, checks=checks, more=more, force=force, report=report
         )
-    num_missing = sum(check.state == "missing" for check in [*checks, *top.found_since(run, checks)])
+    num_missing = sum(check.state == "missing" for check in [*checks, *found_since(run, checks)])
     damaged = _damaged(run, against)
     return Reply(
         members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, sentence, told_of, where_of
-from ..analyze.doctor.reply import checks_of
+from ..analyze.doctor.reply import Check
 from ..checks.rule import Finding, Severity
 from ..run.run import Run, RunDump
 from ..system.text import MODEL, counted, listed, named
@@ -39,16 +39,6 @@ _MANY = 1e6
 """A ratio of at least this value is written as a power of ten."""
 
 
-class DoctorLine(NamedTuple):
-    """One line of the reply of `recorder doctor`."""
-
-    state: str
-    """How the line is judged: ``ok``, ``note`` or ``missing``."""
-    text: str
-    facts: Mapping[str, Any]
-    """The members of the line in JSON. For a gap they are its sites, modules, steps, ranks and reason."""
-
-
 class Highlight(NamedTuple):
     """A sentence at the head of the page about something conspicuous."""
 
@@ -70,7 +60,7 @@ class Highlight(NamedTuple):
 
 
 def top_block(
-    run: Run, checks: Sequence[DoctorLine], judged: Sequence[Highlight], collected: StatisticsBlocks | None,
+    run: Run, checks: Sequence[Check], judged: Sequence[Highlight], collected: StatisticsBlocks | None,
     numbers: Mapping[str, Any], facts: Sequence[tuple[str, str]] = (), *, notes: Sequence[str] = (),
     is_growing: bool = False,
 ) -> PageBlock:  # fmt: skip
@@ -138,11 +128,11 @@ def _are_near(one: Highlight, other: Highlight, steps: Sequence[int]) -> bool:
     return first <= one.steps[1] and one.steps[0] <= last
 
 
-def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> PageBlock:
+def gaps_block(checks: Sequence[Check], modules: Mapping[str, int]) -> PageBlock:
     """Return the block of reasons why values are missing. The map of the page shows them as gaps."""
     gaps: list[dict[str, Any]] = []
     for check in checks:
-        details = check.facts
+        details = check.members
         if not {"reason", "sites", "modules", "steps", "ranks"} <= details.keys() or len(gaps) >= _MAX_GAPS:
             continue
         module_numbers = sorted(modules[path] for path in details["modules"] if path in modules)
@@ -201,15 +191,10 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
         yield "rule", rule
 
 
-def told_by_doctor(run: Run) -> list[DoctorLine]:
-    """Return the answers of `recorder doctor` about a run."""
-    return [DoctorLine(check.state, check.text, check.members) for check in checks_of(run)]
-
-
-def found_since(run: Run, checks: Sequence[DoctorLine]) -> list[DoctorLine]:
+def found_since(run: Run, checks: Sequence[Check]) -> list[Check]:
     """Return lines for the damage that was found after `recorder doctor` answered, for example in a payload."""
     told = {check.text for check in checks}
-    return [DoctorLine("missing", problem, {}) for problem in run.problems if problem not in told]
+    return [Check("missing", problem) for problem in run.problems if problem not in told]
 
 
 def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "") -> list[Highlight]:

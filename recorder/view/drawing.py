@@ -18,6 +18,7 @@ from typing import Any
 from .. import __version__
 from ..analyze.check.check import check, installed_rules
 from ..analyze.check.reading import RunRows, columns_read
+from ..analyze.doctor.reply import Check, checks_of
 from ..checks.book import RULES, make_rules
 from ..checks.causes import with_causes
 from ..checks.engine import Engine
@@ -32,7 +33,7 @@ from ..report.blocks import PageBlock
 from ..report.collect import layouts_of, ranks_block
 from ..report.distributions import ImageFinder
 from ..report.statistics import StatisticsBlocks
-from ..report.top import DoctorLine, facts_of, gaps_block, told_by_check, told_by_doctor, top_block
+from ..report.top import facts_of, gaps_block, told_by_check, top_block
 from ..run.finding import shortest_text_of
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
@@ -93,7 +94,7 @@ class Drawing:
         """The generator of a paused scan. None if no scan is under way."""
         self._look_at_s = 0.0
         """The monotonic time of the next listing of the run. While there is much to read, listings are delayed."""
-        self._checked: list[DoctorLine] | None = None
+        self._checked: list[Check] | None = None
         self.growing = GrowingRun(self.location, manifest)
         self.axes = Axes()
         self.collected: StatisticsBlocks | None = None
@@ -369,8 +370,7 @@ class Drawing:
             self._found += self._engine.finish().findings
         if self.growing.num_rows <= _MAX_DOCTOR_ROWS and self.collected is not None:
             with suppress(RunError, OSError):
-                run = Run(self.location, self.manifest)
-                self._checked = told_by_doctor(run)
+                self._checked = list(checks_of(Run(self.location, self.manifest)))
 
     def _keep(self, block: PageBlock) -> None:
         data = block.encoded()
@@ -470,13 +470,13 @@ def _packed(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:
+def _told(ranks: Sequence[RankNow]) -> Iterator[Check]:
     for rank in ranks[:_MAX_TOLD]:
         dropped = ", ".join(f"{count} dropped: {reason}" for reason, count in rank.status.dropped.items())
         is_bad = rank.state in _BAD_STATES or rank.status.num_dropped
         step = f", step {rank.status.step}" if rank.status.has_step and is_bad else ""
         text = f"rank {rank.rank}: {rank.state}{step}" + (f"; {dropped}" if dropped else "")
-        yield DoctorLine("missing" if is_bad else "ok", text, {})
+        yield Check("missing" if is_bad else "ok", text)
 
 
 def _images(first: PageBlock | None, last: PageBlock | None) -> PageBlock:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import recorder
+from recorder.analyze.doctor.reply import checks_of
 from recorder.report.report import write_report
-from recorder.report.top import told_by_doctor
 from tests.rigs.programs import needs
 from tests.rigs.small_runs import make_training
 
@@ -101,7 +101,7 @@ def write_page(run: Path, path: Path, against: Path | None = None) -> Path:
     """A page as the command writes it."""
     opened = recorder.open_run(run)
     other = None if against is None else recorder.open_run(against)
-    write_report(opened, path, against=other, checks=told_by_doctor(opened))
+    write_report(opened, path, against=other, checks=list(checks_of(opened)))
     return path
 
 

@@ -15,19 +15,20 @@ import pytest
 from PIL import Image, ImageDraw
 
 import recorder
+from recorder.analyze.doctor import reply
 from recorder.cli.commands import pages
 from recorder.columns import COUNTS, STATISTICS
 from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
-from recorder.report import statistics, top
+from recorder.report import statistics
 from recorder.report.axes import Axes, DrawnSeries, step_rows
 from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.picture import write_picture
 from recorder.report.report import write_report
 from recorder.report.statistics import StatisticsBlocks
-from recorder.report.top import DoctorLine, Highlight, folded, told_by_doctor
+from recorder.report.top import Highlight, folded
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -108,12 +109,14 @@ def test_the_progress_begins_before_the_first_look_and_ends_at_its_total(
         totals.append(total)
         yield said.append
 
-    def doctor(run: Run) -> list[DoctorLine]:
+    checks_of = reply.checks_of
+
+    def doctor(run: Run) -> Iterator[reply.Check]:
         assert totals, "recorder doctor is asked before anything is said"
-        return told_by_doctor(run)
+        return checks_of(run)
 
     monkeypatch.setattr(pages, "progress", noted)
-    monkeypatch.setattr(top, "told_by_doctor", doctor)
+    monkeypatch.setattr(reply, "checks_of", doctor)
     cli("report", GOLDEN, "-o", tmp_path / "r.html")
     assert totals == [sum(said)] and len(said) >= 4
 
@@ -432,7 +435,7 @@ def test_a_damaged_probe_is_damage_of_the_run(cli: Cli, tmp_path: Path) -> None:
     at = data.index(l2[20:30].tobytes())
     data[at : at + 14] = b"\xff" * 14
     path.write_bytes(data)
-    checks = told_by_doctor(recorder.open_run(run))
+    checks = reply.checks_of(recorder.open_run(run))
     assert not any(str(path) in check.text for check in checks), "recorder doctor reads no payload"
     done = cli("report", run, "-o", tmp_path / "r.html", "--json")
     top = read_page(tmp_path / "r.html")["top"].data
