@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import ConfigError, WriteError
 from ..run.reply import Reply
-from ..system.text import counted, moment, size
+from ..system.text import counted, moment, printable_line, size
 
 logger = logging.getLogger("recorder.daemon")
 
@@ -145,8 +145,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = f"recorder daemon: {when} {record.levelname.lower()}: {record.getMessage()}"
-        plain = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-        return plain + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        return printable_line(text) + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
 
 
 class _Stderr(logging.StreamHandler[Any]):

@@ -27,6 +27,7 @@ from ..format.rundir import (
     parse_shard_name,
     shard_name,
 )
+from ..read.writers import GLOBAL_DIR
 from ..storage.untrusted_files import ByteSource, FileFacts, check_range
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
@@ -37,7 +38,6 @@ _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
 """Matches files that are not shipped and not counted as foreign: half-written files, ledgers, commands and marks."""
 _MAX_DEPTH = 4
 """The most folders between a watched folder and a run."""
-_GLOBAL_DIR = "global"
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\0", ".json": b"{"}
 """The first bytes that a file must have, by its extension. Other files, such as hard links, are not shipped."""
@@ -234,7 +234,7 @@ def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, FileFacts
     counts.foreign += [name for name in entries.files if name not in documents and not _REMAINS.fullmatch(name)]
     writers = []
     for name in entries.directories:
-        if parse_rank_dir(name) is not None or name == _GLOBAL_DIR:
+        if parse_rank_dir(name) is not None or name == GLOBAL_DIR:
             try:
                 with folder.below(name) as inner:
                     below = inner.entries(with_stamps=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import shutil
 import time
@@ -26,7 +25,7 @@ from ..run.finding import find_run_around
 from ..run.run import Run
 from ..sites import FORMAT_NAME, FORMAT_VERSION
 from ..system.processes import locked_folder
-from ..system.text import listed
+from ..system.text import for_json, listed
 from ..write.file import Disk
 from ..write.manifest import create_manifest, replace_manifest
 from .unit import is_unit_name
@@ -274,7 +273,6 @@ def _names(folder: Path) -> list[str]:
 
 
 _INFORMATIVE = ("versions", "settings", "rules", "optimizers", "autoload")
-_MAX_DEPTH = 50
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 
 
@@ -286,7 +284,7 @@ def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
         "run_id": run.run_id,
         "world_size": run.world_size,
         "created_ns": time.time_ns(),
-        "asked": _rewritable(run.manifest.members.get("asked", {})),
+        "asked": for_json(run.manifest.members.get("asked", {})),
         "merged_from": merged_from,
     }
 
@@ -319,23 +317,12 @@ def of_source(run: Run) -> dict[str, Any]:
         "closed_ns": time.time_ns(),
         "state": "closed",
         "ledger": ledger,
-        **{name: _rewritable(value) for name, value in informative.items() if value is not None},
-        "roots": _rewritable(_roots(run)),
-        "events": _rewritable(_events(run)),
+        **{name: for_json(value) for name, value in informative.items() if value is not None},
+        "roots": for_json(_roots(run)),
+        "events": for_json(_events(run)),
         **({"dumps": dumps} if (dumps := _dumps(run)) else {}),
         "merged_writers": [_account(writer) for writer in run.writers],
     }
-
-
-def _rewritable(value: Any, depth: int = 0) -> Any:
-    """Return untrusted JSON without NaN and without very deep parts, so that it can be written."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict | list) and depth > _MAX_DEPTH:
-        return None
-    if isinstance(value, dict):
-        return {key: _rewritable(item, depth + 1) for key, item in value.items()}
-    return [_rewritable(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def _roots(run: Run) -> list[dict[str, Any]]:
