@@ -266,20 +266,11 @@ class Bucket(Destination):
     def _ask(self, key: str, question: Callable[[Any], Answer], *, is_long: bool = False) -> Answer:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        taken: list[Exception] = []
-
-        def ask(store: Any) -> Answer | None:
-            try:
-                return question(store)
-            except (AlreadyExistsError, PreconditionError) as error:
-                taken.append(error)
-                return None
-
-        with contextlib.nullcontext() if is_long else self.requests.one():
-            answer: Any = self._client.ask(f"{self.url}/{key}", ask)
-        if taken:
-            raise TakenError(key)
-        return answer  # type: ignore[no-any-return]
+        try:
+            with contextlib.nullcontext() if is_long else self.requests.one():
+                return self._client.ask(f"{self.url}/{key}", question)
+        except (AlreadyExistsError, PreconditionError):
+            raise TakenError(key) from None
 
 
 class FolderDestination(Destination):

@@ -26,7 +26,6 @@ import os
 import re
 import shlex
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -391,13 +390,8 @@ def _line(finding: dict[str, Any]) -> str:
 def _post(url: str, body: dict[str, Any]) -> int:
     parts = urlsplit(url)
     assert parts.hostname is not None, "the settings were checked"
-    where = parts.hostname, parts.port
-    connection: http.client.HTTPConnection
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        connection = http.client.HTTPSConnection(*where, timeout=_WEBHOOK_TIMEOUT_S, context=context)
-    else:
-        connection = http.client.HTTPConnection(*where, timeout=_WEBHOOK_TIMEOUT_S)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=_WEBHOOK_TIMEOUT_S)
     killer: threading.Timer | None = None
     try:
         connection.connect()

@@ -25,19 +25,7 @@ from ..run.step_ranges import SEES_AS_HERE, RunAsOpened
 from ..system.executors import worker_name
 from ..system.text import counted, size
 from .output import Output, of_run, of_source, of_units, open_output
-from .unit import (
-    UNKNOWN,
-    Inputs,
-    Summary,
-    Unit,
-    UnitBuilder,
-    UnitReport,
-    combine,
-    num_problems,
-    of_damage,
-    of_unknown_columns,
-    read_report,
-)
+from .unit import Inputs, Summary, Unit, UnitBuilder, combine, num_problems, of_damage, of_unknown_columns, read_report
 
 _SHARDS_PER_UNIT = 200
 """A task gets one more unit per this many shards, because opening the run for a task takes 0.3 ms a shard."""
@@ -133,7 +121,7 @@ def merge_run(
             is_alone=isinstance(executor, ProcessPoolExecutor),
         )
         inputs = Inputs(run, options)
-        finished = {name for name in output.units() if not _report_of(output, name).is_damaged}
+        finished = {name for name in output.units() if not read_report(output.manifest_of(name)).is_damaged}
         units = [unit for window in inputs.windows(inputs.kept_windows(finished)) for unit in inputs.units(window)]
         missing = [unit for unit in units if unit.name not in finished]
         merged_bytes = sum(unit.payload_bytes for unit in missing)
@@ -151,7 +139,7 @@ def merge_run(
                     build(missing)
                 else:
                     build(_hand_out(executor, job, missing, build if helps else None, report, output.stop_building))
-            reports = [_report_of(output, unit.name) for unit in units]
+            reports = [read_report(output.manifest_of(unit.name)) for unit in units]
             manifest = of_run(run, {"path": str(run.path.absolute()), **options})
             output.publish([unit.name for unit in units], of_source(run), manifest)
         except (OSError, BrokenExecutor, ClusterError) as error:
@@ -260,13 +248,6 @@ def _build(builder: UnitBuilder, output: Output, unit: Unit) -> None:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _report_of(output: Output, name: str) -> UnitReport:
-    try:
-        return read_report(output.manifest_of(name))
-    except (KeyError, TypeError):
-        return UNKNOWN
 
 
 _MAX_SHOWN = 3

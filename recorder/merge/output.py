@@ -47,11 +47,6 @@ class Output:
         """The name of the folder in which this call builds units. A late worker fails once the folder is gone."""
         self._merging = path / _MERGING
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the directory is a complete run for readers."""
-        return (self.path / RUN_MANIFEST).is_file()
-
     def units(self) -> set[str]:
         """Return the names of the finished units of work, both published and waiting."""
         return self._published() | {name for name in _names(self._merging) if self._is_waiting(name)}
@@ -107,7 +102,7 @@ class Output:
         published = self._published()
         waiting = [name for name in wanted if name not in published or self._is_waiting(name)]
         stale = [published - set(wanted), self._debris(wanted)]
-        if self.is_whole and not waiting and not any(stale) and self._has_manifests(source, run):
+        if not waiting and not any(stale) and self._has_manifests(source, run):
             shutil.rmtree(self._merging, ignore_errors=True)
             return
         with contextlib.suppress(FileNotFoundError):

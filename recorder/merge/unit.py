@@ -283,8 +283,11 @@ class UnitBuilder:
 
 
 def read_report(manifest: Mapping[str, Any]) -> UnitReport:
-    """Return the report in a unit's manifest. Raises KeyError if it is missing or of another version."""
-    return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
+    """Return the report in a unit's manifest. Return `UNKNOWN` if it is missing or of another version."""
+    try:
+        return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
+    except (KeyError, TypeError):
+        return UNKNOWN
 
 
 def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:

@@ -146,7 +146,6 @@ def _answering(
 
 def _single(rows: MetadataRows, positions: Positions, is_merged: bool, what: str) -> Positions:
     if is_merged and len(positions) > 1 and not rows.numbers("part")[positions].any():
-        rows.load(["note"])
         numbers = stages_of_rows(rows, positions, {})
         if len(np.unique(numbers)) == len(positions):
             raise LookupFailedError(several_stages(what, numbers.tolist()))
@@ -156,8 +155,6 @@ def _single(rows: MetadataRows, positions: Positions, is_merged: bool, what: str
 def _of_stage(
     rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage], stage: int, what: str
 ) -> Positions:
-    if not stages:
-        rows.load(["note"])
     numbers = stages_of_rows(rows, positions, stages)
     if not (numbers == stage).any():
         known = "|".join(str(number) for number in np.unique(numbers).tolist() if number != NONE)

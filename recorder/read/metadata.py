@@ -247,6 +247,7 @@ def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tup
     for (writer, root), stage in stages.items():
         stage_of_row[(writers == writer) & (roots.codes == roots.code(root))] = stage.number
     if not stages:
+        rows.load(["note"])
         notes = rows.keys("note", positions)
         stated = [note_members(text).get("stage") for text in notes.texts or ()]
         sound = (stage if type(stage) is int and 0 <= stage < MAX_STAGES else NONE for stage in stated)
@@ -266,10 +267,9 @@ class MicroBatches:
         """The micro-step that is part of a value's key. 0 in a pipeline, where all micro-batches form one value."""
         if not stages:
             return
-        writers, roots, sites = rows.writer_numbers(chosen), rows.keys("root", chosen), rows.keys("site", chosen)
-        is_value = ~np.isin(sites.codes, [sites.code(site) for site in NUMBERS])
-        for (writer, root), stage in stages.items():
-            self.stage[(writers == writer) & (roots.codes == roots.code(root)) & is_value] = stage.number
+        sites = rows.keys("site", chosen)
+        is_number = np.isin(sites.codes, [sites.code(site) for site in NUMBERS])
+        self.stage = np.where(is_number, NONE, stages_of_rows(rows, chosen, stages))
         at = (self.stage != NONE) & (self.key != NONE)
         self.micro_step[at] = self.key[at]
         self.key[at] = 0

@@ -69,11 +69,16 @@ class Client:
         self.renew()
 
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
-        """Make a request to the store. Raises FileNotFoundError for a missing object, or else StoreError."""
-        from obstore.exceptions import BaseError
+        """Make a request to the store. Raises FileNotFoundError for a missing object, or else StoreError.
+
+        The client's own error is raised if the condition of an upload does not hold.
+        """
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         try:
             return question(self._store)
+        except (AlreadyExistsError, PreconditionError):
+            raise
         except FileNotFoundError as error:
             if not re.search("<Code>(NoSuchBucket|ContainerNotFound)<", str(error)):
                 raise FileNotFoundError(2, "No such object", str(path)) from None
