@@ -142,7 +142,7 @@ class Shard:
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
     ) -> None:
-        self._open_source = open_source
+        self.open_source = open_source
         self._layout = layout
         self.blocks = blocks
 
@@ -152,7 +152,7 @@ class Shard:
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
         """Return checked columns of a batch. A column that the file lacks is null. Raise CorruptError for damage."""
-        with self._open_source() as source:
+        with self.open_source() as source:
             if number not in self.blocks:
                 raise CorruptError(f"{source.where}: batch {number} is missing or damaged")
             checked = read_batch(source, self.blocks[number], self._layout, columns)

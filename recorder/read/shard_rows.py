@@ -64,7 +64,6 @@ class ShardRows:
         self.kept: dict[int, Any] | None = None
         """A cache of batches by number. None turns it off. Damage, or a batch with large rows, also turns it off."""
         self._salvaged: Salvaged | None = None
-        self._open_growing: Callable[[], ByteSource] | None = None
 
     @property
     def name(self) -> ShardName | None:
@@ -175,7 +174,7 @@ class ShardRows:
         salvaged = salvage(lambda: store.open_growing(self.path), max_batches=max_batches)
         self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)
         self._rows_of = salvaged.rows_of
-        self._salvaged, self._open_growing = salvaged, open_source
+        self._salvaged = salvaged
         self._last_header = salvaged.last_header
         self.num_trailing_bytes = salvaged.num_trailing_bytes
         self.tail_damage = salvaged.tail_damage
@@ -191,10 +190,10 @@ class ShardRows:
 
         A shard sealed meanwhile is complete once its last batch is found. FileNotFoundError: the shard is gone.
         """
-        assert self._salvaged is not None and self._open_growing is not None and self._shard is not None
-        salvaged = self._salvaged = salvage(self._open_growing, self._salvaged, max_batches)
+        assert self._salvaged is not None and self._shard is not None
+        salvaged = self._salvaged = salvage(self._shard.open_source, self._salvaged, max_batches)
         kept = {number: self._shard.blocks[number] for number in self._rows_of}
-        self._shard = Shard(self._open_growing, salvaged.layout, kept | salvaged.blocks)
+        self._shard = Shard(self._shard.open_source, salvaged.layout, kept | salvaged.blocks)
         self._rows_of |= salvaged.rows_of
         self._note(*salvaged.damage)
         return list(salvaged.blocks)
