@@ -155,17 +155,13 @@ class Bucket(Destination):
         if not self._is_checked:
             self.check()
         crc, e_tag = _digests(file)
-        attributes = {_CRC_KEY: f"{crc:08x}"}
-        path = self._prefix + key
         try:
             if file.size_bytes <= PART_BYTES:
-                content = file.bytes(0, file.size_bytes)
-                self._throttle.take(len(content))
-                put_e_tag = self._ask(key, lambda store: _put(store, path, content, "create", attributes))
+                put_e_tag = self._put(key, file.bytes(0, file.size_bytes), "create", "e_tag")
             else:
                 if self.head(key) is not None:
                     raise TakenError(key)
-                put_e_tag = self._ask(key, lambda store: self._put_parts(store, path, file, attributes), is_long=True)
+                put_e_tag = self._ask(key, lambda store: self._put_parts(store, key, file, crc), is_long=True)
         except TakenError:
             if self._is_same(key, file, e_tag):
                 return "there"
@@ -186,12 +182,12 @@ class Bucket(Destination):
         text = f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again"
         return StoreError(text, "damaged")
 
-    def _put_parts(self, store: Any, path: str, file: LocalFile, attributes: dict[str, str]) -> str:
+    def _put_parts(self, store: Any, key: str, file: LocalFile, crc: int) -> str:
         import obstore
 
-        pieces = self._throttle.paced(_pieces(file))
+        pieces, attributes = self._throttle.paced(_pieces(file)), {_CRC_KEY: f"{crc:08x}"}
         options: dict[str, Any] = {"use_multipart": True, "chunk_size": PART_BYTES, "max_concurrency": 2}
-        return bare_e_tag(obstore.put(store, path, pieces, attributes=attributes, **options)["e_tag"])
+        return bare_e_tag(obstore.put(store, self._prefix + key, pieces, attributes=attributes, **options)["e_tag"])
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
         if not self._is_checked:
@@ -199,16 +195,23 @@ class Bucket(Destination):
         return self._put_if(key, content, e_tag)
 
     def _put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        self._throttle.take(len(content))
-        attributes = {_CRC_KEY: f"{crc32c(content):08x}"}
         mode: Any = "create" if e_tag is None else {self._tag: f'"{e_tag}"' if self._tag == "e_tag" else e_tag}
-        tag = self._ask(key, lambda store: _put(store, self._prefix + key, content, mode, attributes, self._tag))
+        tag = self._put(key, content, mode, self._tag)
         if _MD5.fullmatch(tag) is not None and tag != _md5(content):
             there = self.get(key)
             if there is None or there[0] != content:
                 raise self._damaged(key)
             return there[1]
         return tag
+
+    def _put(self, key: str, content: bytes, mode: Any, tag: str) -> str:
+        """Put an object with its checksum, under a condition, and return the part `tag` of the store's answer."""
+        import obstore
+
+        self._throttle.take(len(content))
+        attributes, path = {_CRC_KEY: f"{crc32c(content):08x}"}, self._prefix + key
+        answer: Any = self._ask(key, lambda store: obstore.put(store, path, content, mode=mode, attributes=attributes))
+        return bare_e_tag(answer[tag])
 
     def get(self, key: str) -> tuple[bytes, str] | None:
         def ask(store: Any) -> tuple[bytes, str]:
@@ -378,13 +381,6 @@ def parse_destination(text: str, throttle: Throttle | None = None) -> Destinatio
             raise ConfigError(f"to = {text!r}: is no URL; write {url!r}, or for the folder of this name './{text}'")
         return FolderDestination(Path(os.path.realpath(location)), throttle)
     return Bucket(location.scheme, location.bucket, location.key, throttle)
-
-
-def _put(store: Any, path: str, content: bytes, mode: Any, attributes: dict[str, str], tag: str = "e_tag") -> str:
-    import obstore
-
-    answer: Any = obstore.put(store, path, content, mode=mode, attributes=attributes or None)
-    return bare_e_tag(answer[tag])
 
 
 def _pieces(file: LocalFile) -> Iterator[bytes]:
