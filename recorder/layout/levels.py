@@ -107,7 +107,7 @@ def within(
     plans: list[Plan] = []
     for unit in batch_group.units:
         own = [chunks[i] for i in unit]
-        unit_plan = plan_by_placements(own, len(own)) if own[0].global_shape is not None else replicas(own[:1], "")
+        unit_plan = plan_by_placements(own) if own[0].global_shape is not None else replicas(own[:1], "")
         if isinstance(unit_plan, NoPlan):
             return unit_plan
         plans.append(renumbered(unit_plan, unit))

@@ -43,7 +43,7 @@ class Mesh(NamedTuple):
     """All ranks of the mesh, row-major. Empty if the row does not list them."""
 
 
-def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan:
+def plan_by_placements(chunks: Sequence[RankChunk]) -> Plan | NoPlan:
     """Plan a tensor whose rows name the region of each chunk, as those of DTensor and FSDP1 do."""
     if (problem := _contradiction(chunks)) is not None:
         return problem

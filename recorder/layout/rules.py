@@ -181,7 +181,7 @@ def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPl
     if (problem := mixed(chunks)) is not None:
         return problem
     if chunks[0].global_shape is not None:
-        return plan_by_placements(chunks, num_expected)
+        return plan_by_placements(chunks)
     return replicas(chunks, "single") if num_expected == 1 else None
 
 

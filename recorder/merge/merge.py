@@ -128,7 +128,7 @@ def merge_run(
         try:
             output.clear({unit.name for unit in units if unit.name in finished})
             with output.building(), progress("merge", merged_bytes) as report:
-                builder = UnitBuilder(run, view, inputs, job.manifest)
+                builder = UnitBuilder(view, inputs, job.manifest)
 
                 def build(units: Sequence[Unit]) -> None:
                     for unit in units:
@@ -215,7 +215,7 @@ def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
 
 def _open(job: _Job) -> tuple[UnitBuilder, Output]:
     run = job.run.open()
-    builder = UnitBuilder(run, run.view(**job.options), Inputs(run, job.options), job.manifest)
+    builder = UnitBuilder(run.view(**job.options), Inputs(run, job.options), job.manifest)
     output = Output(job.out, job.call)
     _check_reachable(output)
     return builder, output

@@ -202,8 +202,7 @@ class _Loaded(NamedTuple):
 class UnitBuilder:
     """Merges units of one run. `manifest` has what all units' manifests share. Not thread-safe."""
 
-    def __init__(self, run: Run, view: GlobalView, inputs: Inputs, manifest: Mapping[str, Any]) -> None:
-        self._run = run
+    def __init__(self, view: GlobalView, inputs: Inputs, manifest: Mapping[str, Any]) -> None:
         self._view = view
         self._inputs = inputs
         self._manifest = manifest
