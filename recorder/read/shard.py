@@ -43,10 +43,12 @@ from .messages import (
     parse_message,
 )
 
-_NEVER_NULL = frozenset(column.name for column in COLUMNS if column.is_required) | {"batch", "row"}
-_BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds} | dict.fromkeys(
-    ("batch", "row"), (0, (1 << 31) - 1)
-)
+INDEX_ONLY = ("batch", "row")
+"""The columns that only an index has: the number of the row's batch in the shard, and the row's index in the batch."""
+_POSITION_FIELDS = [pa.field(name, pa.int32(), nullable=False) for name in INDEX_ONLY]
+_NEVER_NULL = {*INDEX_ONLY, *(column.name for column in COLUMNS if column.is_required)}
+_BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds}
+_BOUNDS |= dict.fromkeys(INDEX_ONLY, (0, (1 << 31) - 1))
 """For each column of counts, the least and the greatest allowed value."""
 _SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
 _UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
@@ -69,7 +71,7 @@ class CheckedBatch(NamedTuple):
 class Layout:
     """The schema of a file, with the place of each column's buffers among the buffers of a message."""
 
-    def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
+    def __init__(self, schema: Any, *, is_index: bool = False) -> None:
         self.schema = schema
         self.preamble = schema.serialize()
         """The serialized schema, which precedes the batches in a stream."""
@@ -77,7 +79,10 @@ class Layout:
         self._starts = list(accumulate((_num_buffers(field.type) for field in schema), initial=0))
         self._kinds = [column_kind(field.type) for field in schema]
         self._index_of = {name: index for index, name in enumerate(self.names)}
-        ours = {*COLUMN_OF, *(field.name for field in extra)}  # an unknown column may have the name of an index column
+        ours = {
+            *COLUMN_OF,
+            *(INDEX_ONLY if is_index else ()),
+        }  # an unknown column may have the name of an index column
         self.counts = ours & _BOUNDS.keys()
         self._never_null = ours & _NEVER_NULL
 
@@ -161,16 +166,14 @@ class Shard:
             return checked
 
 
-def open_sealed(
-    path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
-) -> tuple[Shard, BatchHeader]:
+def open_sealed(path: Location, *, is_index: bool = False) -> tuple[Shard, BatchHeader]:
     """Open a sealed shard or an index, and return it with the header of its seal (the empty last batch).
 
     Raises CorruptError if footer and seal disagree on the number of batches; `salvage` may still find batches. Raises
     FileNotFoundError if the file is gone.
     """
     with store_of(path).open_sealed(path) as source:
-        layout = read_layout(source, extra, without)[0]
+        layout = read_layout(source, is_index=is_index)[0]
         blocks = footer_blocks(source)
         if not blocks:
             raise CorruptError(f"{path}: the footer lists no batches, not even the seal")
@@ -182,15 +185,12 @@ def open_sealed(
     return Shard(lambda: source, layout, dict(enumerate(blocks[:-1]))), seal
 
 
-def read_layout(
-    source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
-) -> tuple[Layout, MessageBlock]:
+def read_layout(source: ByteSource, *, is_index: bool = False) -> tuple[Layout, MessageBlock]:
     """Return the file's layout and the place of its first message. The schema must agree with the registry of columns.
 
-    A column may be missing if it is newer than the file, and there may be columns that the registry does not know.
-    `extra` are fields that this kind of file has besides the columns of FORMAT.md, and `without` the columns that it
-    lacks. CorruptError is raised if a column is missing or has another type. UnsupportedError is raised for a type that
-    no version 1 file may have.
+    A column may be missing if it is newer than the file, and there may be columns that the registry does not know. An
+    index has `INDEX_ONLY` besides the columns of FORMAT.md, and no payload. CorruptError is raised if a column is
+    missing or has another type. UnsupportedError is raised for a type that no version 1 file may have.
     """
     schema_message = block_at(source, FIRST_MESSAGE)
     if schema_message is None or schema_message[1].kind != SCHEMA_MESSAGE:
@@ -198,19 +198,19 @@ def read_layout(
     block = schema_message[0]
     message = source.read(block.offset, block.end - block.offset).to_pybytes()
     try:
-        return _parse_layout(message, extra, without), block
+        return _parse_layout(message, is_index), block
     except RunError as error:
         raise type(error)(f"{source.where}: {error}") from error
 
 
 @lru_cache(maxsize=16)  # schemas are cached, because the shards of a run have few different schemas
-def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ...]) -> Layout:
+def _parse_layout(message: bytes, is_index: bool) -> Layout:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(message))
         schema.names  # noqa: B018 (untrusted input, which may be no text)
     except ARROW_ERRORS as error:
         raise CorruptError(f"the schema is damaged ({error})") from error
-    for wanted in [*(one for one in SCHEMA if one.name not in without), *extra]:
+    for wanted in [*(one for one in SCHEMA if one.name != "data"), *_POSITION_FIELDS] if is_index else SCHEMA:
         indices = schema.get_all_field_indices(wanted.name)
         if not indices and wanted.name in COLUMN_OF and lacks_rightly(schema, COLUMN_OF[wanted.name]):
             continue
@@ -221,7 +221,7 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
     for column in schema:
         if _num_buffers(column.type) == 0:
             raise UnsupportedError(f"column {column.name!r} is of type {column.type}, which is not flat")
-    return Layout(schema, extra)
+    return Layout(schema, is_index=is_index)
 
 
 def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns: Sequence[str]) -> CheckedBatch:

@@ -24,18 +24,15 @@ from ..numerics.keys import array_of, column_of
 from ..sites import PROBE
 from ..storage.locations import Location, OpenLocation, store_of
 from ..storage.untrusted_files import ByteSource, Found
-from .shard import Layout, Salvaged, Shard, open_sealed, salvage
+from .shard import INDEX_ONLY, Layout, Salvaged, Shard, open_sealed, salvage
 
 logger = logging.getLogger(__name__)
 
-POSITION_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
-"""The columns that only an index has: the number of the row's batch in the shard, and the row's index in the batch."""
-_POSITION_NAMES = tuple(field.name for field in POSITION_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
 """A half-open range of steps: the first step, and the step after the last one."""
 Ranges = tuple[Steps, ...]
-_KEPT = (*METADATA_COLUMNS, *_POSITION_NAMES)
+_KEPT = (*METADATA_COLUMNS, *INDEX_ONLY)
 _MAX_KEPT_ROW_BYTES = 1000
 _MAX_CHUNKS = 32
 """A column in more chunks than this gets them joined, because Arrow needs time for each chunk."""
@@ -131,7 +128,7 @@ class ShardRows:
         """Return the columns that this version ignores as unknown. Raise NotARunError if the shard is gone."""
         with self._said_if_gone():
             names = (self._index or self._itself()).schema.names
-        return [name for name in names if name not in COLUMN_OF and name not in _POSITION_NAMES]
+        return [name for name in names if name not in COLUMN_OF and name not in INDEX_ONLY]
 
     def release(self) -> None:
         """Unmap a sealed shard until it is read again. Mapped pages count as memory of the process."""
@@ -255,7 +252,7 @@ class ShardRows:
             self.kept = None
         if self._index is not None:
             return self._index.read(number, names).batch
-        checked = self._itself().read(number, [name for name in names if name not in _POSITION_NAMES]).batch
+        checked = self._itself().read(number, [name for name in names if name not in INDEX_ONLY]).batch
         rows = np.arange(checked.num_rows, dtype=np.int32)
         positions = {"batch": column_of(np.full_like(rows, number)), "row": column_of(rows)}
         arrays = [positions[name] if name in positions else checked.column(name) for name in names]
@@ -330,7 +327,7 @@ def _open_index(shard: Location, shard_bytes: int) -> Shard | None:
     """Return a sealed shard's index, or None. Raise RunError if the index is damaged or belongs to another file."""
     path = shard.with_name(index_name(shard.name))
     try:
-        index = open_sealed(path, extra=POSITION_FIELDS, without=("data",))[0]
+        index = open_sealed(path, is_index=True)[0]
     except FileNotFoundError:
         return None
     if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % shard_bytes:

@@ -26,8 +26,8 @@ import pyarrow as pa
 from ..columns import PAYLOAD, note_members
 from ..errors import CorruptError, LookupFailedError, RunError
 from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
-from ..read.shard import Salvaged, Shard, open_sealed, salvage
-from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY
+from ..read.shard import INDEX_ONLY, Salvaged, Shard, open_sealed, salvage
+from ..read.shard_rows import SHARD_BYTES_KEY
 from ..read.writers import RecordedWriter
 from ..run.finding import scheme_of
 from ..run.reply import Progress, Reply, Report, Table, table_of
@@ -323,8 +323,8 @@ def _payload_problem(shard: Shard, number: int) -> str:
 
 def _index_problem(path: Path, shard_bytes: int, metadata: Sequence[str]) -> str:
     try:
-        index, _ = open_sealed(path, extra=POSITION_FIELDS, without=("data",))
-        names = [*metadata, *(field.name for field in POSITION_FIELDS)]
+        index, _ = open_sealed(path, is_index=True)
+        names = [*metadata, *INDEX_ONLY]
         if set(index.schema.names) != set(names):
             return "had other columns than its shard"
         for number in index.blocks:

@@ -17,8 +17,8 @@ from ..errors import CorruptError, RunError
 from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
 from ..format.rundir import index_name
 from ..read import messages
-from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout, salvage
-from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
+from ..read.shard import ARROW_ERRORS, INDEX_ONLY, CheckedBatch, Shard, open_sealed, read_batch, read_layout, salvage
+from ..read.shard_rows import SHARD_BYTES_KEY, ShardRows
 from ..read.writers import RecordedWriter
 from ..run.notes import absence, strays, unsealed_note
 from ..run.reply import Progress, Reply, Report
@@ -179,13 +179,13 @@ def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch 
 class _SealedFile:
     """One pass over all bytes of a sealed file. It includes the bytes that no column's checksum covers."""
 
-    def __init__(self, path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Location, *, is_index: bool = False) -> None:
         """Read the beginning and the end of the file. Arguments and errors are those of `open_sealed`."""
         with store_of(path).open_sealed(path) as source:
             self._source, self.num_bytes = source, source.size_bytes
-            self._layout, schema_block = read_layout(source, extra, without)
+            self._layout, schema_block = read_layout(source, is_index=is_index)
             self._blocks = messages.footer_blocks(source)
-            self.shard, self._seal = open_sealed(path, extra, without)
+            self.shard, self._seal = open_sealed(path, is_index=is_index)
             _check_footer(source, self._layout.schema, schema_block, self._blocks)
             self._crc = crc32c(source.read(0, schema_block.end))
 
@@ -240,9 +240,9 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
     """Return a shard's index and the findings about it. The index is a table, or None if missing or damaged."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
-        file = _SealedFile(path, extra=POSITION_FIELDS, without=("data",))
+        file = _SealedFile(path, is_index=True)
         index, batches = file.shard, []
-        names = [*metadata, *(field.name for field in POSITION_FIELDS)]
+        names = [*metadata, *INDEX_ONLY]
         if set(index.schema.names) != set(names):
             raise CorruptError(f"{path}: has other columns than its shard")
         for number in index.blocks:
