@@ -37,7 +37,7 @@ from ..storage.locations import Location, store_of
 from ..system.text import counted, size
 from .axes import Axes, DrawnSeries, SeriesValues, modules_block, step_rows
 from .blocks import Cube, PageBlock
-from .distributions import ImageFinder
+from .distributions import ImageFinder, images_block
 from .statistics import StatisticsBlocks, check_statistics
 from .top import facts_of, found_since, gaps_block, told_by_check, top_block
 
@@ -116,7 +116,7 @@ def collect(
         yield from collected.blocks(modules)
         yield gaps_block(checks, modules)
         yield ranks_block(run, axes, collected, RunWatch(run.path).look())
-        yield images.block(run)
+        yield images_block(images.images(run))
         yield from more
         if panes := read_panes(run.path):
             yield panes_block(panes)

@@ -241,6 +241,10 @@ _KINDS = ("filters", "input", "feature maps", "attention", "spectrum")
 _MAX_DENSE_SIDE, _NUM_ITERATIONS = 512, 30
 
 
+Image = tuple[dict[str, Any], npt.NDArray[np.uint8]]
+"""What a block says of a picture, and the picture's tiles."""
+
+
 class Candidate(NamedTuple):
     """A recorded tensor that may be drawn as a picture."""
 
@@ -283,9 +287,9 @@ class ImageFinder:
             where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
             known[1:] = [Candidate(kind, where)]  # the first candidate and the latest one are kept
 
-    def block(self, run: Run) -> PageBlock:
-        images: list[dict[str, Any]] = []
-        arrays: dict[str, npt.NDArray[np.uint8]] = {}
+    def images(self, run: Run) -> list[Image]:
+        """Read the tensors, and return their pictures."""
+        images: list[Image] = []
         num_bytes = 0
         order = sorted(self._found.items(), key=lambda item: _KINDS.index(item[1][0].kind))
         num_series = dict.fromkeys(_KINDS, 0)
@@ -303,19 +307,23 @@ class ImageFinder:
                 kind, tiles, (low, high, num_nan, num_inf), total = made
                 was_attention = kind == "attention"
                 where = candidate.where
-                name = f"tiles{len(images)}"
-                arrays[name] = tiles
                 num_bytes += tiles.nbytes
                 drawn += 1
-                images.append(
-                    {
-                        "kind": kind, "module": where["module_path"], "array": name, "shape": list(array.shape),
-                        **{one: where[one] for one in ("site", "name", "mode", "step", "rank")}, "total": total,
-                        "tiles": list(tiles.shape), "low": low, "high": high, "nan": num_nan, "inf": num_inf,
-                    }
-                )  # fmt: skip
+                about = {
+                    "kind": kind, "module": where["module_path"], "shape": list(array.shape),
+                    **{one: where[one] for one in ("site", "name", "mode", "step", "rank")}, "total": total,
+                    "tiles": list(tiles.shape), "low": low, "high": high, "nan": num_nan, "inf": num_inf,
+                }  # fmt: skip
+                images.append((about, tiles))
             num_series[candidates[0].kind] += bool(drawn)
-        return PageBlock(name="images", data={"images": images}, arrays=arrays)
+        return images
+
+
+def images_block(images: Sequence[Image]) -> PageBlock:
+    """Return the block of pictures of tensors."""
+    arrays = {f"tiles{number}": tiles for number, (_, tiles) in enumerate(images)}
+    named = [{**about, "array": name} for (about, _), name in zip(images, arrays, strict=True)]
+    return PageBlock(name="images", data={"images": named}, arrays=arrays)
 
 
 def _kind(site: str, sizes: tuple[int, ...]) -> str | None:

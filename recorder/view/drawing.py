@@ -31,7 +31,7 @@ from ..globalview.leaves import Leaves
 from ..report.axes import Axes, SeriesValues, modules_block, probe_values, step_rows
 from ..report.blocks import PageBlock
 from ..report.collect import layouts_of, ranks_block
-from ..report.distributions import ImageFinder
+from ..report.distributions import Image, ImageFinder, images_block
 from ..report.statistics import StatisticsBlocks
 from ..report.top import facts_of, gaps_block, told_by_check, top_block
 from ..run.finding import shortest_text_of
@@ -116,8 +116,8 @@ class Drawing:
         self._probe_at_s = 0.0
         self._probe_seen: object = ()
         """The state of the probe, and the number of rows, when the probe was last read."""
-        self._first_images: PageBlock | None = None
-        self._last_images: PageBlock | None = None
+        self._first_images: list[Image] = []
+        self._last_images: list[Image] = []
         self._layouts: list[dict[str, Any]] = []
         self._kinds_seen: set[tuple[str, ...]] = set()
         self._seen: deque[tuple[float, int]] = deque()
@@ -350,11 +350,11 @@ class Drawing:
     def _look_for_images(self, run: Run, table: Any) -> None:
         finder = ImageFinder(run)
         finder.add(table)
-        block = finder.block(run)
-        if block.arrays and self._first_images is None:
-            self._first_images = block
-        elif block.arrays:
-            self._last_images = block
+        images = finder.images(run)
+        if not self._first_images:
+            self._first_images = images
+        elif images:
+            self._last_images = images
 
     def _check(self, rows: RunRows, table: Any) -> None:
         if self._engine is None:
@@ -437,7 +437,9 @@ class Drawing:
             self._keep(block)
         run = self._run((0, 0))
         self._keep(ranks_block(run, self.axes, self.collected, self.growing.ranks, self._layouts))
-        self._keep(_images(self._first_images, self._last_images))
+        images = [*self._first_images, *self._last_images]
+        images.sort(key=lambda image: [image[0][name] for name in ("kind", "module", "step")])
+        self._keep(images_block(images))
         self._keep(gaps_block(self._checked or (), self._modules))
         self._slow_version = self.version
 
@@ -477,15 +479,3 @@ def _told(ranks: Sequence[RankNow]) -> Iterator[Check]:
         step = f", step {rank.status.step}" if rank.status.has_step and is_bad else ""
         text = f"rank {rank.rank}: {rank.state}{step}" + (f"; {dropped}" if dropped else "")
         yield Check("missing" if is_bad else "ok", text)
-
-
-def _images(first: PageBlock | None, last: PageBlock | None) -> PageBlock:
-    images: list[dict[str, Any]] = []
-    arrays: dict[str, Any] = {}
-    for block in filter(None, (first, last)):
-        for one in block.data["images"]:
-            name = f"tiles{len(images)}"
-            arrays[name] = block.arrays[one["array"]]
-            images.append({**one, "array": name})
-    images.sort(key=lambda one: (one["kind"], one["module"], one["step"]))
-    return PageBlock(name="images", data={"images": images}, arrays=arrays)
