@@ -63,10 +63,9 @@ class RecordedWriter:
         try:
             self.manifest = WriterManifest.read(store.read_json(path), shared)
             rundir.check_version(self.manifest.members, str(path))
+            self.manifest_problem = as_problem(path, self.manifest.problems)
         except RunError as error:
             self.manifest_problem = str(error)
-        else:
-            self.manifest_problem = as_problem(path, self.manifest.problems)
         if self.manifest_problem:
             logger.warning("%s", self.manifest_problem)
 
@@ -302,9 +301,7 @@ def _steps(shard: ShardRows) -> Any:
 def find_writers(run: Location) -> list[RecordedWriter]:
     """Return all writers of a run, sorted by rank and start. Raise NotARunError if a directory cannot be listed."""
     store = store_of(run)
-    folders = []
-    for name, rank in writer_folders(run):
-        folders += [(run / name / writer, rank) for writer in list_writers(run / name)]
+    folders = [(run / name / one, rank) for name, rank in writer_folders(run) for one in list_writers(run / name)]
     shared = rundir.Shared()
     writers = list(store.each(lambda one: _load_writer(*one, shared), folders))
     _find_copies(writers)
