@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..columns import BATCH_OR_ONE
 from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, plan_by_placements
-from .regions import Ints, box_region, ranges_region, whole
+from .regions import Ints, ranges_region, whole
 
 AS_ASKED = "as --layout says"
 """The reason for not joining chunks that the user asked not to join."""
@@ -294,16 +294,12 @@ def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, A
     fills, position = [], 0
     block = sum(chunk.shape[dim] for chunk in chunks) // num_blocks
     for i, chunk in enumerate(chunks):
-        if num_blocks > 1:
-            size = chunk.shape[dim] // num_blocks
-            ranges = [[(0, length)] for length in chunk.shape]
-            ranges[dim] = [(at * block + position, at * block + position + size) for at in range(num_blocks)]
-            fills.append(Fill(ranges_region(ranges), (Term(i),)))
-            position += size
-            continue
-        start = tuple(position if d == dim else 0 for d in range(len(chunk.shape)))
-        fills.append(Fill(box_region(start, chunk.shape), (Term(i),), start))
-        position += chunk.shape[dim]
+        size = chunk.shape[dim] // num_blocks
+        ranges = [[(0, length)] for length in chunk.shape]
+        ranges[dim] = [(at * block + position, at * block + position + size) for at in range(num_blocks)]
+        start = tuple(position if d == dim else 0 for d in range(len(chunk.shape))) if num_blocks == 1 else None
+        fills.append(Fill(ranges_region(ranges), (Term(i),), start))
+        position += size
     shape = chunks[0].shape
     return Plan((*shape[:dim], block * num_blocks, *shape[dim + 1 :]), tuple(fills), "assumed", dim=dim, note=note)
 
