@@ -95,15 +95,14 @@ class StatisticsBlocks:
             for number, key in enumerate(keys):
                 self._number[axes.index[key]] = number
         self._is_scalar = np.array([*axes.is_scalar, False])
-        self._steps = steps
-        steps = sorted(axes.steps) if steps is None else steps
+        self._steps = sorted(axes.steps) if steps is None else steps
         num_lanes = len(self.lanes.described) if is_growing else self.lanes.most
         self._make = GrowingCube if is_growing else Cube
         self.names, num_columns = _fit(
-            len(self.series), num_lanes, _MANY_STEPS if is_growing else len(steps), asked, share
+            len(self.series), num_lanes, _MANY_STEPS if is_growing else len(self._steps), asked, share
         )
         self.cube = self._make(
-            steps=steps, num_columns=num_columns, num_series=len(self.series), num_lanes=num_lanes,
+            steps=self._steps, num_columns=num_columns, num_series=len(self.series), num_lanes=num_lanes,
             statistics=(*self.names, *COUNTS, "numel"),
         )  # fmt: skip
         scalar_steps = sorted(axes.scalar_steps)
@@ -128,14 +127,14 @@ class StatisticsBlocks:
         self.by_rank: Cube | None = None
         self.rank_steps: Cube | None = None
         if self.lanes.has_spread:
-            num_series, steps = len(self.series), sorted(self._axes.steps) if self._steps is None else self._steps
+            num_series = len(self.series)
             num_columns = max(num_bins, min(len(ranks), _MAX_RANK_CELLS // max(num_series, 1)))
             self.by_rank = Cube(
                 steps=ranks, num_columns=num_columns, num_series=num_series, num_lanes=1, statistics=names
-            )  # fmt: skip
+            )
             self.rank_steps = self._make(
-                steps=steps, num_columns=min(self.cube.shape[2], 200), num_series=len(self._sites), num_lanes=num_bins,
-                statistics=names,
+                steps=self._steps, num_columns=min(self.cube.shape[2], 200), num_series=len(self._sites),
+                num_lanes=num_bins, statistics=names,
             )  # fmt: skip
 
     def collect(
@@ -217,10 +216,8 @@ class StatisticsBlocks:
 
     def adopt(self, older: StatisticsBlocks) -> None:
         """Take over the values of `older`, which is growing too. It has the same lanes, and maybe fewer series."""
-        pairs = [(self.cube, older.cube), (self.scalar_cube, older.scalar_cube), (self.rank_steps, older.rank_steps)]
-        for new, old in pairs:
-            if isinstance(new, GrowingCube) and isinstance(old, GrowingCube):
-                new.adopt(old)
+        for new, old in zip(self.growing_cubes, older.growing_cubes, strict=True):
+            new.adopt(old)
         if self.by_rank is not None and older.by_rank is not None:
             for name, values in older.by_rank.values.items():
                 self.by_rank.values[name][: len(values)] = values
