@@ -270,14 +270,15 @@ class ShardRows:
 
     def _itself(self) -> Shard:
         if self._shard is None:
-            open_source = partial(store_of(self.path).open_sealed, self.path)
+            store = store_of(self.path)
+            open_source = partial(store.open_sealed, self.path)
             try:
                 self._shard = open_sealed(self.path)[0]
             except UnsupportedError as error:
                 self._shard = Shard(open_source, Layout(SCHEMA), {})
                 self._note(str(error))
             except CorruptError as error:
-                salvaged = salvage(open_source)
+                salvaged = salvage(partial(store.open_growing, self.path))
                 self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)
                 self.num_trailing_bytes = salvaged.num_trailing_bytes
                 rest = f"; {salvaged.num_trailing_bytes} bytes that are no batch follow the last whole batch"

@@ -157,17 +157,9 @@ class MappedFile(ByteSource):
         check_range(self, offset, num_bytes)
         return self._buffer.slice(offset, num_bytes)
 
-    def data_ranges(self, start: int) -> Iterator[range]:
-        """Open the file again, because the mapping keeps no descriptor. Raises FileNotFoundError if it is gone."""
-        descriptor = open_regular(Path(self.where))
-        try:
-            yield from _data_ranges(descriptor, start, self.size_bytes)
-        finally:
-            os.close(descriptor)
-
 
 class GrowingFile(ByteSource):
-    """A shard that is still being written, read by copies. Its writer may cut it, and a mapping would then fault."""
+    """A shard that is being written, or is damaged, read by copies. Its writer may cut it: a mapping would fault."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -194,23 +186,19 @@ class GrowingFile(ByteSource):
         return pa.py_buffer(out)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        return _data_ranges(self._descriptor, start, self.size_bytes)
+        while start < self.size_bytes:
+            try:
+                start = os.lseek(self._descriptor, start, os.SEEK_DATA)
+                stop = min(os.lseek(self._descriptor, start, os.SEEK_HOLE), self.size_bytes)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # the file system does not report holes
+                    yield range(start, self.size_bytes)
+                return
+            yield range(start, stop)
+            start = stop
 
     def __exit__(self, *exception: object) -> None:
         os.close(self._descriptor)
-
-
-def _data_ranges(descriptor: int, start: int, size_bytes: int) -> Iterator[range]:
-    while start < size_bytes:
-        try:
-            start = os.lseek(descriptor, start, os.SEEK_DATA)
-            stop = min(os.lseek(descriptor, start, os.SEEK_HOLE), size_bytes)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # the file system does not report holes
-                yield range(start, size_bytes)
-            return
-        yield range(start, stop)
-        start = stop
 
 
 def _map(descriptor: int) -> Any:
