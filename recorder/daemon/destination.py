@@ -163,9 +163,12 @@ class Bucket(Destination):
                     raise TakenError(key)
                 put_e_tag = self._ask(key, lambda store: self._put_parts(store, key, file, crc), is_long=True)
         except TakenError:
-            if self._is_same(key, file, e_tag):
+            if (held := self.head(key)) is None:
+                raise
+            facts, claimed = held
+            if facts.size_bytes == file.size_bytes and (facts.e_tag == e_tag or self._reads_same(key, file)):
                 return "there"
-            if self._claims(key, crc):  # an earlier upload of this file has damaged content
+            if claimed == f"{crc:08x}":  # an earlier upload of this file has damaged content
                 self._delete_damaged(key)
             raise
         if put_e_tag == e_tag:
@@ -222,8 +225,14 @@ class Bucket(Destination):
 
         return self._ask_if_there(key, ask)
 
-    def head(self, key: str) -> FileFacts | None:
-        return self._ask_if_there(key, lambda store: object_facts(store.head(self._prefix + key)))
+    def head(self, key: str) -> tuple[FileFacts, str | None] | None:
+        """Return the facts about an object, and the checksum that was sent with it. Return None if it is missing."""
+
+        def ask(store: Any) -> tuple[FileFacts, str | None]:
+            answer = store.get(self._prefix + key, options={"head": True})
+            return object_facts(answer.meta), dict(answer.attributes).get(_CRC_KEY)
+
+        return self._ask_if_there(key, ask)
 
     def listing(self, prefix: str) -> Iterator[tuple[str, FileFacts]]:
         wanted = (self._prefix + prefix).strip("/")
@@ -235,18 +244,6 @@ class Bucket(Destination):
         for start in range(0, len(keys), 1000):
             paths = [self._prefix + key for key in keys[start : start + 1000]]
             self._ask_if_there(keys[start], lambda store, paths=paths: store.delete(paths))  # type: ignore[misc]
-
-    def _is_same(self, key: str, file: LocalFile, e_tag: str) -> bool:
-        held = self.head(key)
-        if held is None or held.size_bytes != file.size_bytes:
-            return False
-        return held.e_tag == e_tag or self._reads_same(key, file)
-
-    def _claims(self, key: str, crc: int) -> bool:
-        def ask(store: Any) -> dict[str, str]:
-            return dict(store.get(self._prefix + key, options={"head": True}).attributes)
-
-        return (self._ask_if_there(key, ask) or {}).get(_CRC_KEY) == f"{crc:08x}"
 
     def _reads_same(self, key: str, file: LocalFile) -> bool:
         def ask(store: Any) -> bool:
