@@ -24,6 +24,7 @@ from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
 from ..system.processes import live_instances, loaded
 from .core import Capture
+from .hooks.module import StateTime
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
 from .local_values import PLAIN, are_plain
@@ -492,16 +493,16 @@ class OptimizerHooks:
                 rows = self._rows_of(parameter)
                 if rows is None:
                     continue
-                repeat = _next_repeat(repeats, parameter)
+                at = StateTime(moment, "optimizer", _next_repeat(repeats, parameter))
                 if keeps_param:
-                    rows.record("param", "", parameter, moment, "optimizer", repeat)
+                    rows.record("param", "", parameter, at)
                 if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
-                    rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
+                    rows.record("grad", "", gradient, at, scope="final", note=note)
         if capture.selection.keeps("buffer") and self._counts(optimizer) and self._begins_update(optimizer):
             repeats = self._repeats_at("buffer")
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
-                root.record_state(("buffer",), moment, "optimizer", repeat)
+                root.record_state(("buffer",), StateTime(moment, "optimizer", repeat))
 
     def _copied(self) -> list[torch.Tensor]:
         """Return all roots' parameters if the optimizers hold only copies of parameters, otherwise an empty list."""
@@ -593,10 +594,10 @@ class OptimizerHooks:
             # ZeRO steps with one group of parameters at a time, and this call leaves the parameter's group out.
             if rows is None or not isinstance(state, dict) or id(parameter) not in updated:
                 continue
-            repeat = _next_repeat(repeats, parameter)
+            at = StateTime(moment, "optimizer", _next_repeat(repeats, parameter))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    rows.record("optim", f".{key}", value, moment, "optimizer", repeat, note=note)
+                    rows.record("optim", f".{key}", value, at, note=note)
         if any(flat.originals for root in self._capture.roots for flat in root.flats):
             self._record_empty_state(optimizer, moment, repeats)
 
@@ -615,9 +616,9 @@ class OptimizerHooks:
         for parameter in _parameters(optimizer) if slices else ():
             rows = self._rows_of(parameter) if parameter not in optimizer.state else None
             if isinstance(rows, OriginalParameter) and rows.gradient(parameter) is not None and not parameter.numel():
-                repeat = _next_repeat(repeats, parameter)
+                at = StateTime(moment, "optimizer", _next_repeat(repeats, parameter))
                 for key, value in slices.items():
-                    rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
+                    rows.record("optim", f".{key}", value.detach()[:0], at)
 
     def _note_rates(self) -> None:
         """Note the name of each parameter's learning rate in the manifest. Called for new optimizers and new groups."""

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,15 @@ _UNKNOWN = None, NOTHING, False
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
+
+
+class StateTime(NamedTuple):
+    """When a parameter, a buffer, a final gradient or the state of an optimizer is recorded."""
+
+    moment: StepPosition
+    phase: str
+    repeat: int
+    """The index of the row among the rows of the step that have an otherwise equal key."""
 
 
 class HookedModule:
@@ -426,9 +435,7 @@ class HookedModule:
         """Whether a value of a site (such as `output`) may be kept now. Rules for names or calls may exclude it."""
         return self.capture.masks[self.rule_sets[site]] != 0
 
-    def record_state(
-        self, site: str, moment: StepPosition, phase: str, repeat: int, *, without: Container[int] = ()
-    ) -> None:
+    def record_state(self, site: str, at: StateTime, *, without: Container[int] = ()) -> None:
         """Record the module's own parameters or buffers, except those with the ids in `without`."""
         if not self.keeps(site):
             return
@@ -437,7 +444,7 @@ class HookedModule:
                 chunk, note = None, None
                 if is_marked(tensor):
                     chunk, note = self.marked_chunk(tensor, tensor), self.note_of_mark(tensor, tensor)
-                self.record(site, name, tensor, moment, phase, repeat, chunk=chunk, note=note)
+                self.record(site, name, tensor, at, chunk=chunk, note=note)
 
     def note_of_mark(self, parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
         """Return the note for a marked parameter, its gradient or state if the chunk is unknown, otherwise None."""
@@ -461,25 +468,17 @@ class HookedModule:
         return chunk_of_parameter(parameter, tensor, tensor_ranks(module))
 
     def record(
-        self,
-        site: str,
-        name: str,
-        tensor: torch.Tensor,
-        moment: StepPosition,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
-        chunk: Chunk | None = None,
-        note: str | None = None,
-    ) -> None:
+        self, site: str, name: str, tensor: torch.Tensor, at: StateTime, *, scope: str | None = None,
+        chunk: Chunk | None = None, note: str | None = None,
+    ) -> None:  # fmt: skip
         """Record one named tensor of the module if a rule selects it."""
         if not self.capture.masks[self.rule_sets[site]]:  # `keeps`, inlined because most records come this way
             return
         origin, rule_set = self._leaf(site, name)
         if keep := self.capture.keep_of(rule_set, 0):
             try:
-                self.capture.observe(SeenValue(origin, moment, phase, 0, repeat, scope, chunk, note), keep, tensor)
+                seen = SeenValue(origin, at.moment, at.phase, 0, at.repeat, scope, chunk, note)
+                self.capture.observe(seen, keep, tensor)
             except Exception as error:
                 self.failed(site, error)
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...records import Chunk, StepPosition
+from ...records import Chunk
 from ...system.processes import loaded
 from ..groups import FSDP1, fsdp1_ranks
 from ..local_values import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
 from ..marks import group_ranks, is_marked, ranks_of
-from .module import HookedModule
+from .module import HookedModule, StateTime
 
 _NAME = "_flat_param"
 """FSDP1's name for a flat parameter."""
@@ -52,23 +52,15 @@ class ModuleParameter:
         return parameter.grad
 
     def record(
-        self,
-        site: str,
-        suffix: str,
-        tensor: torch.Tensor,
-        moment: StepPosition,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
+        self, site: str, suffix: str, tensor: torch.Tensor, at: StateTime, *, scope: str | None = None,
         note: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not self._module.keeps(site):  # most calls end here, because at most steps no rule keeps the site
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
         if self._is_marked:
             note = merged_notes(note, self._module.note_of_mark(self.reference(), tensor))
-        self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
+        self._module.record(site, name, tensor, at, scope=scope, chunk=chunk, note=note)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
         if getattr(tensor, "placements", None) is not None:
@@ -163,24 +155,16 @@ class FlatParameter:
         return parameter.grad
 
     def record(
-        self,
-        site: str,
-        suffix: str,
-        tensor: torch.Tensor,
-        moment: StepPosition,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
+        self, site: str, suffix: str, tensor: torch.Tensor, at: StateTime, *, scope: str | None = None,
         note: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Split and record a tensor of the flat parameter. A single number is recorded once per original parameter."""
         values = tensor.detach()
         is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
         if values.dim() and not is_slices and not is_whole:
             hooked = self._module or (self.slices[0].hooked if self.slices else None)
             if hooked is not None:  # only the optimizer knows how to split state of another shape
-                hooked.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
+                hooked.record(site, _NAME + suffix, values, at, scope=scope, note=note)
             return
         if is_whole and self.is_sharded:
             scope = unsharded_scope(site, scope)
@@ -193,9 +177,7 @@ class FlatParameter:
                 part = values.as_strided(slice_.shape, slice_.stride, values.storage_offset() + slice_.start)
             chunk = slice_.chunk if is_slices else slice_.local if values.dim() else None
             note_ = merged_notes(note, slice_.note if is_slices else None)
-            slice_.hooked.record(
-                site, slice_.name + suffix, part, moment, phase, repeat, scope=scope, chunk=chunk, note=note_
-            )
+            slice_.hooked.record(site, slice_.name + suffix, part, at, scope=scope, chunk=chunk, note=note_)
 
 
 class FsdpParameter(FlatParameter):
@@ -283,17 +265,9 @@ class OriginalParameter:
         return None if is_none or not parameter.requires_grad else flat.grad.detach()[:0]
 
     def record(
-        self,
-        site: str,
-        suffix: str,
-        tensor: torch.Tensor,
-        moment: StepPosition,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
+        self, site: str, suffix: str, tensor: torch.Tensor, at: StateTime, *, scope: str | None = None,
         note: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record this rank's slice of the parameter, of its gradient, or of its state."""
         slice_, flat = self._slice, self._flat.reference()
         is_slice = self._flat.is_sharded and tuple(tensor.shape) == (slice_.end - slice_.begin,)
@@ -301,17 +275,9 @@ class OriginalParameter:
             is_slice = is_slice and self._flat.holds_slices(flat.grad)
         if not is_slice and self._flat.is_sharded and tensor.dim():
             scope = unsharded_scope(site, scope)
-        slice_.hooked.record(
-            site,
-            slice_.name + suffix,
-            tensor,
-            moment,
-            phase,
-            repeat,
-            scope=scope,
-            chunk=slice_.chunk if is_slice else slice_.local if tensor.shape == slice_.shape else None,
-            note=merged_notes(note, slice_.note if is_slice else None),
-        )
+        chunk = slice_.chunk if is_slice else slice_.local if tensor.shape == slice_.shape else None
+        note = merged_notes(note, slice_.note if is_slice else None)
+        slice_.hooked.record(site, slice_.name + suffix, tensor, at, scope=scope, chunk=chunk, note=note)
 
 
 ParameterRows = ModuleParameter | FlatParameter | OriginalParameter

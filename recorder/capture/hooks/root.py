@@ -42,7 +42,7 @@ from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, ids_of
 from .jitter import JitterInputs, add_jitter
-from .module import HookedModule
+from .module import HookedModule, StateTime
 from .parameter_rows import (
     FlatParameter,
     FsdpParameter,
@@ -483,7 +483,7 @@ class Root:
         if self.capture.every_call_is_a_step:
             repeat = current.enter("forward", HELD_BY_MODULES)  # above 0 if the program has named the step
             for root in (self, *self._inner_roots):
-                root.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
+                root.record_state(HELD_BY_MODULES, StateTime(current.moment, "forward", repeat))
 
     @property
     def is_training(self) -> bool:
@@ -537,16 +537,16 @@ class Root:
                 hooked.disarm(sites)
         self.inventory.disarm(path, sites, step)
 
-    def record_state(self, sites: tuple[str, ...], moment: StepPosition, phase: str, repeat: int) -> None:
+    def record_state(self, sites: tuple[str, ...], at: StateTime) -> None:
         """Record the parameters or buffers of every module that a rule selects."""
         flat_ids = ids_of(self.flats)
         for hooked in self.modules:
             for site in sites:
                 if hooked.capture.masks[hooked.rule_sets[site]]:
-                    hooked.record_state(site, moment, phase, repeat, without=flat_ids)
+                    hooked.record_state(site, at, without=flat_ids)
         for flat in self.flats if "param" in sites else ():
             if (parameter := flat.reference()) is not None:
-                flat.record("param", "", parameter, moment, phase, repeat)
+                flat.record("param", "", parameter, at)
 
     def parameters(self) -> Iterator[tuple[HookedModule, str, nn.Parameter]]:
         """Yield every parameter except flat parameters once, with its module and its name in the module."""
