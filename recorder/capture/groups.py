@@ -20,7 +20,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..system.processes import live_instances, loaded
+from ..system.processes import is_instance, live_instances, loaded
 from .local_values import spec_of
 from .marks import MEGATRONS_SCHEDULES, marked_data_parallel, ranks_of, stage_of_schedule
 from .topology import is_distributed
@@ -32,6 +32,7 @@ ModelParallel = dict[str, Any]
 """Ranks with the same part of the batch, as a mesh: ``ranks`` (global, row-major), ``shape``, ``dim_names`` or None."""
 
 FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 
 
 def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataParallel | None:
@@ -101,11 +102,9 @@ def wrappers_around(root: nn.Module) -> list[nn.Module]:
 def _data_parallel(module: nn.Module) -> DataParallel | None:
     if isinstance(module, DistributedDataParallel):
         return _ddp(module)
-    fsdp1 = loaded(*FSDP1)
-    if fsdp1 is not None and isinstance(module, fsdp1):
+    if is_instance(module, *FSDP1):
         return {"kind": "fsdp1", "ranks": fsdp1_ranks(module)}
-    fsdp2 = loaded("torch.distributed.fsdp", "FSDPModule")
-    if fsdp2 is not None and isinstance(module, fsdp2):
+    if is_instance(module, *_FSDP2):
         state = module._get_fsdp_state()
         group = next(iter(getattr(state, "_fsdp_param_groups", ())), None)
         group = group or getattr(state, "_fsdp_param_group", None)  # torch 2.9 has one parameter group, under this name
@@ -165,8 +164,7 @@ class StageCall(NamedTuple):
 
 def is_whole_pipe(module: object) -> bool:
     """Whether a module is the `Pipe` of all stages. Nobody calls a `Pipe`, because each rank runs its own stages."""
-    kind = loaded("torch.distributed.pipelining", "Pipe")
-    return kind is not None and isinstance(module, kind)
+    return is_instance(module, "torch.distributed.pipelining", "Pipe")
 
 
 def stage_call() -> StageCall | None:
@@ -229,15 +227,14 @@ def _is_cut(spec: Any, elsewhere: set[int]) -> bool:
 
 
 def _ignored(module: nn.Module, managed: Collection[int]) -> Iterator[nn.Parameter]:
-    fsdp1, fsdp2 = loaded(*FSDP1), loaded("torch.distributed.fsdp", "FSDPModule")
     if isinstance(module, DistributedDataParallel):
         later = {id(parameter) for parameter in module._delay_all_reduce_params}
         for name, parameter in module.module.named_parameters():
             if name in module.parameters_to_ignore and id(parameter) not in later:
                 yield parameter
-    elif fsdp1 is not None and isinstance(module, fsdp1):
+    elif is_instance(module, *FSDP1):
         yield from module._ignored_params
-    elif fsdp2 is not None and isinstance(module, fsdp2):
+    elif is_instance(module, *_FSDP2):
         for parameter in module.parameters():
             if id(parameter) not in managed and spec_of(parameter) is None:
                 yield parameter
@@ -245,8 +242,7 @@ def _ignored(module: nn.Module, managed: Collection[int]) -> Iterator[nn.Paramet
 
 def _managed_by_fsdp2(module: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     """Yield each parameter that FSDP2 shards at this module, with the DTensor spec of the unsharded parameter."""
-    kind = loaded("torch.distributed.fsdp", "FSDPModule")
-    if kind is None or not isinstance(module, kind):
+    if not is_instance(module, *_FSDP2):
         return
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

@@ -13,7 +13,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
 """Cached chunks (40 us each), by mesh id, shape and placements. An entry is void once its mesh is deleted."""
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
     """Whether a tensor is a DTensor; False if the program never imported the class."""
     dtensor = loaded("torch.distributed.tensor", "DTensor")
     return dtensor is not None and isinstance(tensor, dtensor)
@@ -57,10 +57,7 @@ def localized_spec(parameter: torch.Tensor) -> Any:
 
 def spec_of(parameter: torch.Tensor) -> Any:
     """Return mesh, placements and global shape of a parameter. Return None if the parameter never was a DTensor."""
-    dtensor = loaded("torch.distributed.tensor", "DTensor")
-    if dtensor is not None and isinstance(parameter, dtensor):
-        return parameter._spec
-    return localized_spec(parameter)
+    return parameter._spec if is_dtensor(parameter) else localized_spec(parameter)
 
 
 def mesh_of(parameter: torch.Tensor) -> Any:
@@ -322,8 +319,7 @@ def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[
     around a plain tensor. An error that a subclass's own ``__tensor_flatten__`` raises is passed on.
     """
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        dtensor = loaded("torch.distributed.tensor", "DTensor")
-        if dtensor is not None and isinstance(tensor, dtensor):
+        if is_dtensor(tensor):
             chunk = chunk or dtensor_chunk(tensor)
             tensor = arrived(tensor._local_tensor)
         inside = _inside(tensor)

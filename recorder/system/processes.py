@@ -21,7 +21,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ..errors import ConfigError, WriteError
 
@@ -110,6 +110,12 @@ def _stat(pid: int) -> list[str]:
 def loaded(module_name: str, name: str) -> Any:
     """Return an attribute of a module if the program has imported it. Return None if not."""
     return getattr(sys.modules.get(module_name), name, None)
+
+
+def is_instance(value: object, module_name: str, name: str) -> TypeGuard[Any]:
+    """Whether an object is an instance of a class. False if the program has not imported the class."""
+    kind = loaded(module_name, name)
+    return kind is not None and isinstance(value, kind)
 
 
 def live_instances(*of: type[_T]) -> list[_T]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...records import Chunk
-from ...system.processes import loaded
+from ...system.processes import is_instance
 from ..groups import FSDP1, fsdp1_ranks
 from ..local_values import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
 from ..marks import group_ranks, is_marked, ranks_of
@@ -301,10 +301,7 @@ def meshes_of_flat(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def _flattening(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
-    kind = loaded(*FSDP1)
-    for module in wrappers if kind is not None else ():
-        if isinstance(module, kind) and getattr(module, "_handle", None) is not None:
-            yield module
+    return (one for one in wrappers if is_instance(one, *FSDP1) and getattr(one, "_handle", None) is not None)
 
 
 def unsharded_scope(site: str, scope: str | None) -> str | None:
