@@ -95,17 +95,17 @@ class Disk:
 
     def persist(self, descriptor: int) -> None:
         """Sync a file, and wait for as long as `syncs` allows."""
-        if self.syncs is None:
-            self.sync(descriptor)
-        else:
-            self.syncs.do(partial(self.sync, descriptor))
+        self._wait_for(partial(self.sync, descriptor))
 
     def persist_directory(self, path: Path) -> None:
         """Sync a directory, and wait for as long as `syncs` allows."""
+        self._wait_for(partial(self.sync_directory, path))
+
+    def _wait_for(self, sync: Callable[[], None]) -> None:
         if self.syncs is None:
-            self.sync_directory(path)
+            sync()
         else:
-            self.syncs.do(partial(self.sync_directory, path))
+            self.syncs.do(sync)
 
     def close(self, descriptor: int) -> None:
         require_ours(descriptor)
@@ -219,6 +219,10 @@ class AppendFile:
     @property
     def is_direct(self) -> bool:
         return self._grain > 1
+
+    @property
+    def is_synced(self) -> bool:
+        return self.synced_end == self.end
 
     def next_start(self, nbytes: int) -> int:
         """Return the offset in memory for a next part of up to `nbytes`. `append` overwrites the memory before it."""

@@ -73,11 +73,6 @@ class RotatingShards:
         reason = self._backoff.reason
         return None if reason is None or self._backoff.is_over else reason
 
-    @property
-    def num_pending_rows(self) -> int:
-        """The number of rows that were taken and are not written yet."""
-        return self.batch.num_rows
-
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
         """Take one row and encode its payload. A batch that has no room for the row is written first."""
         if staged.moment.step != self._step:
@@ -162,12 +157,12 @@ class RotatingShards:
         if self._oldest_unsynced_s is None or self._shard is None:
             return True
         try:
-            self._shard.sync()
+            self._shard.file.sync()
         except OSError as error:
             # A disk that fails each sync is synced less often. Otherwise each failure would cost a shard.
             self._syncing.failed(drop_reason(error))
             may_sync_again = isinstance(error, StuckError) or error.errno in _MAY_SYNC_AGAIN
-            if may_sync_again and not self._shard.is_sick:
+            if may_sync_again and not self._shard.file.is_sick:
                 self.notices.failed(f"{self.directory}: a {self.kind} shard cannot be synced now", error)
             else:
                 self._give_up_shard(
@@ -216,7 +211,7 @@ class RotatingShards:
 
     def restart(self) -> None:
         """Begin again after the recorder's own error. The open shard stays readable; pending rows are dropped."""
-        self.ledger.drop(WRITER_ERROR, self.num_pending_rows)
+        self.ledger.drop(WRITER_ERROR, self.batch.num_rows)
         self.abandon_open()
 
     def abandon_open(self) -> None:
@@ -288,7 +283,7 @@ class RotatingShards:
             self._leave_shard(shard)
             raise
         self.ledger.add_written(batch.num_rows)
-        self.is_direct = shard.is_direct
+        self.is_direct = shard.file.is_direct
         self._add_bytes(shard.num_bytes - before)
         if self._oldest_unsynced_s is None:
             self._oldest_unsynced_s = self.clock()
@@ -339,10 +334,10 @@ class RotatingShards:
     def _leave_shard(self, shard: BatchFile) -> None:
         """Leave the shard open and readable up to its last batch. Rows that cannot be synced are counted as suspect."""
         self._shard = self._index = self._oldest_unsynced_s = None
-        if not shard.is_synced and not shard.is_sick:
+        if not shard.file.is_synced and not shard.file.is_sick:
             with contextlib.suppress(OSError):
-                shard.sync()
-        if shard.is_synced:
+                shard.file.sync()
+        if shard.file.is_synced:
             self._count_synced()
         else:
             self.ledger.add_suspect(self._num_unsynced_rows)

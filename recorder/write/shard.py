@@ -224,33 +224,17 @@ class BatchFile:
         self._layout = layout
         self._memory = memory
         self._blocks: list[FooterBlock] = []
-        self._file = AppendFile(disk, path, memory, is_direct=is_direct)
+        self.file = AppendFile(disk, path, memory, is_direct=is_direct)
         self._crc = crc32c(layout.preamble)
         try:
-            self._file.append_bytes(layout.preamble)
+            self.file.append_bytes(layout.preamble)
         except BaseException:
             self.discard()
             raise
 
     @property
     def num_bytes(self) -> int:
-        return self._file.end
-
-    @property
-    def is_direct(self) -> bool:
-        return self._file.is_direct
-
-    @property
-    def is_synced(self) -> bool:
-        return self._file.synced_end == self._file.end
-
-    @property
-    def is_sick(self) -> bool:
-        return self._file.is_sick
-
-    @property
-    def num_batches(self) -> int:
-        return len(self._blocks)
+        return self.file.end
 
     def append(
         self,
@@ -265,7 +249,7 @@ class BatchFile:
         `ledger` has the counts of rows, with this batch. `crcs` are the checksums of the batch, if they are already
         known. `payload` has the values of the column `data`, if the batch itself does not contain them.
         """
-        metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
+        metadata = batch_metadata(batch, number=len(self._blocks), ledger=ledger, crcs=crcs)
         self._append(batch, metadata, payload)
         self.num_rows += batch.num_rows
 
@@ -290,52 +274,49 @@ class BatchFile:
         bare = batch.set_column(data_field, batch.schema[data_field], empty)
         self.append(bare, ledger, crcs=crcs, payload=payload)
 
-    def sync(self) -> None:
-        self._file.sync()
-
     def seal(self, final: Path, ledger: Mapping[str, object]) -> None:
         """Write the seal and the footer, and publish the file under the path `final`."""
-        number = self.num_batches
+        number = len(self._blocks)
         schema = self._layout.schema
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
         self._append(empty, seal_metadata(number=number, num_batches=number + 1, ledger=ledger, has_file_crc=True))
-        self._file.append_bytes(self._layout.ending(self._blocks, self._crc))
-        self._file.publish(final)
+        self.file.append_bytes(self._layout.ending(self._blocks, self._crc))
+        self.file.publish(final)
 
     def abandon(self) -> StoredShard | None:
         """Stop writing, and leave the batches for readers to salvage. Delete a file without batches."""
         if not self.num_rows:
             self.discard()
             return None
-        if not self.is_sick:  # after a failed sync the file must not be used again
+        if not self.file.is_sick:  # after a failed sync the file must not be used again
             with contextlib.suppress(OSError):
-                self._file.cut_back()
+                self.file.cut_back()
         with contextlib.suppress(OSError):
-            self._file.close()
-        return StoredShard(self._file.path, self.num_rows, self.num_bytes)
+            self.file.close()
+        return StoredShard(self.file.path, self.num_rows, self.num_bytes)
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
-            self._file.close()
+            self.file.close()
         with contextlib.suppress(OSError):
-            self._disk.unlink(self._file.path)
+            self._disk.unlink(self.file.path)
 
     def _append(self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], payload: Payload | None = None) -> None:
-        offset = self._file.end
+        offset = self.file.end
         if payload is None:
-            start = self._file.next_start(self._layout.max_message_bytes(batch))
+            start = self.file.next_start(self._layout.max_message_bytes(batch))
             block = self._layout.write(batch, metadata, self._memory.data, start)
             crc = crc32c(self._memory.data[start : start + block.metadata_bytes + block.body_bytes].data, self._crc)
-            self._file.append(block.metadata_bytes + block.body_bytes)
+            self.file.append(block.metadata_bytes + block.body_bytes)
         else:
-            lead, trail, block = self._layout.write_around(batch, metadata, payload, self._file.gap)
+            lead, trail, block = self._layout.write_around(batch, metadata, payload, self.file.gap)
             crc = crc32c(lead, self._crc)
             if payload.nbytes < _LARGE_BYTES:
                 crc = crc32c(payload.values.data, crc)
             else:
                 crc = joined_crc(crc, payload.crc, payload.nbytes)
             crc = crc32c(trail, crc)
-            self._file.append_around(lead, payload.values, trail)
+            self.file.append_around(lead, payload.values, trail)
         self._crc = crc
         self._blocks.append(block._replace(offset=offset))
 

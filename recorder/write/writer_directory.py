@@ -86,7 +86,8 @@ class WriterDirectory:
         self._manifest: Mapping[str, Any] = {}
         self._is_manifest_stale = True
         self._describing = Backoff(clock)
-        self._quota: Quota | None = None
+        keeps_tokens = any(rule.keep & KEEP_TOKENS for rule in settings.rules)
+        self._quota = Quota(settings.max_bytes, settings.keep_newest, keeps_tokens=keeps_tokens)
         self._keep_steps = Schedule.parse(settings.keep_steps) if settings.keep_steps else _NO_STEPS
         self._retired_earlier: dict[str, dict[str, Any]] = {}
         """The manifest's entries for deleted shards of earlier writers, by the writers' names."""
@@ -113,7 +114,8 @@ class WriterDirectory:
 
     @property
     def num_pending_rows(self) -> int:
-        return sum(shards.num_pending_rows for shards in self.shards_by_kind.values())
+        """The number of rows that were taken and are not written yet."""
+        return sum(shards.batch.num_rows for shards in self.shards_by_kind.values())
 
     def claim(self, target: RunTarget) -> None:
         """Claim a directory for `target` now. If the disk refuses, the claim is tried again before later rows."""
@@ -153,7 +155,7 @@ class WriterDirectory:
 
     def show(self, status: Mapping[str, Any], *, state: str = "recording") -> None:
         """Bring `_status.json` up to date. An error of the disk is ignored."""
-        if self.path is None or self._quota is None:
+        if self.path is None:
             return
         ledger = self._ledger.snapshot()
         own: dict[str, Any] = {
@@ -286,13 +288,7 @@ class WriterDirectory:
         )
 
     def _open_shards(self, directory: Path, target: RunTarget) -> dict[str, RotatingShards]:
-        settings = self._settings
-        keeps_tokens = any(rule.keep & KEEP_TOKENS for rule in settings.rules)
-        quota = self._quota = Quota(settings.max_bytes, settings.keep_newest, keeps_tokens=keeps_tokens)
-        with self._notices.on_error(f"what earlier processes left beside {directory} cannot be counted"):
-            self._count_earlier(quota, find_earlier(directory, target.attempt))
-        memory = PageMemory(_LIGHT_BYTES)
-
+        settings, quota, memory = self._settings, self._quota, PageMemory(_LIGHT_BYTES)
         encoder = self._encoder = Encoder(settings.codec, settings.codec_level, native.load(settings.native))
 
         def open_shards(kind: str, compression: str | None, *, has_index: bool) -> RotatingShards:
@@ -325,7 +321,11 @@ class WriterDirectory:
 
         # Arrow does not compress tensors. Large payloads are encoded already, or do not get smaller.
         tensors = open_shards("tensors", None, has_index=True)
-        return {"tensors": tensors} | {kind: open_shards(kind, "zstd", has_index=False) for kind in ("stats", PROBE)}
+        opened = {kind: open_shards(kind, "zstd", has_index=False) for kind in ("stats", PROBE)}
+        # This comes last: the shards are counted once, even if the disk refuses the first claims.
+        with self._notices.on_error(f"what earlier processes left beside {directory} cannot be counted"):
+            self._count_earlier(find_earlier(directory, target.attempt))
+        return {"tensors": tensors, **opened}
 
     def _look_at_io(self) -> None:
         """Record in the manifest whether writes bypass the page cache, once the first writes have shown it."""
@@ -379,20 +379,20 @@ class WriterDirectory:
         self._describing.succeeded()
         return True
 
-    def _count_earlier(self, quota: Quota, shards: Sequence[EarlierShard]) -> None:
+    def _count_earlier(self, shards: Sequence[EarlierShard]) -> None:
         """Count the shards of processes that have ended, because the quota covers all writers of the rank."""
         for shard in shards:
             is_kept = False
             if self._settings.keep_steps:
                 content = shard.look(self._keep_steps)
                 is_kept = content is None or content.is_kept
-            quota.add(shard.kind, shard.num_bytes)
+            self._quota.add(shard.kind, shard.num_bytes)
             stored = StoredShard(shard.directory / shard.name, 0, shard.num_bytes)
-            quota.keep(shard.kind, HeldShard(stored, 0, is_kept, shard))
+            self._quota.keep(shard.kind, HeldShard(stored, 0, is_kept, shard))
 
     def _retire_outdated(self) -> None:
         """Delete the shards without any of the newest steps, once the manifest on the disk counts them as retired."""
-        if self._quota is None or not self._describing.is_over:
+        if not self._describing.is_over:
             return
         for kind in self.shards_by_kind:
             if outdated := self._quota.outdated(kind):
@@ -405,7 +405,6 @@ class WriterDirectory:
         elif self._note_earlier(held.earlier):
             self._delete(kind, held, held.earlier.paths)
         else:
-            assert self._quota is not None, "the directory was claimed, so it has a quota"
             self._quota.keep_for_good(kind, held)
 
     def _retire(self, kind: str, shards: Sequence[HeldShard], *, is_urgent: bool) -> None:
@@ -441,7 +440,6 @@ class WriterDirectory:
         return self._describe()
 
     def _delete(self, kind: str, held: HeldShard, paths: Sequence[Path]) -> None:
-        assert self._quota is not None, "the directory was claimed, so it has a quota"
         self._quota.remove(kind, held)
         for path in paths:
             with (
