@@ -128,6 +128,7 @@ class _BoxResult(NamedTuple):
     sum_fourth: float
 
 
+_LOW = _BoxResult._fields.index("low")
 _NUM_COLUMNS = len(_BoxResult._fields) + 1
 """The number of int64 results of one box: the fields of `_BoxResult`, and the box's fingerprint."""
 _SUMS_OF_UNIT = 4
@@ -177,15 +178,7 @@ def _merged(results: list[_BoxResult], numel: int) -> Measured:
     with np.errstate(all="ignore"):
         for result in results:
             if result.num_finite:
-                moments.merge(
-                    int(result.num_finite),
-                    result.low,
-                    result.high,
-                    result.total,
-                    result.deviations,
-                    result.sum_abs,
-                    result.sum_fourth,
-                )
+                moments.merge(int(result.num_finite), *result[_LOW:])
         moments.nan_count = int(sum(result.num_nan for result in results))
         moments.inf_count = numel - moments.nan_count - moments.count
         moments.zero_count = numel - int(sum(result.num_nonzero for result in results))
