@@ -279,14 +279,9 @@ def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
 
 
 def _members(kind: str) -> list[str]:
-    inner, depth, parts = kind[kind.index("[") + 1 : -1], 0, [""]
-    for letter in inner:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts if part.strip()]
+    """Return the types inside the brackets of a type such as ``Tuple[Tensor, int]``."""
+    inner = ast.parse(kind, mode="eval").body.slice  # type: ignore[attr-defined]  # it is a subscript
+    return list(map(ast.unparse, inner.elts if isinstance(inner, ast.Tuple) else [inner]))
 
 
 def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
