@@ -87,10 +87,9 @@ def _statistics_of(
     sides = sides_of(shape, unit_dim)
     if not isinstance(sides, Sides):
         return statistics._replace(note=f"no_units:{sides}")
-    units = UnitSums(sides)
     with np.errstate(all="ignore"):
-        units.add_all(_chunks(data, dtype))
-    return statistics._replace(units=packed(sides.dim, units.sums, units.zeros))
+        sums, zeros = unit_sums(_chunks(data, dtype), sides)
+    return statistics._replace(units=packed(sides.dim, sums, zeros))
 
 
 class HostMeasure:
@@ -340,46 +339,39 @@ def _count_integers(values: npt.NDArray[Any], num_bytes: int, bins: Bins) -> Non
 _LANES = 8
 
 
-class UnitSums:
-    """Sums over the finite values of each unit (neuron or channel), and the number of zeros of each unit."""
+def unit_sums(
+    chunks: Iterable[npt.NDArray[Any]], sides: Sides
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return sums over the finite values of each unit (neuron or channel), and the number of zeros of each unit.
 
-    def __init__(self, sides: Sides) -> None:
-        self.sides = sides
-        self.sums = np.zeros((3, sides.num))
-        """Three rows with a column for each unit (channel): the sum of x, the sum of x^2 and the largest magnitude."""
-        self.zeros = np.zeros(sides.num, np.int64)
-
-    def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
-        first = 0
-        for values in chunks:
-            self.add(values, first)
-            first += len(values)
-
-    def add(self, values: npt.NDArray[Any], first: int) -> None:
-        """Add a piece of the flattened tensor. The piece begins at element `first` of the tensor.
-
-        `bincount` adds in the order of the elements. If the values of a unit (channel) are adjacent in memory, they are
-        first added to eight partial sums. The partial sums are added in pairs, and the result to the unit's sum.
-        """
-        num, inner = self.sides.num, self.sides.inner
+    The sums have three rows with a column for each unit: the sum of x, the sum of x^2 and the largest magnitude.
+    `chunks` are the pieces of the flattened tensor, in order. `bincount` adds in the order of the elements. If the
+    values of a unit are adjacent in memory, they are first added to eight partial sums. The partial sums are added in
+    pairs, and the result to the unit's sum.
+    """
+    num, inner, first = sides.num, sides.inner, 0
+    sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
+    for values in chunks:
         is_zero = np.equal(values, 0)
         wide = values.astype(np.float64)
         wide[~np.isfinite(wide)] = 0.0
         at = first + np.arange(len(values))
         units = at // inner % num
-        terms = wide, wide * wide
+        terms = [wide, wide * wide]
         of_terms = units
         if inner > 1:
             runs = at // inner - first // inner
             lanes = np.where(runs == 0, at - first, at % inner) % _LANES
             num_runs = int(runs[-1]) + 1
-            terms = tuple(_joined(runs * _LANES + lanes, term, num_runs) for term in terms)  # type: ignore[assignment]
+            terms = [_joined(runs * _LANES + lanes, term, num_runs) for term in terms]
             of_terms = (first // inner + np.arange(num_runs)) % num
         order = np.concatenate((np.arange(num), of_terms))
-        for total, term in zip(self.sums, terms, strict=False):
+        for total, term in zip(sums, terms, strict=False):
             total[:] = np.bincount(order, np.concatenate((total, term)), num)
-        np.maximum.at(self.sums[2], units, np.abs(wide))
-        self.zeros += np.bincount(units[is_zero], minlength=num)
+        np.maximum.at(sums[2], units, np.abs(wide))
+        zeros += np.bincount(units[is_zero], minlength=num)
+        first += len(values)
+    return sums, zeros
 
 
 def _joined(lanes: npt.NDArray[np.int64], term: npt.NDArray[np.float64], num_runs: int) -> npt.NDArray[np.float64]:
