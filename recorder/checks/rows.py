@@ -472,21 +472,16 @@ class Spells:
         lengths, since = self._streaks.lengths(lanes, steps, flags)
         is_long = (lengths >= records) & (steps - since + 1 >= lasting)
         was_long = previous(lanes, is_long.astype(np.float64), self._was_long)
-        known = self._balance[lanes]
-        if not is_long.any() and np.isnan(known).all():
+        if not is_long.any() and np.isnan(self._balance[lanes]).all():
             return
         signs = np.where(flags, 1.0, -self._weight)
-        sums = np.cumsum(signs)
-        starts = np.flatnonzero(begins(lanes))
-        before = np.repeat(sums[starts] - signs[starts], np.diff(np.r_[starts, len(lanes)]))
-        balance = sums - before + known
+        balance = self._balance.sums(lanes, signs)
         for row in np.flatnonzero(is_long & (was_long == 0)).tolist():
             if not balance[row] - lengths[row] >= 0:
                 end = int(np.searchsorted(lanes, lanes[row], side="right"))
-                balance[row:end] = sums[row:end] - sums[row] + lengths[row]
+                balance[row:end] = np.cumsum(signs[row:end]) - signs[row] + lengths[row]
+                self._balance[lanes[row : row + 1]] = balance[end - 1]
                 yield row, int(since[row])
-        is_last = ends(lanes)
-        self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
         """Return whether a reported condition has ended: `weight` times the records without it exceed the others."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..system import text
 from .normal import Normal, Sizes
-from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, begins
+from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks
 
 _MOST_WAITING = 5_000
 """The most findings that a rule holds back until the end of the run. No sound training causes as many findings."""
@@ -256,10 +256,7 @@ class StreakRule(CheckRule):
     def _count(self, lanes: Integers) -> None:
         """Update the largest number of records of any value on any rank, until it is as large as the rule needs."""
         if self._most < self.records:
-            starts = np.flatnonzero(begins(lanes))
-            counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
-            self._counts[lanes[starts]] = counts
-            self._most = int(counts.max(initial=self._most))
+            self._most = int(self._counts.sums(lanes, np.ones(len(lanes))).max(initial=self._most))
 
 
 class PartsRule(CheckRule):

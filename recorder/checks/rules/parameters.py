@@ -154,9 +154,7 @@ class NoGradient(StreakRule):
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_grad = rows.at("grad")
         params = rows.take(~is_grad).by_lane()
-        lanes = params.lanes[ends(params.lanes)]
-        if len(lanes):
-            self._num_params[lanes] = self._num_params[lanes] + np.bincount(params.lanes)[lanes]
+        self._num_params.sums(params.lanes, np.ones(len(params)))
         if not is_grad.any():
             return
         rows = rows.take(is_grad)
@@ -452,10 +450,7 @@ class _Large(_Update, StreakRule):
 
     def _without_first(self, updates: Rows) -> Rows:
         """Leave out the first rows of each parameter on each rank. The rows are sorted by parameter and rank."""
-        starts = np.flatnonzero(begins(updates.lanes))
-        counts = np.diff(np.r_[starts, len(updates)])
-        numbers = self._num_updates[updates.lanes] + np.arange(len(updates)) - np.repeat(starts, counts)
-        self._num_updates[updates.lanes[starts]] = self._num_updates[updates.lanes[starts]] + counts
+        numbers = self._num_updates.sums(updates.lanes, np.ones(len(updates))) - 1
         return updates.take(numbers >= self.thresholds["updates"])
 
     def _look_up(self, rows: Rows, ratio: Floats) -> None:
