@@ -47,11 +47,8 @@ class CaptureForHooks(Protocol):
     is_open: bool
     """True until the recording is closed."""
     is_in_stage: bool
-    """Whether the latest call of a model, which may be under way, is a call of a pipeline stage."""
     has_seen_forward: bool
-    """True once a hook has observed a model's forward with gradients. `torch.compile` may compile hooks away."""
     every_call_is_a_step: bool
-    """True in inference: without an optimizer, every call of a root (a model under hooks) counts as a step."""
     lost: Callable[[], object]
     """The function that counts a value as lost. It needs no stack and no memory."""
     add_evaluation: Callable[[Any, str], None]
@@ -83,9 +80,7 @@ class CalledRoot(Protocol):
     capture: CaptureForHooks
     name: str
     marked_ranks: tuple[int, ...]
-    """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
     is_over_meshes: bool
-    """Whether parameters are or were DTensors. Plain tensors may then share memory with DTensors."""
 
     def slice_now(self) -> tuple[Slice, str]: ...
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool: ...

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ...observe import tree
-from ...records import KEEP_TENSOR, SeenValue, StepPosition, ValuePlace
+from ...records import KEEP_TENSOR, SeenValue
 from ..local_values import is_dtensor
 from .callbacks import CaptureForHooks
 
@@ -33,16 +33,10 @@ _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
 
 
 def record_call(
-    capture: CaptureForHooks,
-    origin: ValuePlace,
-    moment: StepPosition,
-    call: int,
-    module: nn.Module,
-    signature: tree.Signature,
-    args: tuple[Any, ...],
+    capture: CaptureForHooks, seen: SeenValue, module: nn.Module, signature: tree.Signature, args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
-    """Record a call that is about to begin: a JSON document, and the module's parameters and buffers."""
+) -> None:  # fmt: skip
+    """Record a call that is about to begin: a JSON document (`seen`), and the module's parameters and buffers."""
     try:
         held: dict[str, torch.Tensor] = {}
         held |= {f"param.{_canonical(name)}": value for name, value in module.named_parameters(remove_duplicate=False)}
@@ -60,13 +54,13 @@ def record_call(
         text = json.dumps(facts, separators=(",", ":"), allow_nan=False).encode()
         document = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     except Exception as error:
-        capture.site_failed(origin, error)
+        capture.site_failed(seen.origin, error)
         return
-    capture.observe(SeenValue(origin, moment, "forward", call), KEEP_TENSOR, document)
+    capture.observe(seen, KEEP_TENSOR, document)
     for name, tensor in held.items():
         if "same_as" not in tensors[name] and tensors[name].get("layout") != _FREED:
-            seen = SeenValue(origin._replace(name=name), moment, "forward", call)
-            capture.observe(seen, KEEP_TENSOR, tensor.detach())
+            origin = seen.origin._replace(name=name)
+            capture.observe(seen._replace(origin=origin), KEEP_TENSOR, tensor.detach())
 
 
 def signature_tree(signature: tree.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class TapRows:
     def _make(self, name: str, where: str, root: Root) -> _RootTap:
         selection = self._capture.selection
         if not where:
-            rule_set = selection.narrow(selection.rule_sets("", "", False)["tap"], name)
+            rule_set = selection.rule_set_of_name("tap", name)
             unit_dim = unit_dim_of(selection, rule_set, None, "tap", name)
             origin = ValuePlace(root.name, root.path_of_tap(name), "tap", name, unit_dim)
             return _RootTap(root, None, origin, rule_set, rule_set)

@@ -226,7 +226,7 @@ class HookedModule:
         capture = self.capture
         if not capture.has_seen_forward:
             capture.forward_without_root()
-        slice_, phase, call, graph = entered = self._enter()
+        slice_, phase, call, _ = entered = self._enter()
         begun = self._open_calls.setdefault(threading.get_ident(), [])
         if begun and begun[-1][0] is not slice_:
             begun.clear()  # `_open_calls` still contains calls whose forward raised
@@ -244,7 +244,6 @@ class HookedModule:
             self._signature = tree.Signature(module)
         if value_mask & KEEP_REPLAY and phase == "forward":
             self._record_call(slice_.moment, call, args, kwargs)
-        graph = graph if gradient_mask else None
         leaves = self._signature.leaves(args, kwargs)
         if value_mask & KEEP_TOKENS and phase == "forward":
             leaves = list(leaves)
@@ -254,7 +253,7 @@ class HookedModule:
             if is_first:
                 is_first, self.times_given = False, self.times_given + 1 if self._given() is tensor else 1
                 self._given = weakref.ref(tensor)
-            self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
+            self._see("input", name, tensor, entered, value_mask, gradient_mask)
 
     def keep_of_labels(self) -> int:
         """Return what to keep of the labels of a loss at this step, as bits of KEEP_*."""
@@ -274,8 +273,8 @@ class HookedModule:
     def _record_call(self, moment: StepPosition, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self._owner()
         if module is not None and self._signature and self.capture.keep_of(self.rule_sets["input"], call) & KEEP_REPLAY:
-            origin = ValuePlace(self.root.name, self.node_path, CALL, "")
-            record_call(self.capture, origin, moment, call, module, self._signature, args, kwargs)
+            seen = SeenValue(ValuePlace(self.root.name, self.node_path, CALL, ""), moment, "forward", call)
+            record_call(self.capture, seen, module, self._signature, args, kwargs)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
         """Put hooks on the module's own parameters, to record gradients before they are reduced over ranks."""
@@ -299,48 +298,42 @@ class HookedModule:
             self._tapped_slice = None
             return
         begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
-        slice_, phase, call, graph = begun.pop() if begun else self._enter()
+        slice_, phase, _, graph = entered = begun.pop() if begun else self._enter()
         tapped, self._tapped_slice = self._tapped_slice, None
         if tapped is not None and tapped is self.root.slice_now()[0]:
             return
-        graph = graph if gradient_mask else None
-        if value_mask or graph is not None:
+        wants_gradient = gradient_mask and graph is not None
+        if value_mask or wants_gradient:
             if type(output) is not torch.Tensor:
                 for name, tensor in tree.tensor_leaves(output):
-                    self._see("output", name, tensor, slice_.moment, phase, call, value_mask, graph)
-            elif value_mask == KEEP_PROBE and graph is None and phase == "forward":
-                self._see_by_probe(output, slice_.moment, call)
+                    self._see("output", name, tensor, entered, value_mask, gradient_mask)
+            elif value_mask == KEEP_PROBE and not wants_gradient and phase == "forward":
+                self._see_by_probe(output, entered)
             else:
-                self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
+                self._see("output", "", output, entered, value_mask, gradient_mask)
         if masks[self.rule_sets["input"]] & KEEP_TOKENS and phase == "forward":
             leaves = tree.tensor_leaves(output)
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
-    def _see_by_probe(self, output: torch.Tensor, moment: StepPosition, call: int) -> None:
+    def _see_by_probe(self, output: torch.Tensor, entered: _Call) -> None:
         """Pass an output that only ``keep=probe`` wants to the probe, by `probe_again`'s function if there is one."""
+        moment, call = entered[0].moment, entered[2]
         again, rule_set, is_limited = self._again.get(moment.mode, _UNKNOWN)
         if again is not None:
             if not (self.capture.keep_of(rule_set, call) if is_limited else self.capture.masks[rule_set]):
                 return
             if not self.root.is_over_meshes and again(output, moment.step):
                 return
-        self._see("output", "", output, moment, "forward", call, KEEP_PROBE, None)
+        self._see("output", "", output, entered, KEEP_PROBE, 0)
         origin, rule_set = self._leaf("output", "")
         if self._cut is None and (again := self.capture.probe_again(origin, moment.mode, output)) is not None:
             self._again[moment.mode] = again, rule_set, rule_set in self.capture.selection.limited
 
     def _see(
-        self,
-        site: str,
-        name: str,
-        tensor: torch.Tensor,
-        moment: StepPosition,
-        phase: str,
-        call: int,
-        value_mask: int,
-        graph: tuple[int, int] | None,
+        self, site: str, name: str, tensor: torch.Tensor, entered: _Call, value_mask: int, gradient_mask: int
     ) -> None:
-        capture = self.capture
+        capture, (slice_, phase, call, graph) = self.capture, entered
+        moment = slice_.moment
         chunk = of_gradient = waiting = None
         if self.root.marked_ranks and type(tensor) is nn.Parameter:
             chunk, of_gradient = chunks_of_given(tensor, self.root.marked_ranks)
@@ -356,7 +349,7 @@ class HookedModule:
                 if keep := capture.keep_of(rule_set, call):
                     put = None if waiting is None else waiting.put
                     capture.observe(SeenValue(origin, moment, phase, call, 0, None, chunk), keep, tensor, put)
-            if graph is not None and requires_gradient(tensor):
+            if gradient_mask and graph is not None and requires_gradient(tensor):
                 origin, rule_set = self._leaf(GRADIENT_OF[site], name)
                 if keep := capture.keep_of(rule_set, graph[0]):
                     hook = GradientArrives(capture, origin, moment, graph[0], keep, None, graph[1])
@@ -437,8 +430,6 @@ class HookedModule:
 
     def record_state(self, site: str, at: StateTime, *, without: Container[int] = ()) -> None:
         """Record the module's own parameters or buffers, except those with the ids in `without`."""
-        if not self.keeps(site):
-            return
         for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
             if id(tensor) not in without:
                 chunk, note = None, None
