@@ -48,11 +48,9 @@ class RuleSelection:
     def __init__(self, rules: Sequence[Rule], rank: int) -> None:
         self._rank = rank
         self._rules: tuple[Rule, ...] = ()
-        self._on_rank: list[bool] = []
         self._takes_all: list[bool] = []
         self._matched: list[bool] = []
         self._active: list[int] = []
-        self._limits_calls: list[bool] = []
         self._sets: dict[tuple[int, ...], int] = {(): NOTHING}
         self._members: list[tuple[int, ...]] = [()]
         self._class_names: dict[str, None] = {}
@@ -80,11 +78,9 @@ class RuleSelection:
     def extend(self, rules: Sequence[Rule]) -> None:
         """Append rules. A module uses them once it asks for its `rule_sets` again."""
         self._rules = (*self._rules, *rules)
-        self._on_rank += [self._rank in rule.rank for rule in rules]
         self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]
         self._matched += [False] * len(rules)
         self._active += [0] * len(rules)
-        self._limits_calls += [rule.call != EVERY for rule in rules]
 
     def reschedule(self, schedules: Sequence[Schedule]) -> None:
         """Replace the steps of all rules, in the rules' order. The new steps apply from the next `at_step` on."""
@@ -123,7 +119,7 @@ class RuleSelection:
         members = [i for i in matching if site in self._rules[i].site]
         for i in members:
             self._matched[i] = True
-        return self._intern(tuple(i for i in members if self._on_rank[i]))
+        return self._intern(tuple(i for i in members if self._rank in self._rules[i].rank))
 
     def narrow(self, rule_set: int, name: str) -> int:
         """Return the set of rules of `rule_set` that also select the tensor ``name``."""
@@ -155,7 +151,7 @@ class RuleSelection:
             known = self._sets[members] = len(self._members)
             self._members.append(members)
             self.masks.append(self._mask(members))
-            if any(self._limits_calls[i] for i in members):
+            if any(self._rules[i].call != EVERY for i in members):
                 self.limited.add(known)
             if any(self._rules[i].name != ANY for i in members):
                 self._by_name.add(known)
@@ -193,19 +189,12 @@ class RuleSelection:
 
     def num_ring_steps(self, first: int, num_steps: int) -> int:
         """Return how many of `num_steps` steps from `first` on have rules that keep values in this rank's ring."""
-        schedules = {
-            rule.steps
-            for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
-            if is_on_rank and rule.keep & KEEP_RING
-        }
+        schedules = {rule.steps for rule in self._rules if self._rank in rule.rank and rule.keep & KEEP_RING}
         return sum(any(step in steps for steps in schedules) for step in range(first, first + num_steps))
 
     def asks_for(self, *sites: str) -> bool:
         """Whether a rule keeps values of one of the sites on this rank at some step."""
-        return any(
-            is_on_rank and set(sites) & set(rule.site)
-            for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
-        )
+        return any(self._rank in rule.rank and set(sites) & set(rule.site) for rule in self._rules)
 
     def unmatched(self, module_paths: Sequence[str]) -> list[str]:
         """Return a sentence for each rule that matched no module so far, with similar paths or class names."""
