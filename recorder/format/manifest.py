@@ -114,8 +114,6 @@ class RecordedModule:
         return cls(
             **members.plain(cls, "class_name", "has_dtensors", "is_compiled"),
             class_name=members.text("class"),
-            tied=members.texts_of("tied") if "tied" in raw else {},
-            rates=members.texts_of("rates") if "rates" in raw else {},
             has_dtensors=members.flag("dtensor"),
             is_compiled=members.flag("compiled"),
             disarmed={site: step for site, step in disarmed.items() if step < _NEVER},
@@ -429,7 +427,6 @@ class WriterManifest(Lifetime):
                 name: RecordedSetting(value=one.raw.get("value"), source=one.text("source"))
                 for name, one in settings.items()
             },
-            versions=members.texts_of("versions"),
             events=tuple(
                 RecordedEvent(kind=one.text("kind"), message=one.text("message"), members=one.raw)
                 for one in members.list_inner("events")

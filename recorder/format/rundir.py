@@ -256,8 +256,7 @@ class Members:
 
     def count(self, key: str) -> int:
         """Return a member that is an integer from 0 to 2^63 - 1. Return 0 for any other member."""
-        value: Any = self.raw.get(key)
-        return value if type(value) is int and 0 <= value < 1 << 63 else self.optional_count(key) or 0
+        return self.optional_count(key) or 0
 
     def optional_count(self, key: str) -> int | None:
         value: Any = self.raw.get(key)
@@ -369,6 +368,7 @@ _READERS: dict[Any, tuple[Callable[[Members, str], Any], Any]] = {
     "bool | None": (Members.optional_flag, None),
     "float": (Members.number, 0.0),
     "tuple[str, ...]": (Members.texts, ()),
+    "Mapping[str, str]": (Members.texts_of, {}),
 }
 """For each type annotation of a field: the function that reads it from JSON, and its default."""
 

@@ -354,10 +354,7 @@ class Proof:
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Proof:
         members = Members(raw)
-        read = members.plain(cls) | {
-            "compared": members.counts_of("compared"),
-            "versions": members.texts_of("versions"),
-        }
+        read = members.plain(cls) | {"compared": members.counts_of("compared")}
         return cls(**read | {"verdict": read["verdict"] or UNKNOWN})
 
 
