@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from ..format.commands import (
@@ -92,7 +91,7 @@ class RuleCommands:
 
     def answers(self) -> list[Answer]:
         """Return the present state of each command. Called on any thread."""
-        told = [_answer_to(command)(state=WAITING) for command in list(self._told)]
+        told = [command.answer(WAITING) for command in list(self._told)]
         answers = self._changes.answers(self._clock.step)
         taken = {answer.number for answer in answers}
         return answers + [answer for answer in told if answer.number not in taken]
@@ -286,9 +285,8 @@ def _is_empty(in_force: _StepsInForce | None) -> bool:
 
 def _answer(taken: _Taken, in_force: _StepsInForce | None, step: int) -> Answer:
     command = taken.command
-    answer = _answer_to(command)
     if in_force is None:
-        return answer(state=REFUSED, why=taken.refused)
+        return command.answer(REFUSED, why=taken.refused)
     why = [taken.note] if taken.note else []
     is_late = in_force.since > command.from_step
     if is_late:
@@ -297,15 +295,11 @@ def _answer(taken: _Taken, in_force: _StepsInForce | None, step: int) -> Answer:
         why.append(f"ended by command {in_force.ended_by}")
     if _is_empty(in_force):
         state = MISSED if is_late and not in_force.ended_by else ENDED
-        return answer(state=state, why="; ".join(why))
+        return command.answer(state, why="; ".join(why))
     if step < in_force.since:
         state = WAITING
     elif command.kind in (UNDO, RESUME) or (in_force.until is not None and step > in_force.until):
         state = ENDED
     else:
         state = IN_FORCE
-    return answer(state=state, since=in_force.since, until=in_force.until, why="; ".join(why))
-
-
-def _answer_to(command: Command) -> Callable[..., Answer]:
-    return partial(Answer, number=command.number, id=command.id, kind=command.kind, by=command.by, rules=command.rules)
+    return command.answer(state, since=in_force.since, until=in_force.until, why="; ".join(why))

@@ -96,6 +96,13 @@ class Command:
             )
         return text
 
+    def answer(self, state: str, *, since: int | None = None, until: int | None = None, why: str = "") -> Answer:
+        """Return a writer's answer to this command."""
+        return Answer(
+            number=self.number, id=self.id, kind=self.kind, state=state, since=since, until=until, why=why, by=self.by,
+            rules=self.rules,
+        )  # fmt: skip
+
 
 def command_name(number: int) -> str:
     """Return the file name of the command with a number, such as `000001.json`."""

@@ -274,10 +274,7 @@ class Commands:
         self, command: Command, state: str, *, since: int | None = None, until: int | None = None, why: str = ""
     ) -> None:
         """Set the answer to a command, in place of an earlier answer. Called on any thread; never waits."""
-        self._answers[command.number] = Answer(
-            number=command.number, id=command.id, kind=command.kind, state=state, since=since, until=until, why=why,
-            by=command.by, rules=command.rules,
-        )  # fmt: skip
+        self._answers[command.number] = command.answer(state, since=since, until=until, why=why)
         self.has_changed = True
 
     def answer_all(self, answers: Iterable[Answer]) -> None:
