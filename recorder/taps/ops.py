@@ -97,16 +97,9 @@ def _watch_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, wi
     return x.new_empty(0)
 
 
-class _GraphGradientHook:
-    """The tensor hook of `recorder::watch`, for a graph that contains both the forward and the backward."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, *key: Any) -> None:
-        self._key = key
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        torch.ops.recorder.watch_grad(gradient.detach(), *self._key)
+def _gradient_in_graph(name: str, where: str, number: int, gradient: torch.Tensor) -> None:
+    """Record a gradient in a graph that contains both the forward and the backward."""
+    torch.ops.recorder.watch_grad(gradient.detach(), name, where, number)
 
 
 @contextlib.contextmanager
@@ -189,7 +182,7 @@ def _watching(op: Any) -> Any:
         has_gradient = op is torch.ops.recorder.watch and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf
         if has_gradient and _becomes_graph(x):
             with torch._C.DisableTorchFunctionSubclass():
-                x.register_hook(_GraphGradientHook(name, where, number))
+                x.register_hook(partial(_gradient_in_graph, name, where, number))
         with torch._C._AutoDispatchBelowAutograd():
             return op(x, name, where, number, with_grad)  # type: ignore[no-any-return]
 
