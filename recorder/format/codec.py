@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,14 +39,12 @@ def max_encoded_bytes(nbytes: int) -> int:
     return nbytes + nbytes // 128 + 4096
 
 
+@dataclass(slots=True)
 class _Known:
-    __slots__ = ("choice", "num_left", "share")
-
-    def __init__(self, choice: tuple[str, Kernels | None], share: float) -> None:
-        self.choice = choice
-        self.share = share
-        """The encoded size of the sampled payload as a fraction of the payload's size."""
-        self.num_left = _SAMPLED_EACH - 1
+    choice: tuple[str, Kernels | None]
+    share: float
+    """The encoded size of the sampled payload as a fraction of the payload's size."""
+    num_left: int = _SAMPLED_EACH - 1
 
 
 class Encoder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Hashable
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -66,21 +67,19 @@ class Slice:
         return call, repeat
 
 
+@dataclass(slots=True, eq=False)
 class Clock:
     """The current step. The training thread changes it, and any thread may read it."""
 
-    __slots__ = ("_has_stepped", "going_back", "has_moved", "is_by_hand", "num_optimizer_steps", "source", "step")
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.source = "counted"
-        self.is_by_hand = False
-        self.has_moved = False
-        """Whether an optimizer step has ever advanced `step`."""
-        self.num_optimizer_steps = 0
-        self._has_stepped = False
-        self.going_back: Slice | None = None
-        """The slice (a forward and its backward) whose backward began last. A pipeline may have begun newer slices."""
+    step: int = 0
+    source: str = "counted"
+    is_by_hand: bool = False
+    has_moved: bool = False
+    """Whether an optimizer step has ever advanced `step`."""
+    num_optimizer_steps: int = 0
+    _has_stepped: bool = False
+    going_back: Slice | None = None
+    """The slice (a forward and its backward) whose backward began last. A pipeline may have begun newer slices."""
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer whose steps are counted has attempted a step."""

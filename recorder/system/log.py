@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .processes import loaded
@@ -221,16 +222,14 @@ _MAX_LINES = 5
 """The most lines of one kind in five minutes. One more line says how many were suppressed."""
 
 
+@dataclass(slots=True)
 class _HeldBack:
     """The events of one kind that were not logged because of the limit."""
 
-    __slots__ = ("level", "num_lines", "num_unkept")
-
-    def __init__(self) -> None:
-        self.num_lines = 0
-        self.num_unkept = 0
-        """The number of events without own entries that the logged counts include so far."""
-        self.level = logging.INFO
+    num_lines: int = 0
+    num_unkept: int = 0
+    """The number of events without own entries that the logged counts include so far."""
+    level: int = logging.INFO
 
 
 class Events:

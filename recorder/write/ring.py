@@ -89,12 +89,10 @@ class _HeldRecord(NamedTuple):
     measured: Measured | None
 
 
+@dataclass(slots=True)
 class _HeldStep:
-    __slots__ = ("last_s", "records")
-
-    def __init__(self) -> None:
-        self.records: list[_HeldRecord] = []
-        self.last_s = 0.0
+    records: list[_HeldRecord] = field(default_factory=list)
+    last_s: float = 0.0
 
 
 class Room(NamedTuple):

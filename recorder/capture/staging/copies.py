@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -227,34 +228,20 @@ class XlaStager(Stager):
         return (self._counter("CachedCompile") or 0) + (self._counter("UncachedCompile") or 0)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _LazyCopy:
     """A lazy copy of a tensor. Only the record holds the copy, so a dropped record's copy is never computed."""
 
-    __slots__ = (
-        "__weakref__",
-        "_block",
-        "_copying",
-        "error",
-        "is_free",
-        "lost_for",
-        "num_boundaries",
-        "num_graphs",
-        "tensor",
-    )
-
-    def __init__(
-        self, tensor: torch.Tensor, block: PoolBlock, copying: threading.Lock, num_boundaries: int, num_graphs: int
-    ) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        """The tensor, lazy or already on the host; None after the writer has read the tensor."""
-        self.num_boundaries = num_boundaries
-        self.num_graphs = num_graphs
-        self.is_free = False
-        """True once the writer may read the tensor. Until then only the thread that builds graphs may use it."""
-        self.lost_for: str | None = None
-        self.error: Exception | None = None
-        self._block = block
-        self._copying = copying
+    tensor: torch.Tensor | None
+    """The tensor, lazy or already on the host; None after the writer has read the tensor."""
+    block: PoolBlock
+    copying: threading.Lock
+    num_boundaries: int
+    num_graphs: int
+    is_free: bool = False
+    """True once the writer may read the tensor. Until then only the thread that builds graphs may use it."""
+    lost_for: str | None = None
+    error: Exception | None = None
 
     def wait(self, timeout_s: float) -> bool:
         if not self.is_free and self.lost_for is None:
@@ -265,8 +252,8 @@ class _LazyCopy:
         if not self.is_free or tensor is None:
             return False
         try:
-            with self._copying, torch.no_grad():
-                self._block.as_tensor(tensor.dtype, tensor.shape).copy_(tensor)
+            with self.copying, torch.no_grad():
+                self.block.as_tensor(tensor.dtype, tensor.shape).copy_(tensor)
         except Exception as error:
             raise LostError(COPY_FAILED) from error
         self.tensor = None
