@@ -29,7 +29,7 @@ from . import errands
 from .destination import Throttle, parse_destination
 from .errands import StoreCarrier, read_key, tell
 from .fleet import NODE, FleetDocument, node_name
-from .metrics import DaemonCollector, MetricsServer, make_registry
+from .metrics import DaemonCollector, MetricsServer
 from .run_shipper import RunShipper
 from .settings import DaemonSettings, reloaded
 from .shipped import Shipping
@@ -148,8 +148,7 @@ class Daemon:
             counters=self.counters, health=self.health, requests=requests, runs=lambda: self.runs,
             seen=self.seen, watched=self._watched, to=to,
         )  # fmt: skip
-        registry = make_registry(collector)
-        server = MetricsServer(self.shared.settings, registry, self._is_alive, self._why_not_ready)
+        server = MetricsServer(self.shared.settings, collector, self._is_alive, self._why_not_ready)
         self.url, self.port = server.url, server.port
         return server
 

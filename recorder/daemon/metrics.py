@@ -191,14 +191,6 @@ class DaemonCollector:
         yield findings
 
 
-def make_registry(collector: DaemonCollector) -> CollectorRegistry:
-    """Return a registry with the metrics of the daemon and of its process."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    ProcessCollector(registry=registry)
-    return registry
-
-
 def _balance(writer: WriterShipper) -> RowCounts:
     return RowCounts.read(Members(writer.status))
 
@@ -215,12 +207,12 @@ _TIMEOUT_S = 10
 
 
 class MetricsServer:
-    """Serves the metrics on a thread of its own until `close` is called."""
+    """Serves the metrics of the daemon and of its process on a thread of its own until `close` is called."""
 
     def __init__(
         self,
         settings: DaemonSettings,
-        registry: CollectorRegistry,
+        collector: DaemonCollector,
         is_alive: Callable[[], bool],
         not_ready: Callable[[], str],
     ) -> None:
@@ -228,6 +220,9 @@ class MetricsServer:
         address, certificate = settings.address, settings.listen_certificate
         setting = f"listen_certificate = {certificate!r}"
         wanted = _authorization(settings.listen_password_file)
+        registry = CollectorRegistry()
+        registry.register(collector)
+        ProcessCollector(registry=registry)
         if certificate:
             tls_context(certificate, setting)
 

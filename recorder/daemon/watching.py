@@ -87,8 +87,6 @@ class Entries:
     """Links, devices, and entries whose names may not become keys in a store."""
     foreign: list[str] = field(default_factory=list)
     """Files and directories that belong to no run."""
-    misnamed: list[str] = field(default_factory=list)
-    """Directories whose names may not become keys in a store."""
     unshipped: dict[str, str] = field(default_factory=dict)
     """The directories that may hold a run and are not shipped, by path, each with the reason."""
 
@@ -174,7 +172,6 @@ class Folder:
                 if not (is_directory or is_file) or not _NAME.fullmatch(entry.name):
                     if not entry.name.startswith("."):
                         listed.refused.append(entry.name)
-                        listed.misnamed += [entry.name] * is_directory
                 elif is_directory:
                     listed.directories.append(entry.name)
                 else:
@@ -215,7 +212,7 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
             counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
         except OSError:  # the directory is gone, or was replaced by a link
             continue
-    for name in entries.misnamed:
+    for name in entries.refused:  # only directories can be opened
         with contextlib.suppress(OSError), folder.below(name) as inner:
             os.stat(RUN_MANIFEST, dir_fd=inner.descriptor, follow_symlinks=False)
             counts.unshipped[f"{folder.path}/{name}"] = "its name is not of letters, digits and . _ = + @ -: rename it"

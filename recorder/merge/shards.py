@@ -123,8 +123,8 @@ class _KindWriter:
         self._kind = kind
         self._layout = _LAYOUTS[kind]
         self._payload = directory.memory.payloads[kind]
-        self._batch_bytes = BATCH_BYTES if kind == "tensors" else _LIGHT_BYTES
-        self._has_index = kind == "tensors"
+        self._is_of_tensors = kind == "tensors"
+        self._batch_bytes = BATCH_BYTES if self._is_of_tensors else _LIGHT_BYTES
         self._next_number = 0
         self._file: BatchFile | None = None
         self._index = Index()
@@ -179,7 +179,7 @@ class _KindWriter:
             # later.
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
         payload = None
-        if self._kind == "tensors":
+        if self._is_of_tensors:
             payload = Payload(self._payload.data[: self._ends[-1]], np.array(self._ends, np.int64), self._payload_crc)
         batch = self._batch(payload)
         crcs = batch_crcs(batch)
@@ -187,7 +187,7 @@ class _KindWriter:
             crcs["data"][1:] = [crc32c(payload.ends.data), payload.crc]
         self._file.append(batch, directory.ledger(about_to_write=batch.num_rows), crcs=crcs, payload=payload)
         directory.num_written_rows += batch.num_rows
-        if self._has_index:
+        if self._is_of_tensors:
             self._index.add(batch)
         self._clear()
         if self._file.num_bytes >= _SHARD_BYTES or self._file.num_rows >= _SHARD_ROWS:
@@ -200,7 +200,7 @@ class _KindWriter:
         final = directory.path / shard_name(self._kind, self._next_number)
         file.seal(final, directory.ledger())
         directory.written_bytes += file.num_bytes
-        if self._has_index:
+        if self._is_of_tensors:
             memory = directory.memory.message
             directory.written_bytes += self._index.write(directory.disk, final, file.num_bytes, memory)
         self._file, self._index = None, Index()
