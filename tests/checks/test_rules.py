@@ -291,6 +291,38 @@ def test_a_run_too_short_for_a_rule_is_not_judged() -> None:
         assert number in one.why and "20" in one.why
 
 
+@pytest.mark.parametrize("rows_a_batch", [1_000, 7])
+@pytest.mark.parametrize("growth", [2.0, 1.0])
+def test_a_loss_that_leaps_as_its_targets_do_is_a_note(growth: float, rows_a_batch: int) -> None:
+    """As the loss of a DQN whose target network is renewed every 50 steps."""
+    recorded = Recorded()
+    for step in range(80):
+        is_new = step >= 50
+        targets = noise(step, shape=(32,), scale=growth if is_new else 1.0)
+        recorded.add(step, "", targets, site="input", name="loss.labels")
+        recorded.add(step, "", (1.0 if is_new else 0.1) + 1e-3 * noise(step, shape=()), site="scalar", name="loss")
+    (one,) = recorded.judge(LossStuck, rows_a_batch).findings
+    assert one.what == "the loss has risen far above where it began"
+    assert one.severity == (Severity.NOTE if growth > 1 else Severity.WARNING)
+    assert ("its targets went from" in one.detail) is (growth > 1)
+
+
+@pytest.mark.parametrize(("value", "severity"), [(20.0, Severity.NOTE), (2_000.0, Severity.WARNING)])
+def test_a_spike_that_began_with_its_targets_is_a_note_unless_it_is_far_out_of_range(
+    value: float, severity: Any
+) -> None:
+    recorded = Recorded()
+    for step in range(60):
+        is_odd = step == 50
+        recorded.add(
+            step, "", (50.0 if is_odd else 1.0) + noise(step, shape=(32,), scale=0.1), site="input", name="loss.labels"
+        )
+        recorded.add(step, "", value if is_odd else 2 + noise(step, shape=(), scale=0.05), site="scalar", name="loss")
+    (one,) = said(recorded, Spike)
+    assert one.severity == severity
+    assert "loss.labels moved first, at step 50" in one.detail
+
+
 def test_a_loss_that_is_nan_from_the_first_step_on_is_not_said_to_stand_still() -> None:
     verdict = losses(lambda step: np.nan).judge(LossStuck)
     assert verdict.findings == [] and "20 records of a loss" in verdict.unjudged[0].why

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...sites import EVALUATION_LOSS, UPDATE, is_validation_loss
+from ...sites import EVALUATION_LOSS, LABELS, UPDATE, is_validation_loss
 from ...system.text import module_in_words, number
 from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
@@ -39,6 +39,10 @@ _SAME_IN_BOTH = (
 )
 _GAP = "validation over training, less 1"
 _MAX_SEEN = 4_096
+_MAX_TARGETS = 1_024
+_FEWEST_TARGETS = 3
+_FAR = 100
+"""A spike that began with its targets is more than a note from this many times its limit on. Calibrated."""
 _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
 _ROSE = 3.0
@@ -278,7 +282,8 @@ class _Recent:
 class Spike(CurveRule):
     """A loss or a norm of gradients that is far outside the range of the last records.
 
-    A single hard sample makes the loss of a small batch jump. So a small spike of only one record is a note.
+    A single hard sample makes the loss of a small batch jump. So a small spike of only one record is a note, and so is
+    a spike that began with its targets, as with the first reward of a sparse one, unless it is far out of range.
     """
 
     name = "spike"
@@ -323,6 +328,8 @@ class Spike(CurveRule):
             if self._num_details <= _MAX_DETAILS:
                 told = self._recent.risen_rate(one), self._recent.first_moved(one)
                 one = one._replace(detail="; ".join(filter(None, told)))
+                if LABELS in told[1] and one.value < _FAR * one.threshold:
+                    one = one._replace(severity=Severity.NOTE)
             yield one
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
@@ -430,13 +437,33 @@ class LossStuck(CurveRule):
         """By curve, the finding of a loss that stands still, as long as the loss has not fallen since: a warm-up."""
         self._moves, self._blocks = Moves(), Rings(_NUM_BLOCKS)
         """By curve, the sums of its samples in blocks of equal size, which doubles when there are too many."""
+        self._targets: list[Rows] = []
+        """The rows of the labels of the last losses, and of those that are being judged."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.is_loss or key.site in ("param", UPDATE)
+        return key.is_loss or key.site in ("param", UPDATE) or key.name == LABELS
 
     def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the losses. A loss that rises as its targets change is a note: a network of targets may be renewed."""
+        targets = rows.take(rows.where("targets", lambda key: key.name == LABELS))
+        earlier = [concatenate(self._targets).take(slice(-_MAX_TARGETS, None))] if self._targets else []
+        self._targets = [*earlier, targets]
         rows = self._moves.add(rows)
-        yield from super().add(rows) if len(rows) else ()
+        for one in super().add(rows) if len(rows) else ():
+            changed = self._changed_targets(one)
+            yield one._replace(severity=Severity.NOTE, detail=changed) if changed else one
+
+    def _changed_targets(self, one: Finding) -> str:
+        """Return how the targets of a loss changed before a finding, beyond their noise. Empty if they did not."""
+        rows = concatenate(self._targets)
+        rows = rows.take(np.isin(rows.ranks, one.ranks) & (rows.steps <= one.step) & ~np.isnan(rows.rms))
+        before = rows.rms[rows.steps <= one.step - self._window]
+        now = rows.rms[rows.steps > one.step - self._window // 2]  # a median rises once half of its window is above
+        if min(len(before), len(now)) < _FEWEST_TARGETS:
+            return ""
+        noise = math.sqrt(before.var() / len(before) + now.var() / len(now))
+        is_changed = abs(now.mean() - before.mean()) > _CERTAIN * noise
+        return f"its targets went from {number(before.mean())} to {number(now.mean())} on average" if is_changed else ""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         for rings in (self._rings, self._earlier, self._steps, self._blocks):
