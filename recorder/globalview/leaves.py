@@ -21,27 +21,13 @@ from ..layout.placement import NoPlan, RankChunk
 from ..layout.rules import ChunkValues, Replication
 from ..numerics.keys import Integers
 from ..read.metadata import NONE
-from .row_groups import GroupedRows
+from .row_groups import GroupedRows, Leaf
 
 _MAX_LOOKED_AT = 6
 """The most moments (step, micro-step, stage) at which the values of a leaf (a named tensor) are compared."""
 Flags = npt.NDArray[np.bool_]
 ChunkKeys = tuple[tuple[int, int], ...]
 """The rank and the micro-batch of each of some chunks. The micro-batch is 0 without a pipeline."""
-
-
-class Leaf(NamedTuple):
-    """A tensor that is recorded repeatedly under one name."""
-
-    root: str
-    module_path: str
-    site: str
-    name: str
-    mode: str
-    phase: str
-    stage: int
-    call: int
-    num_dims: int
 
 
 class Observation(Enum):
@@ -77,7 +63,6 @@ class Sample(Protocol):
     leaves: Mapping[Leaf, Integers]
     calls: Integers
     """For each value, the index of its moment (step, micro-step, stage) and the index of its module call."""
-    order: Integers
     apart: Callable[[], Set[tuple[str, int, str]]]
     """Return root, stage and path of each module whose parameters differ from rank to rank."""
 
@@ -248,7 +233,7 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     """
     search = _VoidSearch(sample)
     if search.is_open.any() and search.is_seed.any():
-        for number in sample.order.tolist():
+        for number in sample.grouped.order.tolist():
             search.judge(number)
     return search.is_void, search.is_doubtful
 

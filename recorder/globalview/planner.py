@@ -36,7 +36,7 @@ from ..rules import hint, matches, parse_patterns
 from ..sites import CALL, NUMBERS, SITES, STATES
 from ..system.text import listed
 from .leaves import Comparison, LeafAcrossSteps, keys_of
-from .row_groups import FORWARD_OF, FindingLog, GroupedRows, Wanted
+from .row_groups import FORWARD_OF, FindingLog, GroupedRows
 from .run_topology import BEGAN_ALIKE, NOT_SHARED
 from .value_rows import NO_BATCH, ValueReader, ValueRows
 
@@ -103,14 +103,14 @@ class Planner:
         wanted, so other micro-batches do not count as missing.
         """
         value = self._reader.read(grouped, number)
-        override = find_override(self._overrides, value.key.module_path, value.key.site, value.key.name)
+        override = find_override(self._overrides, value.leaf.module_path, value.leaf.site, value.leaf.name)
         comparison = self._reader.compare(grouped, number, value)
         plan, batch = self._decide(value, comparison, override, forward, is_gradient=is_gradient)
-        if override is None and value.key.site not in STATES:
+        if override is None and value.leaf.site not in STATES:
             plan = _refuse_equal_summands(plan, value.chunks, comparison)
         if value.stage is not None:
             plan = self._fit_into_pipeline(plan, value, value.stage, is_micro_batch=is_micro_batch)
-        differing = _find_differing_copies(plan, value.key.site, comparison)
+        differing = _find_differing_copies(plan, value.leaf.site, comparison)
         is_own = self._is_of_own_parameters(value)
         if is_own and override is None:
             plan, differing = _leave_with_ranks(plan, value, differing)
@@ -144,14 +144,14 @@ class Planner:
         *,
         is_gradient: bool,
     ) -> tuple[Plan | NoPlan, Batch]:
-        is_state = value.key.site in STATES
-        kind = LOCAL_GRADIENT if value.key.site == "grad" and value.key.phase == "backward" else value.key.site
+        is_state = value.leaf.site in STATES
+        kind = LOCAL_GRADIENT if value.leaf.site == "grad" and value.leaf.phase == "backward" else value.leaf.site
         if is_state:
             batches = NO_BATCH
         elif forward is not None:
             batches = (_batch_of_ranks(forward, value.local_batches.ranks),)
         else:
-            batches = self._reader.batches(value, is_later=is_gradient or value.key.phase == "recompute")
+            batches = self._reader.batches(value, is_later=is_gradient or value.leaf.phase == "recompute")
         forward_plan = forward.plan if forward is not None else None
         of_rows = comparison.known, comparison.pattern() if value.batch_groups is not None else ()
         key = (
@@ -161,7 +161,7 @@ class Planner:
         if key in self._decided:
             return self._decided[key][:2]
         unrecorded = None
-        if is_gradient and forward is None and (site := FORWARD_OF.get(value.key.site)) is not None:
+        if is_gradient and forward is None and (site := FORWARD_OF.get(value.leaf.site)) is not None:
             leaf = value.leaf._replace(site=site, phase="forward")
             unrecorded = LeafAcrossSteps(self._reader.leaves, leaf, value.chunks)
         infer = partial(self._infer_sharding, value, comparison)
@@ -175,12 +175,11 @@ class Planner:
         # The rows of this step are compared, so the decision is valid only for this step.
         comparison.judged_by.add("other rows")
         dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
-        wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
-        dim = self._reader.sharding.infer(wanted, chunks, dims)
+        dim = self._reader.sharding.infer(value.leaf, value.step, chunks, dims)
         if not isinstance(dim, NoPlan):
             text = f"taken for pieces along dim {dim}, by their shapes alone; --layout '...=per_rank' if that is wrong"
             self._add_finding("inferred", value, tuple(chunk.rank for chunk in chunks), text)
-        elif value.group.source == "assumed" and self._reader.leaves.inputs_vary(value.key.root, value.key.mode):
+        elif value.group.source == "assumed" and self._reader.leaves.inputs_vary(value.leaf.root, value.leaf.mode):
             ranks = listed(sorted({chunk.rank for chunk in chunks}))
             return NoPlan("per_rank", _OTHER_INPUTS.format(ranks=ranks))
         return dim
@@ -188,17 +187,17 @@ class Planner:
     def _fit_into_pipeline(
         self, plan: Plan | NoPlan, value: ValueRows, stage: Stage, *, is_micro_batch: bool
     ) -> Plan | NoPlan:
-        key = value.key
-        if self._reader.topology.is_between(stage, key.module_path, key.site):
+        leaf = value.leaf
+        if self._reader.topology.is_between(stage, leaf.module_path, leaf.site):
             return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} sends or receives it")
-        is_state = key.site in STATES and key.phase != "backward"
+        is_state = leaf.site in STATES and leaf.phase != "backward"
         if is_state or isinstance(plan, NoPlan):
             return plan
         micro_steps = [chunk.micro_step for chunk in value.chunks]
-        known = self._reader.root_batches.micro_batches((key.root, key.mode, value.step), set(value.ranks))
+        known = self._reader.root_batches.micro_batches((leaf.root, leaf.mode, value.step), set(value.ranks))
         if not is_micro_batch and (lacking := unseen(value.ranks, micro_steps, known)):
             return NoPlan("partial", lacking)
-        if stage.parts_of_loss != 1 and plan.scale is not None and key.phase == "backward":
+        if stage.parts_of_loss != 1 and plan.scale is not None and leaf.phase == "backward":
             if len(known) != stage.parts_of_loss:
                 why = f"the program does not divide the loss by its {len(known)} micro-batches; --loss sum can say so"
                 return NoPlan("per_rank", why)
@@ -209,7 +208,7 @@ class Planner:
         return plan._replace(note=(*plan.note, ("micro_batches", num_micro_batches)))
 
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
-        root, module_path, site, name, _, _ = value.key
+        root, module_path, site, name = value.leaf[:4]
         if value.chunks[0].global_shape is not None or site in NUMBERS:
             return False
         own = self._reader.topology.own_parameters
@@ -219,7 +218,7 @@ class Planner:
         return own.works_apart(root, module_path) or (is_assumed and self._reader.leaves.works_apart(value.leaf))
 
     def _report_missing_ranks(self, value: ValueRows, missing: tuple[int, ...]) -> None:
-        root, _, site, _, mode, _ = value.key
+        root, site, mode = value.leaf.root, value.leaf.site, value.leaf.mode
         when = root, mode, value.step, int(self._reader.rows.numbers("micro_step")[value.first])
         ran_elsewhere = site in STATES or any(self._reader.root_batches.ran(when, rank) for rank in missing)
         lived_on = all(self._reader.topology.last_step(rank) >= value.step for rank in missing)
@@ -237,7 +236,7 @@ class Planner:
         text = f"rank {listed(copies)} differs from rank {listed(originals)}"
         if value.group.source == "assumed" and not value.group.model_groups:
             text += _ASSUMED
-        root, module_path, site, name, _, _ = value.key
+        root, module_path, site, name = value.leaf[:4]
         if site in STATES and self._reader.topology.own_parameters.began_alike(root, module_path, name):
             text += BEGAN_ALIKE
         kind = "buffers_differ" if site == "buffer" else "replicas_differ"
@@ -248,8 +247,8 @@ class Planner:
         return plan if kind == "buffers_differ" else NoPlan(kind, text)
 
     def _add_finding(self, kind: str, value: ValueRows, ranks: tuple[int, ...], text: str) -> None:
-        key = value.key
-        self._findings.add(kind, value.first, ranks, text, key.module_path, key.site, key.name)
+        leaf = value.leaf
+        self._findings.add(kind, value.first, ranks, text, leaf.module_path, leaf.site, leaf.name)
 
 
 def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Comparison) -> _Differing:
@@ -267,7 +266,7 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
     """Refuse to join parameters that differ and belong to one rank each, and values computed with such parameters."""
-    is_state = value.key.site in STATES
+    is_state = value.leaf.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
         return plan, differing
     return NoPlan("per_rank", NOT_SHARED if is_state else NOT_OF_BATCH), _Differing()

@@ -37,8 +37,22 @@ _MINUS_ZERO = np.iinfo(np.int64).min
 """The bits of the float -0.0 as an int64."""
 
 
+class Leaf(NamedTuple):
+    """A tensor that is recorded repeatedly under one name."""
+
+    root: str
+    module_path: str
+    site: str
+    name: str
+    mode: str
+    phase: str
+    stage: int
+    call: int
+    num_dims: int
+
+
 class GroupedRows(NamedTuple):
-    """Rows grouped by value, with facts about each row and about each value."""
+    """Rows grouped by value, with facts about each row and about each value. Values are in the order of their keys."""
 
     chosen: Positions
     starts: Integers
@@ -61,12 +75,6 @@ class GroupedRows(NamedTuple):
     labels: dict[str, Keys]
     writers: Integers
     """For each value, the index of the writer of its first row."""
-
-
-class GroupedValues(NamedTuple):
-    """Rows grouped by value. Values are indexed from 0 in the order of their keys."""
-
-    rows: GroupedRows
     keys: Integers
     """For each value, the id of its key (root, module, site, name, mode, phase, step and so on)."""
     forward_keys: Integers
@@ -84,7 +92,7 @@ class RowGrouper:
         self._chunks: list[RankChunk] = []
         self._numbers: dict[RankChunk, int] = {}
 
-    def group(self, chosen: Positions) -> GroupedValues:
+    def group(self, chosen: Positions) -> GroupedRows:
         """Group rows by value, and order the rows of each value by rank."""
         rows = self._rows
         micro_batches = MicroBatches(rows, chosen, self._stages)
@@ -93,9 +101,9 @@ class RowGrouper:
         order = np.lexsort([micro_batches.micro_step, ranks, keys])
         chosen, keys, forward_keys = chosen[order], keys[order], forward_keys[order]
         starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
-        grouped = self._describe(chosen, starts, micro_batches.micro_step[order])
         sequence = in_order(rows, chosen[starts], micro_batches.stage[order][starts])
-        return GroupedValues(grouped, keys[starts], forward_keys[starts], sequence)
+        of_values = keys[starts], forward_keys[starts], sequence
+        return self._describe(chosen, starts, micro_batches.micro_step[order], *of_values)
 
     def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Integers, Integers]:
         """Return the id of each row's key. For a gradient, also return the id of its activation's key (else -1)."""
@@ -125,7 +133,10 @@ class RowGrouper:
         forward_keys[is_backward & (forward_keys < 0)] = np.iinfo(np.int64).max
         return numbers[: len(chosen)], forward_keys
 
-    def _describe(self, chosen: Positions, starts: Integers, micro_steps: Integers) -> GroupedRows:
+    def _describe(
+        self, chosen: Positions, starts: Integers, micro_steps: Integers, keys: Integers, forward_keys: Integers,
+        sequence: Integers,
+    ) -> GroupedRows:  # fmt: skip
         rows = self._rows
         ends = np.r_[starts[1:], len(chosen)]
         columns = [self._rows.keys(name, chosen).codes for name in _CHUNK]
@@ -169,6 +180,9 @@ class RowGrouper:
             statistics=np.where(is_measured, digests & POSITIVE, NONE),
             labels={name: self._rows.keys(name, chosen[starts]) for name in LABELS},
             writers=rows.writer_numbers(chosen[starts]),
+            keys=keys,
+            forward_keys=forward_keys,
+            order=sequence,
         )
 
     def chunk(self, position: int, micro_step: int) -> RankChunk:
@@ -237,15 +251,6 @@ class FindingLog:
 _COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements", "mesh")
 
 
-class Wanted(NamedTuple):
-    """The tensors of a module at one site and step, whose sharded dim is to be found."""
-
-    root: str
-    module_path: str
-    site: str
-    step: int
-
-
 class _ShardedDim(NamedTuple):
     dim: int
     size: int
@@ -278,18 +283,19 @@ class ShardingInference:
         self._counts = counts
         self._kept: tuple[int, _StepCuts] | None = None
 
-    def infer(self, wanted: Wanted, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
+    def infer(self, leaf: Leaf, step: int, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
         """Return the dim along which the chunks of ranks that share a batch are concatenated, or why it is unknown.
 
-        `known` are the dims along which the value is cut at other steps; it is empty if no step shows them.
+        The chunks are of `leaf` at `step`. `known` are the dims along which the leaf is cut at other steps; it is empty
+        if no step shows them.
         """
-        step_cuts = self._cuts_at(wanted.step)
+        step_cuts = self._cuts_at(step)
         ranks = tuple(chunk.rank for chunk in chunks)
         dims: set[int] = {*known}
-        if not dims and all(chunk.shape for chunk in chunks) and self._is_linear(wanted.root, wanted.module_path):
-            dims = _common([_by_parameters(step_cuts.parameters, wanted, chunk, ranks) for chunk in chunks])
+        if not dims and all(chunk.shape for chunk in chunks) and self._is_linear(leaf.root, leaf.module_path):
+            dims = _common([_by_parameters(step_cuts.parameters, leaf, chunk, ranks) for chunk in chunks])
         if not dims:
-            sought = [(wanted.root, chunk.rank, chunk.shape) for chunk in chunks]
+            sought = [(leaf.root, chunk.rank, chunk.shape) for chunk in chunks]
             cuts = [set() if key in step_cuts.uncut else step_cuts.activations.get(key, set()) for key in sought]
             dims = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
             if len(dims) == 1 and any(chunk.shape.count(chunk.shape[min(dims)]) > 1 for chunk in chunks):
@@ -350,16 +356,14 @@ class ShardingInference:
         }
 
 
-def _by_parameters(
-    parameters: dict[object, set[_ShardedDim]], wanted: Wanted, chunk: RankChunk, ranks: Ints
-) -> set[int]:
+def _by_parameters(parameters: dict[object, set[_ShardedDim]], leaf: Leaf, chunk: RankChunk, ranks: Ints) -> set[int]:
     """Return the tensor's last dim if it has the size of this rank's part of the linear layer's weight or bias."""
-    cuts = parameters.get((wanted.root, wanted.module_path, chunk.rank), set())
+    cuts = parameters.get((leaf.root, leaf.module_path, chunk.rank), set())
     last = len(chunk.shape) - 1
-    if values_of(wanted.site) == "input":
+    if values_of(leaf.site) == "input":
         fitting = [cut.size for cut in cuts if _is_of(cut, ranks) and cut.dim == 1]
     else:
-        fitting = [cut.size for cut in cuts if _is_of(cut, ranks) and cut.dim == 0 and wanted.site != "tap"]
+        fitting = [cut.size for cut in cuts if _is_of(cut, ranks) and cut.dim == 0 and leaf.site != "tap"]
     return {last} if chunk.shape[last] in fitting else set()
 
 

@@ -19,8 +19,8 @@ from ..layout.rules import Batch
 from ..numerics.keys import NULL, bits_of, by_key, digest
 from ..read.metadata import NONE, MetadataRows
 from ..sites import NUMBERS
-from .leaves import Comparison, Leaf, Leaves
-from .row_groups import LABELS, GroupedRows, ShardingInference
+from .leaves import Comparison, Leaves
+from .row_groups import LABELS, GroupedRows, Leaf, ShardingInference
 from .run_topology import DataParallelGroup, Topology
 
 NO_BATCH: tuple[Batch, ...] = (Batch(None),)
@@ -172,24 +172,12 @@ def _of_call(
     return batches
 
 
-class ValueKey(NamedTuple):
-    """Root, module, site, name, mode and phase of a value: the columns of `row_groups.LABELS`."""
-
-    root: str
-    module_path: str
-    site: str
-    name: str
-    mode: str
-    phase: str
-
-
 class ValueRows(NamedTuple):
     """The rows of one value, in data-parallel order, and what the manifests say about the ranks."""
 
     first: int
     """The position of the value's row with the lowest rank."""
     step: int
-    key: ValueKey
     stage: Stage | None
     """The pipeline stage that computed the value. None without a pipeline, and for scalars, which have no stage."""
     leaf: Leaf
@@ -272,10 +260,10 @@ class ValueReader:
         start, end = int(grouped.starts[number]), int(grouped.ends[number])
         first = int(grouped.chosen[start])
         step = int(self.rows.numbers("step")[first])
-        key = ValueKey(*(grouped.labels[label].text(number) for label in LABELS))
+        leaf = self.leaf(grouped, number)
         writer = int(grouped.writers[number])
-        stage = None if key.site in NUMBERS else self.topology.stages.get((writer, key.root))
-        group = self.topology.group(key.root, key.module_path, writer)
+        stage = None if leaf.site in NUMBERS else self.topology.stages.get((writer, leaf.root))
+        group = self.topology.group(leaf.root, leaf.module_path, writer)
         indices = list(range(start, end))
         if len(indices) > 1 and not group.is_sorted:
             order = {rank: i for i, rank in enumerate(group.ranks)}
@@ -283,23 +271,22 @@ class ValueReader:
         codes = tuple(grouped.codes[indices].tolist())
         chunks = [grouped.chunks[code] for code in codes]
         ranks = tuple(chunk.rank for chunk in chunks)
-        expected = self._expected_ranks(key, step, group, chunks)
+        expected = self._expected_ranks(leaf, step, group, chunks)
         positions = tuple(grouped.chosen[indices].tolist())
-        leaf = self.leaf(grouped, number)
-        own = first, step, key, stage, leaf, group, indices, codes, chunks, ranks, positions, expected
+        own = first, step, stage, leaf, group, indices, codes, chunks, ranks, positions, expected
         return ValueRows(*own, *self._split_batch(codes, chunks, group, expected))
 
     def _expected_ranks(
-        self, key: ValueKey, step: int, group: DataParallelGroup, chunks: Sequence[RankChunk]
+        self, leaf: Leaf, step: int, group: DataParallelGroup, chunks: Sequence[RankChunk]
     ) -> tuple[int, ...]:
         ranks = tuple(chunk.rank for chunk in chunks)
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
-        if key.site in NUMBERS:  # the program decides which ranks record a scalar
-            reporting = self._reporting_ranks.get((key.root, key.name), set())
+        if leaf.site in NUMBERS:  # the program decides which ranks record a scalar
+            reporting = self._reporting_ranks.get((leaf.root, leaf.name), set())
             return tuple(rank for rank in expected if rank in reporting or self.topology.last_step(rank) < step)
         if all(chunk.rank_bound == OF_ONE_RANK for chunk in chunks):
             return ranks
-        if key.site == "optim" and group.source == "fsdp" and all(chunk.shape == () for chunk in chunks):
+        if leaf.site == "optim" and group.source == "fsdp" and all(chunk.shape == () for chunk in chunks):
             return ranks  # FSDP1 keeps no step count on a rank without a part of the parameter
         return expected
 
@@ -348,7 +335,7 @@ class ValueReader:
             if len(local.chunks) < len(at):
                 at = tuple(value.positions[i] for i in local.chunks)
             seqs = self.rows.numbers("seq")[list(at)].tolist()
-        root, mode, step = value.key.root, value.key.mode, value.step
+        root, mode, step = value.leaf.root, value.leaf.mode, value.step
         if not local.has_micro_batches:
             when = root, mode, step, int(self.rows.numbers("micro_step")[value.first])
             return self.root_batches.of(when, local.ranks, seqs, local.expected)

@@ -20,7 +20,7 @@ from ..read.writers import RecordedWriter
 from ..sites import ACTIVATIONS, GRADIENTS, NUMBERS, STATES
 from .leaves import BatchDims, ChunkKeys, Leaves, Observation, Sample
 from .planner import GlobalValue, Overrides, Planner
-from .row_groups import COLUMNS, LABELS, FindingLog, GroupedValues, RowFinding, RowGrouper, Wanted
+from .row_groups import COLUMNS, LABELS, FindingLog, GroupedRows, RowFinding, RowGrouper
 from .run_topology import Topology, find_superseded
 from .value_rows import ValueReader, ValueRows
 
@@ -51,7 +51,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
 class PlannedValues:
     """The values of grouped rows. Each value is planned when it is first needed."""
 
-    def __init__(self, values: GroupedValues, planner: Planner, *, is_micro_batch: bool) -> None:
+    def __init__(self, values: GroupedRows, planner: Planner, *, is_micro_batch: bool) -> None:
         self._values = values
         self._planner = planner
         self._is_micro_batch = is_micro_batch
@@ -64,16 +64,16 @@ class PlannedValues:
 
     def holding(self, positions: Positions) -> list[GlobalValue]:
         """Return the values that have at least one of these rows, in the order of execution."""
-        rows = self._values.rows
-        is_wanted = np.logical_or.reduceat(np.isin(rows.chosen, positions), rows.starts)
-        return [self._plan(number) for number in self._values.order.tolist() if is_wanted[number]]
+        values = self._values
+        is_wanted = np.logical_or.reduceat(np.isin(values.chosen, positions), values.starts)
+        return [self._plan(number) for number in values.order.tolist() if is_wanted[number]]
 
     def _plan(self, number: int) -> GlobalValue:
         if number not in self._planned:
             forward_key = int(self._values.forward_keys[number])
             forward_number = self._number_of.get(forward_key) if forward_key >= 0 else None
             self._planned[number] = self._planner.plan(
-                self._values.rows,
+                self._values,
                 number,
                 None if forward_number is None else self._plan(forward_number),
                 is_gradient=forward_key >= 0,
@@ -161,11 +161,11 @@ class GlobalValues:
         chosen = np.flatnonzero(self.counts) if positions is None else positions
         sites, steps = self._rows.keys("site", chosen), self._rows.numbers("step")[chosen]
         chosen, steps = (some[sites.codes == sites.code("param")] for some in (chosen, steps))
-        values = self._group(chosen[steps == steps.min(initial=np.iinfo(np.int64).max)])
+        grouped = self._group(chosen[steps == steps.min(initial=np.iinfo(np.int64).max)])
         apart, shared, around, owners = (set[tuple[str, int, str]]() for _ in range(4))
-        if values is None:
+        if grouped is None:
             return apart
-        for number in range(len((grouped := values.rows).starts)):
+        for number in range(len(grouped.starts)):
             leaf = self._reader.leaf(grouped, number)
             paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
             *above, own = ((leaf.root, leaf.stage, path) for path in paths)
@@ -177,7 +177,7 @@ class GlobalValues:
                 shared.update((*above, own))
         return (apart - shared) | (owners - around)
 
-    def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedValues | None:
+    def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedRows | None:
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
         chosen = chosen[self._rows.numbers("part")[chosen] == 0]
         if without_sites:
@@ -292,11 +292,11 @@ class Sampler(Sample):
     """Infers the layouts of leaves (named tensors) from their values at the sampled steps."""
 
     def __init__(
-        self, reader: ValueReader, values: GroupedValues, apart: Callable[[], set[tuple[str, int, str]]]
+        self, reader: ValueReader, grouped: GroupedRows, apart: Callable[[], set[tuple[str, int, str]]]
     ) -> None:
         self._reader, self.apart = reader, apart
-        rows, grouped, sequence = reader.rows, values.rows, values.order
-        self.grouped, self.order = grouped, sequence
+        rows, sequence = reader.rows, grouped.order
+        self.grouped = grouped
         firsts = grouped.chosen[grouped.starts]
         stages, roots = np.full(len(firsts), NONE), grouped.labels["root"]
         for (writer, root), stage in reader.topology.stages.items():
@@ -360,7 +360,7 @@ class Sampler(Sample):
 
     def _batch_dims_of(self, value: ValueRows) -> tuple[BatchDims | None, bool]:
         """Return the dims that may be the batch (None if unknown), and whether all ranks had the same batch."""
-        batch = self._reader.batches(value, is_later=value.key.phase in ("recompute", "backward"))[0]
+        batch = self._reader.batches(value, is_later=value.leaf.phase in ("recompute", "backward"))[0]
         shapes = [value.chunks[i].shape for i in value.local_batches.chunks]
         if batch.sizes is None or len(batch.sizes) != len(shapes) or len({len(shape) for shape in shapes}) > 1:
             return None, batch.is_shared
@@ -377,8 +377,8 @@ class Sampler(Sample):
     def cut(self, number: int, some: ChunkKeys) -> int | NoPlan | None:
         value = self._reader.read(self.grouped, number)
         numbers = _numbers_of(value.chunks, some)
-        wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
-        return self._reader.sharding.infer(wanted, [value.chunks[i] for i in numbers]) if numbers else None
+        chunks = [value.chunks[i] for i in numbers]
+        return self._reader.sharding.infer(value.leaf, value.step, chunks) if chunks else None
 
 
 def _are_of_one_batch(value: ValueRows, numbers: Sequence[int]) -> bool:
