@@ -71,9 +71,7 @@ class StepRows:
         """Yield a table for each range of steps, sorted by rank and `seq`. Rows of superseded attempts are left out."""
         for steps in self.ranges:
             table = pa.concat_tables([self._schema.empty_table(), *self._tables_of(steps)])
-            table = table.unify_dictionaries().combine_chunks()
-            counts = self._attempts.counting(table)
-            table = table if counts.all() else table.filter(pa.array(counts))
+            table = self._attempts.counting(table.unify_dictionaries().combine_chunks())
             order = np.lexsort([integers(table.column("seq")), integers(table.column("rank"))])
             yield table.take(pa.array(order))
 
@@ -101,7 +99,7 @@ def step_rows(
 
 
 def _tables(schema: Any, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
-    for table in first_parts(writers, steps, schema.names, is_all=False):
+    for table in first_parts(writers, steps, schema.names):
         if _RECOMPUTED in table.column("phase").unique().to_pylist():
             table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
         yield with_coded_texts(table, schema)

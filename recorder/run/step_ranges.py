@@ -76,16 +76,8 @@ def cut_evenly(first: int, end: int, num_rows: int, max_rows: int) -> list[Steps
     return [(start, min(start + length, end)) for start in range(first, end, length)]
 
 
-class AttemptSteps(NamedTuple):
-    """The steps of one attempt in [first, last)."""
-
-    attempt: int
-    first: int
-    last: int
-
-
-def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
-    """Return ranges of steps that cover all rows that the ranks recorded, sorted by attempt and step."""
+def attempt_step_ranges(run: Run) -> list[tuple[int, int, int]]:
+    """Return ranges (attempt, first, last) of steps that cover all rows that the ranks recorded, in this order."""
     sizes_of: dict[int, list[StepSizes]] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -95,24 +87,20 @@ def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
                     of_attempt = batch.filter(column_of(attempts == attempt))
                     sizes_of.setdefault(attempt, []).append(StepSizes.of([of_attempt]))
     return [
-        AttemptSteps(attempt, *step_range[:2])
+        (attempt, *step_range[:2])
         for attempt, sizes in sorted(sizes_of.items())
         for step_range in StepSizes.sum(sizes).cut(MAX_ROWS, MAX_BYTES)
     ]
 
 
-def first_parts(
-    writers: Iterable[RecordedWriter], steps: Steps, columns: Sequence[str], *, is_all: bool
-) -> Iterator[Any]:
-    """Yield those rows of some steps that are the first part of a tensor, one table for each batch.
-
-    Rows of other steps in a batch are left out. `is_all` is True if `steps` covers the complete run, so that no batch
-    has to be compared with `steps`.
-    """
+def first_parts(writers: Iterable[RecordedWriter], steps: Steps | None, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield those rows of some steps (None: all) that are the first part of a tensor, one table for each batch."""
     for shard in (shard for writer in writers for shard in writer.shards):
-        for batch in shard.columns((*columns, "part"), None if is_all else steps):
+        for batch in shard.columns((*columns, "part"), steps):
             at, part = (array_of(batch.column(name)) for name in ("step", "part"))
-            is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
+            is_wanted = part == 0
+            if steps is not None:  # a batch may also have rows of other steps
+                is_wanted &= (at >= steps[0]) & (at < steps[1])
             table = pa.Table.from_batches([batch])
             yield table if is_wanted.all() else table.filter(column_of(is_wanted))
 
@@ -257,11 +245,11 @@ class Attempts:
             batches = (b for writer in run.writers for shard in writer.shards for b in shard.columns(["attempt"]))
             self._is_one = len({one for batch in batches for one in batch.column("attempt").unique().to_pylist()}) < 2
 
-    def counting(self, table: Any) -> npt.NDArray[np.bool_]:
-        """Flag the rows that count. If attempts share a step, the newest attempt that completed it counts."""
-        steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
+    def counting(self, table: Any) -> Any:
+        """Return the rows that count. If attempts share a step, the newest attempt that completed it counts."""
         if self._is_one:
-            return np.ones(len(steps), np.bool_)
+            return table
+        steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         run, topology = self._run, self._run.topology
         if not self._newest.keys() >= set(np.unique(steps).tolist()):
             steps_of = {}
@@ -273,7 +261,7 @@ class Attempts:
             }
             winners = {step: attempt_at[launch] for step, launch in topology.winners(steps_of).items()}
             self._newest = winners | self._newest
-        return ~find_superseded(self._newest, attempts, steps)
+        return table.filter(column_of(~find_superseded(self._newest, attempts, steps)))
 
 
 SEES_AS_HERE = "every worker must see runs and output at the same paths as this process"

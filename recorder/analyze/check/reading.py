@@ -94,10 +94,8 @@ class RunRows:
         ranges = self._ranges()
         with closing(self._read(ranges)) as tables:
             for table in tables:
-                counts = attempts.counting(table)
-                if not counts.all():
-                    self.num_superseded += int((~counts).sum())
-                    table = table.filter(pa.array(counts))
+                num_rows, table = table.num_rows, attempts.counting(table)
+                self.num_superseded += num_rows - table.num_rows
                 self.steps |= set(table.column("step").unique().to_pylist())
                 if table.num_rows:
                     rows = self._as_rows(table)
@@ -203,7 +201,7 @@ class _Recorded:
 
     def __call__(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         sources = dict.fromkeys(SOURCES[name] for name in self.details)
-        for table in first_parts(writers, steps, (*self._wanted, *sources), is_all=steps == _EVERY):
+        for table in first_parts(writers, None if steps == _EVERY else steps, (*self._wanted, *sources)):
             if _RECOMPUTED in table.column("phase").unique().to_pylist():
                 table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
             yield self.of(table)

@@ -118,8 +118,7 @@ def _probe(run: Run, max_rows: int) -> Iterator[Any]:
 def _rows(run: Run, max_rows: int) -> Iterator[Any]:
     attempts = Attempts(run)
     for steps in run.view().windows(max_rows) or []:
-        table = run.table(list(METADATA_COLUMNS), steps=steps)
-        yield table.filter(pa.array(attempts.counting(table)))
+        yield attempts.counting(run.table(list(METADATA_COLUMNS), steps=steps))
 
 
 CONFIGURED = "recorder"

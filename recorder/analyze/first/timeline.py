@@ -113,11 +113,9 @@ class Timeline:
         # A probe on a device writes the row of a value that turned NaN or infinite late, after the scalars of the step.
         in_time[-1] = in_time[-1] - np.where(holds(table.column("note"), is_counted_at_least), _LATEST, 0)
         table = table.take(pa.array(np.lexsort(in_time[::-1])))
-        counts = attempts.counting(table)
-        self.num_superseded = int((~counts).sum())
+        num_rows, table = table.num_rows, attempts.counting(table)
+        self.num_superseded = num_rows - table.num_rows
         """The number of rows that the timeline leaves out because a restart repeated their steps."""
-        if self.num_superseded:
-            table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
         # The index of a row among the rows of its rank and step serves as a time that is common to all ranks.
         is_other_rank = (np.diff(ranks) != 0) & (not run.is_merged)
@@ -199,8 +197,7 @@ class Timeline:
 
 def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
     """Yield the rows of some writers at `steps`, one row per tensor. Each batch is a table with encoded texts."""
-    every = _BEGINNING, -_BEGINNING
-    for table in first_parts(writers, steps or every, _COLUMNS, is_all=steps is None):
+    for table in first_parts(writers, steps, _COLUMNS):
         yield with_coded_texts(table, _SCHEMA)
 
 
