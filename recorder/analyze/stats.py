@@ -20,7 +20,7 @@ from ..errors import LookupFailedError, not_installed
 from ..layout.placement import reduce_op
 from ..numerics.distributions import HISTOGRAM_LEGEND, histogram_lines, histogram_of_row, subnormal_count
 from ..numerics.keys import VALUE_KEY, by_key, codes, group, group_rows, holds
-from ..numerics.moments import added_by_group, combine_rows
+from ..numerics.moments import added_by_group, combine_rows, long_form
 from ..rules import hint
 from ..run.notes import MissingRanks, Problems, without_numbers
 from ..run.reply import Reply, Table, table_of
@@ -262,12 +262,7 @@ def as_long(table: Any) -> Any:
     """Return a table with one row for each non-null number of `table`."""
     keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED, INNER)]
     keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
-    tables = []
-    for statistic in _NUMBERS:
-        known = table.filter(pc.field(statistic).is_valid())
-        of_one = known.select(keys).append_column("statistic", pa.repeat(statistic, known.num_rows))
-        tables.append(of_one.append_column("value", known.column(statistic).cast(pa.float64())))
-    return pa.concat_tables(tables)
+    return long_form(table, keys, _NUMBERS)
 
 
 def inner_leaves(table: Any) -> Any:

@@ -222,6 +222,17 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
     return head | columns | counts
 
 
+def long_form(table: Any, keys: Sequence[str], statistics: Sequence[str]) -> Any:
+    """Return a table with a row for each non-null number: the columns `keys`, ``statistic`` (a name) and ``value``."""
+    schema = pa.schema([*map(table.schema.field, keys), ("statistic", pa.string()), ("value", pa.float64())])
+    tables = [schema.empty_table()]
+    for name in statistics:
+        known = table.filter(table.column(name).is_valid())
+        columns = [*known.select(keys).columns, pa.repeat(name, known.num_rows), known.column(name).cast(pa.float64())]
+        tables.append(pa.table(columns, schema=schema))
+    return pa.concat_tables(tables)
+
+
 def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
     """Return the numbers of NaN and of infinite elements. A complex element with a NaN part counts as NaN."""
     if array.dtype.kind in "biu":

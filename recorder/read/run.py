@@ -26,6 +26,7 @@ from ..format.manifest import EXCEPTION, Jitter, RecordedModule, RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
 from ..numerics.keys import array_of, by_key, column_of
+from ..numerics.moments import long_form
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import listed
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
@@ -268,7 +269,8 @@ class RecordedRun:
             LookupFailedError: there is no such statistic.
         """
         chosen = choose_statistics(statistics)
-        return to_long(self.table([*LONG_KEY, *chosen], filter), chosen)
+        frame: pandas.DataFrame = long_form(self.table([*LONG_KEY, *chosen], filter), LONG_KEY, chosen).to_pandas()
+        return frame
 
     def load_balances(self) -> None:
         """Read each writer's counts of recorded and lost rows. In an object store, several are read at once."""
@@ -338,21 +340,6 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
     if importlib.util.find_spec("pandas") is None:
         raise ImportError(not_installed("to_long", "pandas", "analysis"))
     return chosen
-
-
-def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
-    """Return `wide`, which has a column for each statistic, as a frame with `LONG_KEY`, `statistic` and `value`."""
-    tables = []
-    for name in statistics:
-        some = wide.filter(wide.column(name).is_valid())
-        value = some.column(name).cast(pa.float64())
-        statistic = pa.array([name], pa.string()).take(pa.array([0] * some.num_rows, pa.int32()))
-        tables.append(some.select(LONG_KEY).append_column("statistic", statistic).append_column("value", value))
-    if not tables:
-        tables = [wide.select(LONG_KEY).slice(0, 0).append_column("statistic", pa.array([], pa.string()))]
-        tables[0] = tables[0].append_column("value", pa.array([], pa.float64()))
-    frame: pandas.DataFrame = pa.concat_tables(tables).to_pandas()
-    return frame
 
 
 _MAX_LISTED = 5
