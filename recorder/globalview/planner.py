@@ -106,14 +106,16 @@ class Planner:
         override = find_override(self._overrides, value.leaf.module_path, value.leaf.site, value.leaf.name)
         comparison = self._reader.compare(grouped, number, value)
         plan, batch = self._decide(value, comparison, override, forward, is_gradient=is_gradient)
-        if override is None and value.leaf.site not in STATES:
+        is_state = value.leaf.site in STATES
+        if override is None and not is_state:
             plan = _refuse_equal_summands(plan, value.chunks, comparison)
         if value.stage is not None:
             plan = self._fit_into_pipeline(plan, value, value.stage, is_micro_batch=is_micro_batch)
         differing = _find_differing_copies(plan, value.leaf.site, comparison)
         is_own = self._is_of_own_parameters(value)
-        if is_own and override is None:
-            plan, differing = _leave_with_ranks(plan, value, differing)
+        is_shared = is_state and not differing.copies and isinstance(plan, Plan)
+        if is_own and override is None and not is_shared:  # parameters of one rank each, or made from such parameters
+            plan, differing = NoPlan("per_rank", NOT_SHARED if is_state else NOT_OF_BATCH), _Differing()
         present = dict.fromkeys(value.ranks)
         missing = tuple(rank for rank in value.expected if rank not in present)
         if value.chunks[0].rank_bound == TURNED and (missing or isinstance(plan, NoPlan)):
@@ -262,14 +264,6 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
         if comparison.among((original, copy)).are_unequal()
     ]
     return _Differing(tuple(copy for _, copy in pairs), tuple(dict.fromkeys(original for original, _ in pairs)))
-
-
-def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Refuse to join parameters that differ and belong to one rank each, and values computed with such parameters."""
-    is_state = value.leaf.site in STATES
-    if is_state and not differing.copies and isinstance(plan, Plan):
-        return plan, differing
-    return NoPlan("per_rank", NOT_SHARED if is_state else NOT_OF_BATCH), _Differing()
 
 
 def _refuse_equal_summands(plan: Plan | NoPlan, chunks: Sequence[RankChunk], comparison: Comparison) -> Plan | NoPlan:

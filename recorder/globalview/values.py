@@ -94,9 +94,9 @@ class GlobalValues:
         overrides: Overrides,
         is_same: Callable[[Sequence[int]], bool | None],
         items_of: Callable[[int], npt.NDArray[Any] | None],
-        leaves: Leaves | None = None,
+        leaves: Leaves,
     ) -> None:
-        """Load the columns that every query needs. Without `leaves`, layouts are inferred from these rows."""
+        """Load the columns that every query needs."""
         rows.load(COLUMNS)
         self._rows = rows
         self._topology = topology
@@ -105,7 +105,6 @@ class GlobalValues:
         """True for each row that counts: rows of another run do not, nor rows that a later attempt recorded again."""
         for text in missing_stages(topology.stages):
             self._log.add("partial", None, (), text)
-        leaves = leaves or Leaves(self.sample)
         self._reader = ValueReader(rows, topology, self.counts, leaves, is_same=is_same, items_of=items_of)
         self._grouper = RowGrouper(rows, topology.stages)
         self._planner = Planner(self._reader, overrides, loss, self._log)
@@ -116,8 +115,8 @@ class GlobalValues:
     def findings(self) -> list[RowFinding]:
         return self._log.findings
 
-    def values(self, positions: Positions | None = None) -> Iterator[GlobalValue]:
-        """Yield the values of some rows (None: all rows) in the order of execution, except rows that do not count."""
+    def values(self, positions: Positions) -> Iterator[GlobalValue]:
+        """Yield the values of some rows in the order of execution, except rows that do not count."""
         values = self._group(positions)
         if values is not None:
             yield from PlannedValues(values, self._planner, is_micro_batch=False)
@@ -150,17 +149,16 @@ class GlobalValues:
         """Return the `layout_source` of a value's first row. Empty if the row has none. The column must be loaded."""
         return self._rows.text("layout_source", value.positions[0]) or ""
 
-    def sample(self, positions: Positions | None = None) -> Sample | None:
+    def sample(self, positions: Positions) -> Sample | None:
         """Sample these rows' values, without states and scalars, which need no sample. Return None if none are left."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
         apart = cache(partial(self._find_apart, positions))
         return None if values is None else Sampler(self._reader, values, apart)
 
-    def _find_apart(self, positions: Positions | None) -> set[tuple[str, int, str]]:
+    def _find_apart(self, positions: Positions) -> set[tuple[str, int, str]]:
         """Return root, stage and path of modules whose first recorded (not constant) parameters differ by rank."""
-        chosen = np.flatnonzero(self.counts) if positions is None else positions
-        sites, steps = self._rows.keys("site", chosen), self._rows.numbers("step")[chosen]
-        chosen, steps = (some[sites.codes == sites.code("param")] for some in (chosen, steps))
+        sites, steps = self._rows.keys("site", positions), self._rows.numbers("step")[positions]
+        chosen, steps = (some[sites.codes == sites.code("param")] for some in (positions, steps))
         grouped = self._group(chosen[steps == steps.min(initial=np.iinfo(np.int64).max)])
         apart, shared, around, owners = (set[tuple[str, int, str]]() for _ in range(4))
         if grouped is None:
@@ -177,8 +175,8 @@ class GlobalValues:
                 shared.update((*above, own))
         return (apart - shared) | (owners - around)
 
-    def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedRows | None:
-        chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
+    def _group(self, positions: Positions, without_sites: Sequence[str] = ()) -> GroupedRows | None:
+        chosen = positions[self.counts[positions]]
         chosen = chosen[self._rows.numbers("part")[chosen] == 0]
         if without_sites:
             sites = self._rows.keys("site", chosen)

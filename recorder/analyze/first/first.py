@@ -107,7 +107,8 @@ def first(run: Run) -> First:
     ranges = run.view().windows(RANGE_ROWS)
     with cut_rows(run, ranges, whole_rows) as tables_of:
         for steps in ranges if len(ranges) > 1 else [None]:
-            timeline = Timeline(run, attempts, steps, firsts, tables_of(steps) if steps else None)
+            tables = tables_of(steps) if steps else whole_rows(run.writers, None)
+            timeline = Timeline(run, attempts, steps, tables, firsts)
             firsts = nonfinite.add(timeline)
             replicas.add(timeline)
             num_superseded += timeline.num_superseded
@@ -150,7 +151,7 @@ def first_nonfinite(run: Run, until: int) -> NonFiniteTensor | None:
     ranges = [steps for steps in run.view().windows(RANGE_ROWS) if steps[0] <= until]
     with cut_rows(run, ranges, whole_rows) as tables_of:
         for steps in ranges:
-            firsts = finder.add(Timeline(run, attempts, steps, firsts, tables_of(steps)))
+            firsts = finder.add(Timeline(run, attempts, steps, tables_of(steps), firsts))
             if finder.first is not None:
                 break
     return finder.first if finder.first is not None and finder.first.value.step <= until else None

@@ -160,7 +160,7 @@ def compare_replicas(run: Run, mapper: Mapper = map_serially) -> ReplicaFinder:
     attempts, finder = Attempts(run), ReplicaFinder(run, reads_payloads=False)
     ranges = run.view().windows(RANGE_ROWS)
     for steps, tables in zip(ranges, read_ranges(run, ranges, _rows_of_states, mapper), strict=True):
-        finder.add(Timeline(run, attempts, steps, tables=tables))
+        finder.add(Timeline(run, attempts, steps, tables))
     return finder
 
 

@@ -95,17 +95,16 @@ class Timeline:
     """
 
     def __init__(
-        self, run: Run, attempts: Attempts, steps: tuple[int, int] | None = None, firsts: FirstRows | None = None,
-        tables: Iterable[Any] | None = None,
+        self, run: Run, attempts: Attempts, steps: tuple[int, int] | None, tables: Iterable[Any],
+        firsts: FirstRows | None = None,
     ) -> None:  # fmt: skip
-        """Load the rows of `steps` = (first, last), without the step `last`. None means all steps.
+        """Load the `tables` of `whole_rows` for `steps` = (first, last), without the step `last`. None means all steps.
 
         `attempts` has seen the rows of all writers at these steps, or sees them now. `firsts` are the first records of
-        values at earlier steps. `tables` are the tables of `whole_rows` for these steps; None reads all writers.
+        values at earlier steps.
         """
         self.run, self.attempts, self.steps = run, attempts, steps
         self.firsts = firsts
-        tables = whole_rows(run.writers, steps) if tables is None else tables
         table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
         # In a merged run, rows for all ranks and rows of single ranks are numbered apart. So the time orders them.
         columns = ("attempt", "step", "time_ns") if run.is_merged else TIME_ORDER
@@ -147,7 +146,7 @@ class Timeline:
         assert self.steps is not None, "only a range of steps has earlier steps"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
-        return Timeline(self.run, self.attempts, steps, tables=whole_rows(writers, steps))
+        return Timeline(self.run, self.attempts, steps, whole_rows(writers, steps))
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
         """Return a mask of the rows that have `value` in the column `name`. None stands for null."""
