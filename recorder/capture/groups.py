@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,23 +66,24 @@ def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | Non
 
 
 def _beside(mesh: Any, elsewhere: set[int]) -> ModelParallel | None:
-    coordinate, grid = mesh.get_coordinate(), np.array(mesh.mesh.tolist())
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         return None
-    index: list[Any] = list(coordinate)
-    for axis in range(mesh.ndim):
-        line = grid[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
-        if len(line) > 1 and not elsewhere.issuperset(line):
-            index[axis] = slice(None)
-    axes = [axis for axis, at in enumerate(index) if isinstance(at, slice)]
+    lines = [_along([axis], mesh).tolist() for axis in range(mesh.ndim)]
+    axes = [axis for axis, line in enumerate(lines) if len(line) > 1 and not elsewhere.issuperset(line)]
     if not axes:
         return None
-    ranks, names = grid[tuple(index)], mesh.mesh_dim_names
+    ranks, names = _along(axes, mesh), mesh.mesh_dim_names
     return {
         "ranks": ranks.flatten().tolist(),
         "shape": list(ranks.shape),
         "dim_names": [names[axis] for axis in axes] if names else None,
     }
+
+
+def _along(axes: Collection[int | None], mesh: Any) -> npt.NDArray[np.int64]:
+    """Return the ranks of a mesh that differ from this rank along some axes alone, as a grid of these axes."""
+    grid = np.array(mesh.mesh.tolist())
+    return grid[tuple(slice(None) if axis in axes else at for axis, at in enumerate(mesh.get_coordinate()))]
 
 
 def wrappers_around(root: nn.Module) -> list[nn.Module]:
@@ -108,7 +110,10 @@ def _data_parallel(module: nn.Module) -> DataParallel | None:
         state = module._get_fsdp_state()
         group = next(iter(getattr(state, "_fsdp_param_groups", ())), None)
         group = group or getattr(state, "_fsdp_param_group", None)  # torch 2.9 has one parameter group, under this name
-        return {"kind": "fsdp2", "ranks": _mesh_ranks(group.mesh_info)} if group is not None else None
+        if group is None:
+            return None
+        axes = [group.mesh_info.replicate_mesh_dim, group.mesh_info.shard_mesh_dim]
+        return {"kind": "fsdp2", "ranks": _along(axes, group.mesh_info.mesh).flatten().tolist()}
     replicate = loaded("torch.distributed._composable.replicate", "replicate")
     state = replicate.state(module) if replicate is not None and type(module).__name__.startswith("DDP") else None
     wrapper = getattr(state, "_ddp_weakref", lambda: None)()
@@ -118,16 +123,6 @@ def _data_parallel(module: nn.Module) -> DataParallel | None:
 def _ddp(wrapper: Any) -> DataParallel:
     broadcasts = bool(wrapper.broadcast_buffers)
     return {"kind": "ddp", "ranks": [*ranks_of(wrapper.process_group)], "broadcast_buffers": broadcasts}
-
-
-def _mesh_ranks(info: Any) -> list[int]:
-    """Return the ranks of this rank's data-parallel slice of an FSDP2 mesh, in row-major order."""
-    axes = {info.replicate_mesh_dim, info.shard_mesh_dim}
-    coordinate = info.mesh.get_coordinate()
-    ranks = [info.mesh.mesh.tolist()]
-    for axis in range(info.mesh.ndim):
-        ranks = [rank for row in ranks for rank in (row if axis in axes else [row[coordinate[axis]]])]
-    return ranks
 
 
 def fsdp1_ranks(wrapper: Any) -> list[int]:
@@ -218,9 +213,9 @@ def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel 
 
 def _is_cut(spec: Any, elsewhere: set[int]) -> bool:
     """Whether a DTensor is sharded along a mesh axis on which all ranks are in `elsewhere`, the data-parallel ranks."""
-    coordinate, grid = spec.mesh.get_coordinate(), np.array(spec.mesh.mesh.tolist())
-    for axis, placement in enumerate(spec.placements if coordinate is not None else ()):
-        line = grid[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
+    is_outside = spec.mesh.get_coordinate() is None
+    for axis, placement in enumerate(() if is_outside else spec.placements):
+        line = _along([axis], spec.mesh).tolist()
         if len(line) > 1 and "Shard" in type(placement).__name__ and elsewhere.issuperset(line):
             return True
     return False
