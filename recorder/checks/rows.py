@@ -389,22 +389,6 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
     return memory[lanes]
 
 
-def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return how many flagged rows in succession end at each row. The rows are sorted by lane (a value on one rank).
-
-    `memory` has the lengths at the end of earlier batches, so that a streak may go on in this batch.
-    """
-    indices = np.arange(len(lanes))
-    firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
-    last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
-    is_unbroken = last_unset < firsts
-    lengths = indices - np.where(is_unbroken, firsts - 1, last_unset)
-    lengths = lengths + np.where(is_unbroken, memory[lanes], 0).astype(np.int64)
-    is_last = ends(lanes)
-    memory[lanes[is_last]] = lengths[is_last].astype(np.float64)
-    return np.asarray(lengths, np.int64)
-
-
 class Streaks:
     """Finds, for each value on each rank, when a condition has first held for some records in a row."""
 
@@ -418,12 +402,16 @@ class Streaks:
 
         Rows are sorted by lane (a series on one rank).
         """
-        lengths = streaks(lanes, flags, self._lengths)
         indices = np.arange(len(lanes))
         firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
+        last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
+        is_unbroken = last_unset < firsts  # in this batch; the streak may have begun in an earlier one
+        lengths = indices - np.where(is_unbroken, firsts - 1, last_unset)
+        lengths += np.where(is_unbroken, self._lengths[lanes], 0).astype(np.int64)
         starts = indices - np.maximum(lengths, 1) + 1
         since = np.where(starts >= firsts, steps[np.maximum(starts, 0)], self._since[lanes])
         is_last = ends(lanes)
+        self._lengths[lanes[is_last]] = lengths[is_last].astype(np.float64)
         self._since[lanes[is_last]] = since[is_last]
         return lengths, since
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
-from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous, streaks
+from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
 _LEAST_DEVIATION = 0.01
@@ -142,8 +142,7 @@ class _Variance(CheckRule):
         return key.site == "buffer" and key.name.endswith(RUNNING_VARIANCE)
 
     def is_late(self, rows: Rows) -> Flags:
-        num = streaks(rows.lanes, np.ones(len(rows), np.bool_), self._num)
-        return np.asarray(num > self.thresholds["after"])
+        return np.asarray(self._num.sums(rows.lanes, np.ones(len(rows))) > self.thresholds["after"])
 
 
 class _Leaping(_Variance, StreakRule):
@@ -180,7 +179,7 @@ class _Still(_Variance, StreakRule):
 
     def set_up(self) -> None:
         super().set_up()
-        self._first, self._lengths, self._batches = Memory(), Memory(0.0), Memory()
+        self._first, self._batches, self._still = Memory(), Memory(), Streaks()
 
     def wants(self, key: SeriesKey) -> bool:
         return super().wants(key) or (key.site == "buffer" and key.name.endswith("num_batches_tracked"))
@@ -201,7 +200,7 @@ class _Still(_Variance, StreakRule):
         """Judge by how many records in a row the norm's counter has grown while its variance kept its first value."""
         values, (is_variance, _, num_new) = rows["mean"], self.batches(rows)
         is_still = is_variance & (num_new > 0) & (values > 0) & (values == began(rows.lanes, values, self._first))
-        return is_still, streaks(rows.lanes, is_still, self._lengths).astype(np.float64)
+        return is_still, self._still.lengths(rows.lanes, rows.steps, is_still)[0].astype(np.float64)
 
 
 class _Forgetful(_Still):
