@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, NotARunError
 from ..merge.unit import is_problem
 from ..run.notes import RowFinding, damage, left_out
-from ..run.reply import Reply, Table, plain, table_of
+from ..run.reply import Reply, Table, plain
 from ..run.run import Run
 from ..run.selection import Selection
 from ..system.text import counted, grouped
@@ -94,7 +94,7 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
         steps = f"step {answer.first_step}"
         if answer.last_step > answer.first_step:
             steps = f"steps {answer.first_step} to {answer.last_step}"
-        yield table_of(
+        yield Table(
             ("layout", "ground", "values", "for example"),
             [[way.layout, way.ground, f"{way.num_values:,}", way.example] for way in answer.ways],
             numbers=("values",),

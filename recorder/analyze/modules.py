@@ -19,7 +19,7 @@ from ..numerics.units import Units
 from ..rules import hint
 from ..run.finding import shortest_text_of
 from ..run.notes import dump_members, dump_note, jitter_note, sent_note
-from ..run.reply import Reply, Table, table_of
+from ..run.reply import Reply, Table
 from ..run.run import Run
 from ..run.selection import Selection
 from ..sites import SITES
@@ -260,11 +260,11 @@ def _table(
     """Return a table. A last column of empty reasons is left out. With `dull`, columns of only zero counts are, too."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
-    return table_of(
+    return Table(
         titles, lines, numbers=[name for name in titles if name not in texts],
         whole=("trend", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
         prose=("sites", WHY), drops=drops, title=title, subtitle=subtitle,
-        dull={name.removesuffix("_count"): "0" for name in COUNTS} if dull else None,
+        dull={name.removesuffix("_count"): "0" for name in COUNTS} if dull else {},
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from ..numerics.keys import VALUE_KEY, by_key, codes, group, group_rows, holds
 from ..numerics.moments import added_by_group, combine_rows, long_form
 from ..rules import hint
 from ..run.notes import MissingRanks, Problems, without_numbers
-from ..run.reply import Reply, Table, table_of
+from ..run.reply import Reply, Table
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
 from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
@@ -463,7 +463,7 @@ def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, ha
         [drawn[name][index] if name in drawn else _cell(name, row[name]) for name in shown]
         for index, row in enumerate(rows)
     ]
-    return table_of(
+    return Table(
         list(map(_title, shown)), cells, numbers=[_title(name) for name in shown if name not in _TEXTS],
         whole=("site", "shape", "dtype", HISTOGRAM), prose=(WHY,),
         drops=[_title(name) for name in _DROPS if name != sorted_by],

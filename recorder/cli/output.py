@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
-from ..run.reply import Aside, LiveTable, Reply, StateLine, Table, TableColumn
+from ..run.reply import Aside, LiveTable, Reply, StateLine, Table
 from ..system.text import for_json, printable, printable_line
 
 _DASH = "-"
@@ -63,22 +63,22 @@ def fitted(table: Table, width: int) -> list[Any]:
     from rich.text import Text
 
     rows = _printable_cells(table)
-    cells_of = list(zip(*rows, strict=True)) or [()] * len(table.columns)
-    dull = [number for number, column in enumerate(table.columns) if set(cells_of[number]) == {column.dull}]
+    cells_of = list(zip(*rows, strict=True)) or [()] * len(table.titles)
+    dull = [number for number, name in enumerate(table.titles) if set(cells_of[number]) == {table.dull.get(name)}]
     measured = {
-        number: _ColumnWidths.of(column, cells_of[number])
-        for number, column in enumerate(table.columns)
+        number: _ColumnWidths.of(table, name, cells_of[number])
+        for number, name in enumerate(table.titles)
         if number not in dull
     }
-    widths = _fit(measured, width)
+    widths = _fit(measured, table.drops, width)
     kept = list(widths)
     titles = ((table.title, "bold"), (table.subtitle, ""))
     renderables: list[Any] = [Text(printable_line(title), style=style) for title, style in titles if title]
     fits = sum(measured[number].natural for number in kept) + 3 * len(kept) - 1 <= width
-    has_lines = fits and len(kept) + len(dull) == len(table.columns)
-    renderables.append(_rich_table(table.columns, rows, widths, has_lines=has_lines))
-    dropped = [column.title for number, column in enumerate(table.columns) if number not in (*kept, *dull)]
-    left_out = [f"{table.columns[number].title} (all {table.columns[number].dull})" for number in dull] + dropped
+    has_lines = fits and len(kept) + len(dull) == len(table.titles)
+    renderables.append(_rich_table(table, rows, widths, has_lines=has_lines))
+    dropped = [name for number, name in enumerate(table.titles) if number not in (*kept, *dull)]
+    left_out = [f"{table.titles[number]} (all {table.dull[table.titles[number]]})" for number in dull] + dropped
     if left_out:
         renderables.append(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
     return renderables
@@ -100,39 +100,40 @@ def _printable_cells(table: Table) -> list[list[str]]:
     return [[printable(cell) or _DASH for cell in row] for row in table.rows]
 
 
-def _rich_table(
-    columns: Sequence[TableColumn], rows: list[list[str]], widths: dict[int, int], *, has_lines: bool
-) -> Any:
+def _rich_table(table: Table, rows: list[list[str]], widths: dict[int, int], *, has_lines: bool) -> Any:
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
 
     padding = (0, 1) if has_lines else (0, 2, 0, 0)
-    table = RichTable(box=box.SIMPLE_HEAD if has_lines else None, pad_edge=False, padding=padding)
+    shown = RichTable(box=box.SIMPLE_HEAD if has_lines else None, pad_edge=False, padding=padding)
     for number, width in widths.items():
-        justify: Literal["left", "right"] = "right" if columns[number].is_number else "left"
-        table.add_column(Text(columns[number].title), justify=justify, overflow="fold", width=width)
+        name = table.titles[number]
+        justify: Literal["left", "right"] = "right" if name in table.numbers else "left"
+        shown.add_column(Text(name), justify=justify, overflow="fold", width=width)
     for row in rows:
-        table.add_row(*(Text(_folded(row[number], columns[number], width)) for number, width in widths.items()))
-    return table
+        cells = ((row[number], table.titles[number] in table.prose, width) for number, width in widths.items())
+        shown.add_row(*(Text(cell if is_prose else _folded(cell, width)) for cell, is_prose, width in cells))
+    return shown
 
 
 def _print_plain(table: Table) -> None:
     for title in (table.title, table.subtitle):
         if title:
             print(printable_line(title))
-    lines = [[column.title for column in table.columns], *_printable_cells(table)]
+    lines = [list(table.titles), *_printable_cells(table)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     for line in lines:
         cells = [
-            cell.rjust(width) if column.is_number else cell.ljust(width)
-            for cell, width, column in zip(line, widths, table.columns, strict=True)
+            cell.rjust(width) if name in table.numbers else cell.ljust(width)
+            for cell, width, name in zip(line, widths, table.titles, strict=True)
         ]
         print("  ".join(cells).rstrip())
 
 
 class _ColumnWidths(NamedTuple):
-    column: TableColumn
+    title: str
+    is_prose: bool
     natural: int
     of_words: int
     """The width of the column if its title is folded between words."""
@@ -140,38 +141,39 @@ class _ColumnWidths(NamedTuple):
     """The width of the column if its cells are folded, too. Equal to `of_words` for columns that must not fold."""
 
     @classmethod
-    def of(cls, column: TableColumn, cells: Sequence[str]) -> _ColumnWidths:
+    def of(cls, table: Table, title: str, cells: Sequence[str]) -> _ColumnWidths:
         from rich.cells import cell_len
 
         def widest(texts: Iterable[str]) -> int:
             return max(map(cell_len, texts), default=0)
 
         whole = widest(cells)
-        of_words = max(widest(column.title.split()), whole)
+        of_words = max(widest(title.split()), whole)
         least = of_words
-        if column.is_prose:
+        is_prose = title in table.prose
+        if is_prose:
             least = max(widest(word for cell in cells for word in cell.split()), _MIN_PROSE)
-        elif not column.is_number and not column.is_whole:
+        elif title not in table.numbers and title not in table.whole:
             parts = widest(part.rstrip() for cell in cells for part in _JOINTS.findall(cell))
-            least = max(min(parts, _MAX_JOINT_WIDTH), _MIN_TEXT, widest(column.title.split()))
-        return cls(column, max(cell_len(column.title), whole), of_words, min(least, of_words))
+            least = max(min(parts, _MAX_JOINT_WIDTH), _MIN_TEXT, widest(title.split()))
+        return cls(title, is_prose, max(cell_len(title), whole), of_words, min(least, of_words))
 
 
-def _fit(measured: dict[int, _ColumnWidths], width: int) -> dict[int, int]:
+def _fit(measured: dict[int, _ColumnWidths], drops: Sequence[str], width: int) -> dict[int, int]:
     """Return the width of each column that is kept. Gaps have two characters. No word and no number is broken.
 
-    First titles are folded, then prose. Then columns with a `drop` are left out, and then texts are folded. If the line
-    is still too wide, columns are left out from the right.
+    First titles are folded, then prose. Then columns in `drops` are left out, and then texts are folded. If the line is
+    still too wide, columns are left out from the right.
     """
     kept = dict(measured)
     while True:
         widths = {number: column.natural for number, column in kept.items()}
         _narrow(widths, {number: column.of_words for number, column in kept.items()}, width)
-        _narrow(widths, {number: column.least for number, column in kept.items() if column.column.is_prose}, width)
-        droppable = [number for number, column in kept.items() if column.column.drop]
+        _narrow(widths, {number: column.least for number, column in kept.items() if column.is_prose}, width)
+        droppable = [number for number, column in kept.items() if column.title in drops]
         if _line_width(widths) <= width or not droppable:
             break
-        del kept[max(droppable, key=lambda number: kept[number].column.drop)]
+        del kept[min(droppable, key=lambda number: drops.index(kept[number].title))]
     _narrow(widths, {number: column.least for number, column in kept.items()}, width)
     while _line_width(widths) > width and len(widths) > 1:
         del widths[max(widths)]
@@ -189,10 +191,10 @@ def _line_width(widths: dict[int, int]) -> int:
     return sum(widths.values()) + 2 * (len(widths) - 1)
 
 
-def _folded(cell: str, column: TableColumn, width: int) -> str:
+def _folded(cell: str, width: int) -> str:
     from rich.cells import cell_len
 
-    if column.is_prose or cell_len(cell) <= width:
+    if cell_len(cell) <= width:
         return cell
     lines = [""]
     for part in _JOINTS.findall(cell):

@@ -25,7 +25,7 @@ from ..config import read_bytes
 from ..errors import ConfigError, LookupFailedError, RunError, StoreError
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest, parse_json
 from ..run.finding import FLEET, PRUNED, fleet_runs, runs_in
-from ..run.reply import Part, Reply, table_of
+from ..run.reply import Part, Reply, Table
 from ..storage.locations import location_of, store_of
 from ..storage.untrusted_files import FileFacts
 from ..system.text import counted, listed, moment, size
@@ -365,7 +365,7 @@ def _prune_parts(entries: Sequence[dict[str, Any]], is_wanted: bool) -> Iterator
     ]
     if all(row[0] == row[-1] for row in rows):
         titles, rows = titles[:-1], [row[:-1] for row in rows]
-    yield table_of(titles, rows, numbers=("all files", "size of all"))
+    yield Table(titles, rows, numbers=("all files", "size of all"))
     done = "removed" if is_wanted else "would go"
     gone = [one for one in entries if one["state"] == done]
     files, num_bytes = (sum(one[name] for one in gone) for name in ("objects", "bytes"))

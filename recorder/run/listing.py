@@ -18,7 +18,7 @@ from ..numerics.keys import array_of
 from ..system.text import counted, moment, named, printable, size, span
 from . import finding, notes
 from .finding import Location, find_folder, find_run
-from .reply import LiveTable, Reply, Table, table_of
+from .reply import LiveTable, Reply, Table
 from .run import RecordedWriter, Run, open_location, open_run
 from .status import RankNow, RunWatch, Status, find_silent
 
@@ -60,7 +60,7 @@ def _runs_reply(folder: Location) -> Reply:
     titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
     if all(row[0] == row[-1] for row in rows):
         titles, rows = titles[:-1], [row[:-1] for row in rows]
-    table = table_of(
+    table = Table(
         titles, rows, numbers=("rows", "size"), whole=("started", "ranks", "steps", "directory"),
         prose=("dropped", "state"), drops=("directory", "size", "rows", "started"),
     )  # fmt: skip
@@ -129,7 +129,7 @@ def _writers_parts(run: Run, summary: dict[str, Any], writers: list[dict[str, An
         ]
         for writer in writers
     ]  # fmt: skip
-    yield table_of(
+    yield Table(
         ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites"),
         rows,
         numbers=("rank", "attempt", "rows", "size"),
@@ -265,7 +265,7 @@ def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> T
     if rest:
         states = ", ".join(f"{count} {state}" for state, count in _count_states(rest).items())
         rows.append(["...", f"{len(rest)} more: {states}", *_line_of(rest)])
-    return table_of(
+    return Table(
         _TITLES, rows, numbers={*_TITLES} - {"state", "pool", "dropped"}, whole=("state", "pool"), prose=("dropped",),
         drops=("disk left", "size", "pool", "MB/s", "steps/s", "waited"), dull={"waited": "0.0 s", "dropped": "0"},
         title=_headline(name, ranks, world_size), subtitle=_accounts(ranks),

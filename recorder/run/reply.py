@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..sites import SITES
@@ -20,58 +20,30 @@ if TYPE_CHECKING:  # imported late, because the command line's help needs neithe
     from ..read.run import RecordedRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableColumn:
-    """One column of a table."""
-
-    title: str
-    is_number: bool = False
-    """True for a column of numbers, which is aligned on the right and never folded."""
-    is_whole: bool = False
-    """True for a column of texts that have no meaning when cut. It is never folded."""
-    is_prose: bool = False
-    """True for a column of texts that are folded between words, before any column is left out."""
-    drop: int = 0
-    """A narrow terminal leaves out the column with the largest number first. Columns with 0 stay."""
-    dull: str | None = None
-    """On a terminal the column is left out if all its cells have this text."""
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of texts. They are fitted to a terminal or to ``COLUMNS``, and are complete in a pipe."""
+    """Rows of texts. They are fitted to a terminal or to ``COLUMNS``, and are complete in a pipe.
 
-    columns: Sequence[TableColumn]
-    rows: Sequence[Sequence[str]]
-    title: str = ""
-    subtitle: str = ""
-
-
-def table_of(
-    titles: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: Collection[str] = (),
-    whole: Collection[str] = (),
-    prose: Collection[str] = (),
-    drops: Sequence[str] = (),
-    dull: Mapping[str, str] | None = None,
-    title: str = "",
-    subtitle: str = "",
-) -> Table:
-    """Return a table whose columns are named by their titles. `title` stands above the table, `subtitle` below that.
-
-    `numbers`, `whole`, `prose` and `dull` name columns of which `TableColumn` says this. A narrow terminal leaves out
-    the columns in `drops`, the first one first.
+    The fields from `numbers` to `dull` name columns by their titles.
     """
-    columns = [
-        TableColumn(
-            title=name, is_number=name in numbers, is_whole=name in whole, is_prose=name in prose,
-            drop=len(drops) - drops.index(name) if name in drops else 0, dull=(dull or {}).get(name),
-        )
-        for name in titles
-    ]  # fmt: skip
-    return Table(columns, rows, title, subtitle)
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    _: KW_ONLY
+    numbers: Collection[str] = ()
+    """The columns of numbers, which are aligned on the right and never folded."""
+    whole: Collection[str] = ()
+    """The columns of texts that have no meaning when cut. They are never folded."""
+    prose: Collection[str] = ()
+    """The columns of texts that are folded between words, before any column is left out."""
+    drops: Sequence[str] = ()
+    """The columns that a narrow terminal leaves out, the first one first."""
+    dull: Mapping[str, str] = field(default_factory=dict)
+    """For some columns a text: a terminal leaves out the column if all its cells have this text."""
+    title: str = ""
+    """The line above the table."""
+    subtitle: str = ""
+    """The line below the title."""
 
 
 class StateLine(NamedTuple):
@@ -138,7 +110,7 @@ def _settings_table(settings: Sequence[Explained]) -> Table:
         first, *others = _setting_lines(item.value, item.name)
         rows += [[item.name, first, item.source, item.doc], *(["", other, "", ""] for other in others)]
     what = "what it does"
-    return table_of(("setting", "value", "source", what), rows, prose=("value", what), drops=(what,))
+    return Table(("setting", "value", "source", what), rows, prose=("value", what), drops=(what,))
 
 
 def _setting_lines(value: Any, name: str) -> list[str]:

@@ -30,7 +30,7 @@ from ..read.shard import INDEX_ONLY, Salvaged, Shard, open_sealed, salvage
 from ..read.shard_rows import SHARD_BYTES_KEY
 from ..read.writers import RecordedWriter
 from ..run.finding import scheme_of
-from ..run.reply import Progress, Reply, Report, Table, table_of
+from ..run.reply import Progress, Reply, Report, Table
 from ..run.run import Run, open_run
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
@@ -379,7 +379,7 @@ def _table(run: Run, outcomes: list[Outcome]) -> Table:
         num_bytes = size(outcome.num_bytes) if outcome.num_bytes else ""
         rows.append([outcome.what, str(path), num_rows, num_bytes, outcome.text])
     titles = ("what", "file", "rows", "size", "why")
-    return table_of(titles, rows, numbers=("rows", "size"), prose=("why",), drops=("rows", "size"))
+    return Table(titles, rows, numbers=("rows", "size"), prose=("why",), drops=("rows", "size"))
 
 
 def _verdict(outcomes: list[Outcome], counts: Counter[str]) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from recorder.cli.output import fitted
 from recorder.columns import STATISTICS
-from recorder.run.reply import Table, TableColumn
+from recorder.run.reply import Table
 from tests.rigs.command_line import Cli, module, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
@@ -91,15 +91,11 @@ def test_a_terminal_and_a_pipe_of_its_width_show_the_same(
 
 @pytest.mark.parametrize("width", [1, 5, 20, 33])
 def test_a_table_fits_any_terminal(width: int) -> None:
-    columns = [
-        TableColumn(title="rank", is_number=True),
-        TableColumn(title="a name"),
-        TableColumn(title="l2", is_number=True),
-    ]
     from rich.console import Console
 
     console = Console(width=width, height=50)
-    table = Table(columns, [["123456", "encoder.layers.self_attention", "0.123456"]])
+    row = ["123456", "encoder.layers.self_attention", "0.123456"]
+    table = Table(["rank", "a name", "l2"], [row], numbers=("rank", "l2"))
     with console.capture() as captured:
         for piece in fitted(table, width):
             console.print(piece)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import LookupFailedError
-from ...run.reply import Reply, StateLine, Table, plain, table_of
+from ...run.reply import Reply, StateLine, Table, plain
 from ...run.run import Run
 from ...system.text import counted, listed, number
 from ..diff.renames import NO_RENAMES, Rename, Renames
@@ -264,7 +264,7 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         bins = found.parting.positions
         rows = [(f"{one.first} to {one.last}", str(one.num_tokens), f"{one.mean:.2g}") for one in bins]
         titles = ("positions", "tokens", "mean apart")
-        yield table_of(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
+        yield Table(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
 
 
 def _at(token: TokenAt) -> str:
@@ -298,7 +298,7 @@ def _weight_parts(found: Aligned, most: int | None) -> Iterator[str | StateLine 
     rows = [[one.name, one.state, *("" if n is None else str(n) for n in one[2:4]), one.fused] for one in order]
     titles = ("parameter", "state", "of step", "behind", "slice of")
     title = f"the engine's parameters, wrong ones first ({len(order)} of {len(found.weights)})"
-    yield table_of(titles, rows, numbers=titles[2:4], whole=titles[:1], dull={"slice of": ""}, title=title)
+    yield Table(titles, rows, numbers=titles[2:4], whole=titles[:1], title=title)
 
 
 def _values_table(values: Sequence[ValueApart], first: ValueApart, most: int | None) -> Table:
@@ -312,4 +312,4 @@ def _values_table(values: Sequence[ValueApart], first: ValueApart, most: int | N
     titles = ("module", "value", "beyond", "median", "largest", "bound", "trainer", "engine")
     title = f"values in the order of execution, from just before the first that parts ({len(shown)} of {len(values)})"
     numbers, drops = ("beyond", "median", "largest", "bound"), ("median", "trainer", "engine")
-    return table_of(titles, rows, numbers=numbers, whole=("module",), drops=drops, title=title)
+    return Table(titles, rows, numbers=numbers, whole=("module",), drops=drops, title=title)

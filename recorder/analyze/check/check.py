@@ -29,7 +29,7 @@ from ...numerics.keys import by_key
 from ...records import KEEP_STATS
 from ...rules import Rule, parse_rules
 from ...run.notes import damage, left_out
-from ...run.reply import Reply, StateLine, Table, table_of
+from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
 from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
@@ -330,9 +330,9 @@ def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Rep
 
     def parts() -> Iterator[str | Table]:
         rows = [list(rule.values()) for rule in known]
-        yield table_of(("rule", "severity", "finds"), rows, prose=("finds",))
+        yield Table(("rule", "severity", "finds"), rows, prose=("finds",))
         yield ""
-        yield table_of(titles, settings, numbers=("threshold",), prose=("unit", "source"))
+        yield Table(titles, settings, numbers=("threshold",), prose=("unit", "source"))
 
     return Reply(
         members=lambda: {"rules": known, "settings": [dict(zip(titles, row, strict=True)) for row in settings]},

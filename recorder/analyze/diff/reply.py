@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from ...numerics import distributions
 from ...numerics.keys import by_key
-from ...run.reply import Reply, Table, plain, table_of
+from ...run.reply import Reply, Table, plain
 from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
 from .compare import Tolerance
@@ -510,7 +510,7 @@ def _only_parts(run: str, only: Any, limit: int) -> Iterator[str | Table]:
             its_steps = "..".join(map(str, sorted({row["first_step"], row["last_step"]})))
             rows.append([row["module_path"] or "''", value, str(row["rows"]), its_steps])
         title = f"only in {run}, at steps that both have{_cut_text(only.num_rows, limit)}"
-        yield table_of(("module", "value", "rows", "steps"), rows, numbers=("rows",), title=title)
+        yield Table(("module", "value", "rows", "steps"), rows, numbers=("rows",), title=title)
 
 
 def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:
@@ -529,7 +529,7 @@ def _table(
 ) -> Table:  # fmt: skip
     kept = [i for i, name in enumerate(titles) if name not in absent]
     titles, lines = [titles[i] for i in kept], [[line[i] for i in kept] for line in lines]
-    return table_of(
+    return Table(
         titles, lines, numbers=[name for name in titles if name not in texts], whole=("kind", "shape"),
         prose=("statistics",), drops=drops, dull=_DULL, title=title, subtitle=legend,
     )  # fmt: skip

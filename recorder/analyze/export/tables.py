@@ -27,7 +27,7 @@ from ...run.finding import find_folder, find_run, runs_in
 from ...run.listing import state_of
 from ...run.notes import damages, strays
 from ...run.probe import PROBE_SCHEMA, probe_tables
-from ...run.reply import Aside, Reply, table_of
+from ...run.reply import Aside, Reply, Table
 from ...run.run import Run, open_run
 from ...run.step_ranges import Attempts, Mapper, map_serially
 from ...system.text import counted
@@ -327,7 +327,7 @@ def sql_reply(question: str, path: str | None, catalog: str | None) -> Reply:
     plain = json.loads(json.dumps(answer.rows, default=str))
     return Reply(
         members=lambda: {"columns": answer.columns, "rows": plain, "nonfinite": nonfinite, "problems": problems},
-        parts=lambda: [*(Aside(f"note: {one}") for one in problems), table_of(answer.columns, rows, numbers=numbers)],
+        parts=lambda: [*(Aside(f"note: {one}") for one in problems), Table(answer.columns, rows, numbers=numbers)],
         exit_code=int(bool(problems)),
     )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...checks.rows import HARMLESS
 from ...numerics.keys import by_key
 from ...run.notes import damage, layout_problems, left_out
-from ...run.reply import Reply, Table, plain, table_of
+from ...run.reply import Reply, Table, plain
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN_SITES, NUMBERS
@@ -309,11 +309,11 @@ def _ranks_table(values: Sequence[RankValue]) -> Table:
     numbers, whole = ("rank", "mean", "l2", "absmax"), ("shape", "fingerprint")
     rows = [[str(v.rank), *map(number, v[2:5]), v.shape, v.fingerprint or ""] for v in values[:_MAX_RANKS]]
     more = f" (the first {_MAX_RANKS} of {len(values)} ranks; --json has all)" if len(values) > _MAX_RANKS else ""
-    return table_of((*numbers, *whole), rows, numbers=numbers, whole=whole, title=f"what each rank holds{more}")
+    return Table((*numbers, *whole), rows, numbers=numbers, whole=whole, title=f"what each rank holds{more}")
 
 
 def _pairs_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    return table_of(("what", "found"), list(rows), prose=("found",), title=title)
+    return Table(("what", "found"), list(rows), prose=("found",), title=title)
 
 
 def _where(value: RecordedValue) -> Iterator[tuple[str, str]]:
