@@ -64,7 +64,7 @@ def show_reply(run: Run, wanted: Selection, *, last: int, statistic: str | None)
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:
     """Return the modules with rows that match a selection (by default all). Raise LookupFailedError if none matches."""
-    paths = wanted.modules(run.module_paths)
+    paths = wanted.chosen("module_path", run.module_paths)
     if not paths and wanted.module is not None:
         command = shlex.join(["recorder", "show", shortest_text_of(run.path, run.name)])
         near = hint(wanted.module, run.module_paths, otherwise=f"; {command} lists the modules")
@@ -76,7 +76,7 @@ def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = Non
     """Return the selected rows, one for each tensor. Arrow filters modules before Python filters other columns."""
     expression = pc.field("part") == 0
     if wanted.module is not None:
-        expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))
+        expression &= pc.field("module_path").isin(wanted.chosen("module_path", run.module_paths))
     if more is not None:
         expression &= more
     return replace(wanted, module=None).narrow(run.table(columns, expression))

@@ -23,7 +23,7 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
             newest = open_run()
         except RunError:
             raise error from None
-        if Selection(module=run).modules(list(newest.known_paths)):
+        if Selection(module=run).chosen("module_path", list(newest.known_paths)):
             return newest, run
         if Path(run).exists():  # the word in `run` is a path
             raise

@@ -6,9 +6,8 @@ This module must never loop over rows.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +15,7 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
 from ..globalview.planner import check_overrides
-from ..rules import ANY, Schedule, choose, hint, parse_patterns
+from ..rules import Schedule, choose, hint, parse_patterns
 from ..sites import CALL, FORMAT_VERSION, SITES
 from ..system.text import listed, steps_in_words
 from .run import Run
@@ -52,12 +51,8 @@ class Selection:
         Raises LookupFailedError if a pattern, or the steps or ranks, cannot be parsed, or if a site is unknown. If a
         run has a later version of the format, any site may exist.
         """
-        for column, value in (("step", self.step), ("rank", self.rank)):
-            if value is not None:
-                _schedule(column, value)
-        for column, text in (("module", self.module), ("name", self.name)):
-            if text is not None:
-                _patterns(column, text)
+        for column in self.columns:
+            self.chosen(column, [])
         is_later = any(run.version > FORMAT_VERSION for run in runs)
         for site in self._sites:
             if site not in SITES and not is_later:
@@ -67,32 +62,31 @@ class Selection:
 
     def narrow(self, table: Any) -> Any:
         """Return the selected rows of a `pa.Table`. Each distinct value is tested once."""
-        tests: list[tuple[str, Callable[[list[Any]], list[Any]]]] = []
-        if self.module is not None:
-            tests.append(("module_path", self.modules))
-        if self.site is not None:
-            tests.append(("site", partial(_within, self._sites)))
-        elif "site" in table.column_names:
-            tests.append(("site", lambda sites: [site for site in sites if site != CALL]))
-        if self.name is not None:
-            tests.append(("name", partial(choose, _patterns("name", self.name))))
-        for column, value in (("step", self.step), ("rank", self.rank)):
-            if value is not None:
-                tests.append((column, partial(_within, _schedule(column, value))))
-        for column, chosen in tests:
+        hides_calls = self.site is None and "site" in table.column_names
+        for column in (*self.columns, *(["site"] if hides_calls else [])):
             values = table.column(column)
             distinct = [value for value in values.unique().to_pylist() if value is not None]
-            kept = chosen(distinct)
+            kept = self.chosen(column, distinct)
             if len(kept) < len(distinct) or values.null_count:
                 kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
                 table = table.filter(pc.is_in(values, pa.array(kept, kind)))
         return table
 
-    def modules(self, paths: Sequence[str]) -> list[str]:
-        return choose(ANY if self.module is None else _patterns("module", self.module), paths)
-
-    def ranks(self, ranks: Sequence[int]) -> list[int]:
-        return list(ranks) if self.rank is None else _within(_schedule("rank", self.rank), list(ranks))
+    def chosen(self, column: str, values: Sequence[Any]) -> list[Any]:
+        """Return those of the distinct values of a column that are selected."""
+        asked = self.columns.get(column)
+        if column == "site":
+            return [site for site in values if (site != CALL if asked is None else site in self._sites)]
+        if asked is None:
+            return list(values)
+        try:
+            if column in ("step", "rank"):
+                schedule = Schedule.parse(str(asked))
+                return [value for value in values if value in schedule]
+            return choose(parse_patterns(str(asked)), values)
+        except ValueError as error:
+            examples = "; examples: 7  0:100  ::10  0,5,7" if column in ("step", "rank") else ""
+            raise LookupFailedError(f"--{column.removesuffix('_path')} {asked}: {error}{examples}") from None
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
         """Return the error for a selection that matches no row of `table`, which must have the selected columns."""
@@ -153,21 +147,3 @@ class GlobalOptions:
 
 RANKS_OWN = GlobalOptions()
 """The options that do not join the rows of ranks."""
-
-
-def _within(wanted: Schedule | Sequence[str], values: list[Any]) -> list[Any]:
-    return [value for value in values if value in wanted]
-
-
-def _patterns(column: str, text: str) -> tuple[str, ...]:
-    try:
-        return parse_patterns(text)
-    except ValueError as error:
-        raise LookupFailedError(f"--{column} {text}: {error}") from None
-
-
-def _schedule(column: str, value: int | str) -> Schedule:
-    try:
-        return Schedule.parse(str(value))
-    except ValueError as error:
-        raise LookupFailedError(f"--{column} {value}: {error}; examples: 7  0:100  ::10  0,5,7") from None

@@ -54,7 +54,7 @@ def test_rules_their_judgement_and_the_reading_side_mean_the_same(run: Path, tex
     slots = Slots([WriterManifest.read({"roots": roots})])
     judged = match_rule(slots, rule)
     assert judged is not None and [PATHS[i] for i in np.unique(slots.module[judged.slots])] == expected
-    assert Selection(module=text).modules(PATHS) == expected
+    assert Selection(module=text).chosen("module_path", PATHS) == expected
     rows = Selection(module=text).narrow(open_run(run).table(["module_path"])).column("module_path").to_pylist()
     assert rows == expected
 

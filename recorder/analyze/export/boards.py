@@ -68,7 +68,9 @@ class BoardExport:
         self._run, self._selection, self._options, self._mapper = run, selection, options, mapper
         self.to = to
         Tensors(run, selection, options, mapper)  # `check` raises an error for a selection that can match nothing
-        self._ranks: list[int | None] = [None] if options.across_ranks else [*selection.ranks(run.ranks)] or [None]
+        self._ranks: list[int | None] = (
+            [None] if options.across_ranks else [*selection.chosen("rank", run.ranks)] or [None]
+        )
         if len(self._ranks) > MAX_RANKS:
             raise LookupFailedError(
                 f"--to {to} writes a run for each rank, and {len(self._ranks)} are more than {MAX_RANKS}: choose some "
