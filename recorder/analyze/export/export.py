@@ -29,7 +29,7 @@ from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially
 from ...system.text import counted, size
 from .files import published_file, widest_first, write_npz, write_safetensors
 from .model import Model, write_model
-from .tensors import BATCH_BYTES, Entry, RowId, SelectedRows, Tensors, batched, row_spans
+from .tensors import BATCH_BYTES, Entry, RangeRows, RowId, Tensors, batched, row_spans
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
@@ -132,8 +132,7 @@ class Export:
         self._mapper = mapper
         self._tensors = Tensors(run, selection, options, mapper)
         self._partial = MissingRanks()
-        self._unreadable: dict[RowId, str] = {}
-        self._names: dict[RowId, str] = {}
+        self._unreadable: dict[RowId, tuple[str, str]] = {}
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
         """The number of payload bytes that `write` passes to `report` in total; 0 if it is not known in advance."""
@@ -162,18 +161,15 @@ class Export:
 
     def _find_unreadable(self) -> None:
         """Find the values that cannot be read. The file is then written again without these values."""
-        entries = self._entries
-        if self.to == "parquet":
-            entries = self._tensors.entries(MissingRanks())
-        self._unreadable = self._tensors.unreadable((*one.steps, one.row, one.dtype) for one in entries)
-        self._names = {row_id: one.name for one in entries if (row_id := (one.steps, one.row)) in self._unreadable}
+        entries = self._tensors.entries(MissingRanks()) if self.to == "parquet" else self._entries
+        self._unreadable = self._tensors.unreadable(entries)
         self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
 
     def _left_out(self) -> list[str]:
         lines = []
-        for why, unreadable in by_key((why, row_id) for row_id, why in self._unreadable.items()).items():
-            more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
-            lines.append(f"left out: {self._names[unreadable[0]]}{more}, which cannot be read: {why}")
+        for why, names in by_key((why, name) for name, why in self._unreadable.values()).items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"left out: {names[0]}{more}, which cannot be read: {why}")
         more = f"left out: and more for {len(lines) - _MAX_NAMED} further reasons"
         return [*lines[:_MAX_NAMED], *([more] if len(lines) > _MAX_NAMED else [])]
 
@@ -227,7 +223,7 @@ class Export:
             while order and order[0][0][2] > BATCH_BYTES:
                 yield from reading.one_by_one(*order.popleft()[0][:2])
 
-        arguments = (self._run, self._selection, self._options, frozenset(self._unreadable))
+        arguments = (self._run, self._options, frozenset(self._unreadable))
         reading = _RowsWithPayload(*arguments)
         for batch in self._mapper(_RowsWithPayload, arguments, small()):
             yield from large()
@@ -251,8 +247,8 @@ class _OwnRows:
 class _RowsWithPayload:
     """Reads rows with their decoded bytes. Rows that lack ranks' chunks get none, unless options allow it."""
 
-    def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
-        self._rows = SelectedRows(run, selection, options)
+    def __init__(self, run: Run, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
+        self._rows = RangeRows(run, options)
         self._takes_partial = options.partial
         self._unreadable = unreadable
 

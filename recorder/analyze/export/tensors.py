@@ -63,11 +63,10 @@ class Entry(NamedTuple):
     """The columns of `ORIGIN`, with JSON decoded."""
 
 
-class SelectedRows:
-    """Reads the selected rows of a run in ranges of steps: the ranks' own rows, or rows of global tensors."""
+class RangeRows:
+    """Reads the rows of a run in ranges of steps: the ranks' own rows, or rows of global tensors."""
 
-    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
-        self._selection = selection
+    def __init__(self, run: Run, options: GlobalOptions) -> None:
         self._view = view_of(run, options)
         self._held: tuple[tuple[int, int], Any] | None = None
 
@@ -81,12 +80,6 @@ class SelectedRows:
     def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Span]]:
         rows = self.all_of(first, last)
         return [list(row_spans(rows, at, dtype)) for at, dtype in wanted]
-
-    def selected(self, first: int, last: int) -> Any:
-        """Return the selected rows, with the columns `at` (index among all rows) and `num_bytes` (decoded size)."""
-        rows = self.all_of(first, last)
-        table = rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))
-        return self._selection.narrow(table.append_column("num_bytes", pa.array(rows.payload_bytes)))
 
 
 def view_of(run: Run, options: GlobalOptions) -> GlobalView:
@@ -109,7 +102,7 @@ class Chosen(NamedTuple):
 
 
 class Choosing:
-    """Finds the selected rows of ranges of steps.
+    """Finds the selected rows of ranges of steps. The columns `at` and `num_bytes` are a row's index and decoded size.
 
     `with_values` leaves out rows without values. It also leaves out rows that lack some ranks' chunks, unless the
     options allow those.
@@ -118,18 +111,18 @@ class Choosing:
     def __init__(
         self, run: Run, selection: Selection, options: GlobalOptions, columns: Sequence[str], with_values: bool
     ) -> None:
-        self._run = run
-        self._rows = SelectedRows(run, selection, options)
-        self._selection = selection
+        self._run, self._view, self._selection = run, view_of(run, options), selection
         self._is_global, self._takes_partial = options.across_ranks, options.partial
         self._columns, self._with_values = list(columns), with_values
 
     def __call__(self, first: int, last: int) -> Chosen:
-        table = self._rows.selected(first, last)
+        rows = self._view.rows(first, last)
+        table = rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))
+        table = self._selection.narrow(table.append_column("num_bytes", pa.array(rows.payload_bytes)))
         partial, problems = MissingRanks(), Problems(self._selection)
         partial.add(table)
         if self._is_global:
-            problems.add(self._rows.all_of(first, last).findings)
+            problems.add(rows.findings)
         num_rows = table.num_rows
         is_cut = bool(partial) and not self._takes_partial
         if self._with_values:
@@ -161,7 +154,7 @@ class Tensors:
         self._selection = selection
         self._options = options
         self._mapper = mapper
-        self._large = SelectedRows(run, selection, options)
+        self._large = RangeRows(run, options)
         self.problems = Problems(selection)
         """Contradictions between ranks, in the part of the global view that was read."""
         self.is_damaged = False
@@ -215,15 +208,15 @@ class Tensors:
         names = ["module_path", "site", "name", "step", "rank"]
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 
-    def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[RowId, str]:
-        """Return the rows whose values cannot be read, with the reason. `rows` has each row's steps, index, dtype."""
-        unreadable: dict[RowId, str] = {}
-        for first, last, at, dtype in rows:
+    def unreadable(self, entries: Iterable[Entry]) -> dict[RowId, tuple[str, str]]:
+        """Return the name of each tensor whose values cannot be read, and the reason, by the tensor's row."""
+        unreadable: dict[RowId, tuple[str, str]] = {}
+        for one in entries:
             try:
-                for _ in row_spans(self._large.all_of(first, last), at, dtype):
+                for _ in row_spans(self._large.all_of(*one.steps), one.row, one.dtype):
                     pass
             except RunError as error:
-                unreadable[(first, last), at] = str(error)
+                unreadable[one.steps, one.row] = one.name, str(error)
         return unreadable
 
     def in_turn(self, entries: Sequence[Entry]) -> SpansOf:
@@ -238,7 +231,7 @@ class Tensors:
             for batch in batches
             if batch[0].payload_bytes <= BATCH_BYTES
         ]
-        read = self._mapper(SelectedRows, (self._run, self._selection, self._options), ranges)
+        read = self._mapper(RangeRows, (self._run, self._options), ranges)
         waiting: deque[list[Span]] = deque()
 
         def spans_of(entry: Entry) -> Iterator[Span]:
