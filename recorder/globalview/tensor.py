@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..columns import DETAILS, METADATA_COLUMNS, note_members, parse_shape
 from ..errors import CorruptError, LookupFailedError, RunError
-from ..layout.placement import Fill, NoPlan, Plan, RankChunk, coordinate_of, in_words, parse_mesh, reduce_op
+from ..layout.placement import Fill, Plan, RankChunk, coordinate_of, in_words, parse_mesh, reduce_op
 from ..layout.regions import Ints, Region
 from ..layout.rules import NO_ROOT_INPUT
 from ..numerics.dtypes import item_bytes
@@ -316,19 +316,12 @@ def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
 def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
     """Return the layout of the selected tensor. Raise LookupFailedError if the rows hold several values."""
     value = value_of(values, tensor_rows)
-    chunks = values.chunks(value)
-    told = describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
-    by = _POSITIONS.get(values.source_of(value), "")
-    if not by or told.source in ("", "dtensor") or not any(chunk.placements for chunk in chunks):
-        return told
-    return replace(told, how=f"{told.how}; within a batch by {by}")
-
-
-def describe(
-    what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
-) -> TensorLayout:
-    """Describe the layout of one value. `chunks` are in the plan's order. Chunks of `differing` ranks are no copies."""
+    chunks, plan = values.chunks(value), value.plan
     made, refused = (plan, None) if isinstance(plan, Plan) else (None, plan)
+    how = _in_words(made) if made else ""
+    by = _POSITIONS.get(values.source_of(value), "")
+    if by and made and made.source != "dtensor" and any(chunk.placements for chunk in chunks):
+        how += f"; within a batch by {by}"
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()
     ops: dict[int, str] = {i: reduce_op(chunk.placements) for i, chunk in enumerate(chunks)}
@@ -347,10 +340,10 @@ def describe(
     shapes = {mesh.shape for mesh in meshes if mesh.shape}
     ranks = {chunk.rank for chunk in chunks}
     return TensorLayout(
-        what=what,
+        what=tensor_rows.what,
         global_shape=made.global_shape if made else None,
         source=made.source if made else "",
-        how=_in_words(made) if made else "",
+        how=how,
         why=refused.why if refused else "",
         kind=refused.kind if refused else "",
         scale=made.scale if made else None,
@@ -364,12 +357,12 @@ def describe(
                 placements=in_words(chunk.placements),
                 offsets=starts.get(i),
                 micro_step=chunk.micro_step,
-                is_copy=i in copies and chunk.rank not in differing,
+                is_copy=i in copies and chunk.rank not in value.differing,
                 reduce_op=ops[i],
             )
             for i, (chunk, mesh) in enumerate(zip(chunks, meshes, strict=True))
         ),
-        missing=tuple(rank for rank in expected if rank not in ranks),
+        missing=tuple(rank for rank in value.expected if rank not in ranks),
     )
 
 
