@@ -15,17 +15,10 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ..format.manifest import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
-from ..numerics.keys import Integers, by_key, column_of, holds
+from ..numerics.keys import Integers, column_of, holds
 from ..read.writers import RecordedWriter
 from ..sites import full_name, values_of
 from ..system.text import listed
-
-
-class Launch(NamedTuple):
-    """One start of the job on all its ranks."""
-
-    attempt: int
-    number: int
 
 
 def find_superseded(winners: Mapping[int, int], sources: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
@@ -54,11 +47,12 @@ class Topology:
         self._world = tuple(range(world_size)) if world_size and world_size <= MAX_RANKS else tuple(ranks)
         self._expected: dict[tuple[int | None, str, int | None, str], DataParallelGroup] = {}
         self._interned: dict[DataParallelGroup, DataParallelGroup] = {}
-        self._apart: dict[tuple[Launch, str], str] = {}
+        self._apart: dict[tuple[int, str], str] = {}
         self.foreign_writers = [
             number for number, writer in enumerate(writers) if writer.manifest.run_id not in (None, run_id)
         ]
         self.launches = self._find_launches()
+        """For each writer, the index of its launch (one start of the job on all its ranks) in the order of starts."""
         self.own_parameters = OwnParameters(writers)
 
     def group(self, root: str, module_path: str, number: int) -> DataParallelGroup:
@@ -109,10 +103,6 @@ class Topology:
         writer = self._writers[number]
         return f"{writer.name} of rank {writer.rank} (run {writer.manifest.run_id})"
 
-    def counting(self) -> bool:
-        """Return True if a writer counted steps from 0. Launches then share no steps."""
-        return any(writer.is_counted for writer in self._writers)
-
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Return for each step the index (in the order of starts) of the launch whose rows count.
 
@@ -121,14 +111,13 @@ class Topology:
         """
         if len(set(self.launches)) < 2:
             return {}
-        launch_indices = self.launch_indices()
-        if self.counting():
-            newest = max((launch_indices[n] for n, writer in enumerate(self._writers) if writer.num_rows), default=0)
+        if any(writer.is_counted for writer in self._writers):
+            newest = max((self.launches[n] for n, writer in enumerate(self._writers) if writer.num_rows), default=0)
             return {step: newest for steps in steps_of.values() for step in steps}
         best: dict[int, tuple[bool, int]] = {}
         for number, steps in steps_of.items():
             for step in steps:
-                rank = step < self._complete_to[launch_indices[number]], launch_indices[number]
+                rank = step < self._complete_to[self.launches[number]], self.launches[number]
                 best[step] = max(best.get(step, rank), rank)
         return {step: launch for step, (_, launch) in best.items()}
 
@@ -136,16 +125,11 @@ class Topology:
     def _complete_to(self) -> dict[int, int]:
         """For each launch, the first step that some rank did not complete."""
         first_incomplete: dict[int, int] = {}
-        for launch_index, writer in zip(self.launch_indices(), self._writers, strict=True):
+        for launch, writer in zip(self.launches, self._writers, strict=True):
             if writer.last_step is not None:
                 end = writer.last_step + (writer.state == "closed")
-                first_incomplete[launch_index] = min(first_incomplete.get(launch_index, end), end)
+                first_incomplete[launch] = min(first_incomplete.get(launch, end), end)
         return first_incomplete
-
-    def launch_indices(self) -> list[int]:
-        """Return for each writer the index of its launch in the order of starts."""
-        order = sorted(set(self.launches))
-        return [order.index(launch) for launch in self.launches]
 
     def last_step(self, rank: int) -> int:
         """Return the last step at which a rank has a row. Return -1 if the rank has no rows."""
@@ -164,8 +148,8 @@ class Topology:
         """For each writer, the world size of its launch if it differs from the run's world size; else None."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
-        world_sizes: dict[Launch, int] = {}
-        ranks: dict[Launch, int] = {}
+        world_sizes: dict[int, int] = {}
+        ranks: dict[int, int] = {}
         for launch, writer in zip(self.launches, self._writers, strict=True):
             world_sizes[launch] = max(world_sizes.get(launch, 0), writer.manifest.world_size)
             ranks[launch] = max(ranks.get(launch, 0), writer.rank or 0)
@@ -250,7 +234,7 @@ class Topology:
         of_roots = ((root.name, module) for _, root in self._roots for module in root.modules)
         return {(root, module.path) for root, module in of_roots if module.class_name.endswith("Linear")}
 
-    def _find_launches(self) -> list[Launch]:
+    def _find_launches(self) -> list[int]:
         """Return each writer's launch. A launch has the n-th writer of each rank, of one attempt and world size."""
         seen: dict[tuple[int | None, int, int], int] = {}
         keys = []
@@ -265,8 +249,8 @@ class Topology:
             key = writer.attempt, world_size, number
             starts[key] = min(filter(None, (starts.get(key), writer.started_ns)), default=0)
             keys.append(key)
-        in_order = by_key((key[0], key) for key in sorted(starts, key=lambda key: (starts[key], key)))
-        return [Launch(key[0], in_order[key[0]].index(key)) for key in keys]
+        in_order = sorted(starts, key=lambda key: (key[0], starts[key], key))
+        return [in_order.index(key) for key in keys]
 
 
 Ranks = tuple[int, ...]

@@ -39,7 +39,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
     steps = rows.numbers("step")
     of_writer = {number: steps[counts & (writers == number)] for number in np.unique(writers[counts]).tolist()}
     winners = topology.winners({number: np.unique(own).tolist() for number, own in of_writer.items()})
-    launches = np.array(topology.launch_indices(), np.int64)[writers]
+    launches = np.array(topology.launches, np.int64)[writers]
     is_superseded = counts & find_superseded(winners, launches, steps)
     if is_superseded.any():
         text = f"{is_superseded.sum()} rows of earlier attempts are left out: a later attempt recorded their steps"

@@ -256,9 +256,7 @@ class Attempts:
             for number, writer in enumerate(run.writers):
                 own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
                 steps_of[number] = np.unique(steps[own]).tolist()
-            attempt_at = {
-                launch: run.writers[number].attempt for number, launch in enumerate(topology.launch_indices())
-            }
+            attempt_at = {launch: run.writers[number].attempt for number, launch in enumerate(topology.launches)}
             winners = {step: attempt_at[launch] for step, launch in topology.winners(steps_of).items()}
             self._newest = winners | self._newest
         return table.filter(column_of(~find_superseded(self._newest, attempts, steps)))
