@@ -81,7 +81,6 @@ class Leaves:
 
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         self._make = sample
-        self._loaded: tuple[Sample | None, Flags, Flags] | None = None
         # Each method's answer is cached, because it is valid for the complete run.
         self.replication = cache(self._replication)
         self.batch_dim = cache(self._batch_dim)
@@ -112,8 +111,7 @@ class Leaves:
 
     def works_apart(self, leaf: Leaf) -> bool:
         """Return True if a leaf's module, or a module that contains it, has different parameters on each rank."""
-        sample, _, _ = self._load()
-        paths = accumulate(leaf.module_path.split("."), "{}.{}".format)
+        paths, sample = accumulate(leaf.module_path.split("."), "{}.{}".format), self._sample
         return sample is not None and any((leaf.root, leaf.stage, path) in sample.apart() for path in paths)
 
     @cached_property
@@ -131,15 +129,15 @@ class Leaves:
 
     def _cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
         """Return the dims along which ranks that share a batch were seen to cut the leaf."""
-        sample, every = self._values_of(leaf)
-        _, is_void, _ = self._load()
-        numbers = _a_few([number for number in every if not is_void[number]])
-        dims = [sample.cut(number, chunks) for number in numbers] if sample is not None else []
-        return {dim for dim in dims if isinstance(dim, int)}
+        if (sample := self._sample) is None:
+            return set()
+        is_void, _ = self._void
+        numbers = _a_few([number for number in self._values_of(leaf) if not is_void[number]])
+        return {dim for number in numbers if isinstance(dim := sample.cut(number, chunks), int)}
 
     def _varies(self, root: str, mode: str, name: str) -> bool:
         """Return True if an argument of a root (a module under hooks) differed between ranks at any sampled step."""
-        sample, _, _ = self._load()
+        sample = self._sample
         return sample is not None and any(
             bool((sample.grouped.equal[numbers] == 0).any())
             for leaf, numbers in sample.leaves.items()
@@ -151,36 +149,34 @@ class Leaves:
         inputs = (one for one in self._leaves if (one.module_path, one.site) == ("", "input"))
         return any(self.varies(root, mode, one.name) for one in inputs if (one.root, one.mode) == (root, mode))
 
-    def _load(self) -> tuple[Sample | None, Flags, Flags]:
-        if self._loaded is None:
-            sample, nothing = self._make(), np.zeros(0, bool)
-            self._loaded = sample, nothing, nothing  # set early, because `_find_void` asks which arguments vary
-            if sample is not None:
-                self._loaded = sample, *_find_void(sample)
-        return self._loaded
+    @cached_property
+    def _sample(self) -> Sample | None:
+        return self._make()
+
+    @cached_property
+    def _void(self) -> tuple[Flags, Flags]:
+        """Flags for the values of the sample that say nothing about their layout (void), and for doubtful values."""
+        assert self._sample is not None
+        return _find_void(self._sample)
 
     @property
     def _leaves(self) -> Mapping[Leaf, Integers]:
-        sample, _, _ = self._load()
-        return {} if sample is None else sample.leaves
+        return {} if self._sample is None else self._sample.leaves
 
-    def _values_of(self, leaf: Leaf) -> tuple[Sample | None, list[int]]:
+    def _values_of(self, leaf: Leaf) -> list[int]:
         values = self._leaves.get(leaf)
-        return self._load()[0], [] if values is None else values.tolist()
+        return [] if values is None else values.tolist()
 
     def _moments(self, leaf: Leaf) -> list[BatchDims]:
-        sample, numbers = self._values_of(leaf)
-        moments = [sample.moment(number) for number in _a_few(numbers)] if sample is not None else []
+        moments = (self._sample.moment(number) for number in _a_few(self._values_of(leaf)) if self._sample is not None)
         return [one for one in moments if one is not None]
 
     def _replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
         """Return whether all chunks of a leaf, or only `chunks`, are copies of each other."""
-        sample, every = self._values_of(leaf)
-        _, is_void, is_doubtful = self._load()
-        if sample is None:
+        if (sample := self._sample) is None:
             return Replication.UNKNOWN
-        grouped = sample.grouped
-        numbers = [number for number in every if not grouped.has_nan[number]]
+        grouped, (is_void, is_doubtful) = sample.grouped, self._void
+        numbers = [number for number in self._values_of(leaf) if not grouped.has_nan[number]]
         observations: set[Observation] = set()
         if chunks is None:
             is_unequal = grouped.equal == 0

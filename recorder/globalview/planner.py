@@ -223,7 +223,7 @@ class Planner:
         root, site, mode = value.leaf.root, value.leaf.site, value.leaf.mode
         when = root, mode, value.step, int(self._reader.rows.numbers("micro_step")[value.first])
         ran_elsewhere = site in STATES or any(self._reader.root_batches.ran(when, rank) for rank in missing)
-        lived_on = all(self._reader.topology.last_step(rank) >= value.step for rank in missing)
+        lived_on = all(self._reader.topology.last_steps.get(rank, -1) >= value.step for rank in missing)
         if mode != "train" and lived_on and not ran_elsewhere:
             text = f"rank {listed(missing)} of {listed(value.expected)} did not run this (mode {mode})"
             self._add_finding("alone", value, missing, text)

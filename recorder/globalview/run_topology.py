@@ -131,12 +131,9 @@ class Topology:
                 first_incomplete[launch] = min(first_incomplete.get(launch, end), end)
         return first_incomplete
 
-    def last_step(self, rank: int) -> int:
-        """Return the last step at which a rank has a row. Return -1 if the rank has no rows."""
-        return self._last_steps.get(rank, -1)
-
     @cached_property
-    def _last_steps(self) -> dict[int, int]:
+    def last_steps(self) -> dict[int, int]:
+        """By rank, the last step at which the rank has a row. Ranks without rows are missing."""
         last_steps: dict[int, int] = {}
         for writer in self._writers:
             if writer.rank is not None and writer.last_step is not None:

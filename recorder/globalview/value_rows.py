@@ -283,7 +283,9 @@ class ValueReader:
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
         if leaf.site in NUMBERS:  # the program decides which ranks record a scalar
             reporting = self._reporting_ranks.get((leaf.root, leaf.name), set())
-            return tuple(rank for rank in expected if rank in reporting or self.topology.last_step(rank) < step)
+            return tuple(
+                rank for rank in expected if rank in reporting or self.topology.last_steps.get(rank, -1) < step
+            )
         if all(chunk.rank_bound == OF_ONE_RANK for chunk in chunks):
             return ranks
         if leaf.site == "optim" and group.source == "fsdp" and all(chunk.shape == () for chunk in chunks):

@@ -77,13 +77,10 @@ class GlobalView:
         """True for a pipeline run, where the micro-batches of a step together make one batch."""
         self._kept: tuple[int, LoadedRows] | None = None
 
-    def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
-        """Return the index of the part of the batch that a rank works on, and the number of parts. None if unknown."""
-        return self._parts_of_batch.get((root, rank, attempt))
-
     @cached_property
-    def _parts_of_batch(self) -> dict[tuple[str, int, int], tuple[int, int] | None]:
-        part_of_writer: dict[tuple[str, int, int], tuple[int, int] | None] = {}
+    def parts_of_batch(self) -> dict[tuple[str, int, int], tuple[int, int]]:
+        """By root, rank and attempt: which part of the batch the rank works on, if known, and the number of parts."""
+        part_of_writer: dict[tuple[str, int, int], tuple[int, int]] = {}
         of_models = whole_roots(self.stages)
         parts: dict[int, tuple[dict[int, int], int]] = {}
         """For the `id` of a group of ranks: the index of each rank's part of the batch, and the number of parts."""

@@ -250,7 +250,7 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
         for root in writer.manifest.roots:
             if writer.rank is None or (root.name, writer.rank) in pairs:
                 continue
-            part = view.part_of_batch(root.name, writer.rank, writer.attempt)
+            part = view.parts_of_batch.get((root.name, writer.rank, writer.attempt))
             group = run.topology.group(root.name, "", number)
             if id(group) not in peers:
                 groups = reversed(group.model_groups)

@@ -81,7 +81,7 @@ def _parts_of_batch(view: Any, table: Any) -> Any:
     """Return, for each row, its rank's part of the batch, as a text such as ``1/4``; null if it is not known."""
 
     def part_of(root: str, rank: int | None, attempt: int) -> str | None:
-        part = None if rank is None else view.part_of_batch(root=root, rank=rank, attempt=attempt)
+        part = view.parts_of_batch.get((root, rank, attempt))
         return None if part is None else f"{part[0]}/{part[1]}"
 
     return pa.array(by_distinct(table, ("root", "rank", "attempt"), part_of, object), pa.string())
