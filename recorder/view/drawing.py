@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..analyze.check.check import check, installed_rules
-from ..analyze.check.reading import RunRows, columns_read
+from ..analyze.check.reading import RecordedColumns, RunRows
 from ..analyze.doctor.reply import Check, checks_of
 from ..checks.book import RULES, make_rules
 from ..checks.causes import with_causes
@@ -233,7 +233,7 @@ class Drawing:
         if end <= first:
             return
         pieces = cut_evenly(first, end, self.growing.num_pending, _WINDOW_ROWS)
-        run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
+        run, further, num_rows = self._run((first, end)), RecordedColumns(self._columns).names, 0
         rests_after = _WINDOW_ROWS if self.state == "reading" else _READ_ROWS
         if self.state == "reading" and self.growing.num_pending > _WINDOW_ROWS:
             yield  # the page shows how much is left to draw

@@ -70,7 +70,7 @@ class RunRows:
     ) -> None:  # fmt: skip
         self._mapper = mapper
         self._run = run
-        self._recorded = _Recorded(columns)
+        self._recorded = RecordedColumns(columns)
         self._schema = self._recorded.schema
         self._steps = steps
         self._probe = probe_size(run.writers) if steps is None else None
@@ -114,7 +114,7 @@ class RunRows:
                 yield pa.concat_tables(tables).unify_dictionaries()
 
     def of_table(self, table: Any) -> Rows:
-        """Convert a table with the columns of `columns_read` to `Rows`. Each step must be of a single attempt."""
+        """Convert a table with the columns of `RecordedColumns` to `Rows`. Each step must be of a single attempt."""
         return self._as_rows(self._recorded.of(table))
 
     def _ranges(self) -> list[Steps]:
@@ -187,10 +187,16 @@ class RunRows:
         return np.array(series_of, np.int64)[groups.ids], parts, peers
 
 
-class _Recorded:
+class RecordedColumns:
+    """The columns that are read for rules that need `columns` besides the usual statistics."""
+
     def __init__(self, columns: Sequence[str]) -> None:
-        self.details, self.numbers = _details(columns), _numbers(columns)
+        self.details = [name for name in SOURCES if name in columns]
+        kinds = {name: SCHEMA.field(name).type for name in columns if name in SCHEMA.names}
+        more = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
+        self.numbers = tuple(dict.fromkeys((*_NUMBERS, *more)))
         self._wanted = (*_ORDER, *self.numbers, *_TEXTS)
+        self.names = list(dict.fromkeys((*self._wanted, *(SOURCES[name] for name in self.details))))
         self.schema = pa.schema(
             [
                 *(SCHEMA.field(name) for name in (*_ORDER, *self.numbers)),
@@ -200,8 +206,7 @@ class _Recorded:
         )
 
     def __call__(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
-        sources = dict.fromkeys(SOURCES[name] for name in self.details)
-        for table in first_parts(writers, None if steps == _EVERY else steps, (*self._wanted, *sources)):
+        for table in first_parts(writers, None if steps == _EVERY else steps, self.names):
             if _RECOMPUTED in table.column("phase").unique().to_pylist():
                 table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
             yield self.of(table)
@@ -214,22 +219,6 @@ class _Recorded:
             pa.array(np.zeros(table.num_rows)),  # the column IS_PROBE
         ]
         return with_coded_texts(pa.table(columns, self.schema.names), self.schema)
-
-
-def columns_read(columns: Sequence[str]) -> list[str]:
-    """Return the names of all columns to read for rules that need `columns` besides the usual statistics."""
-    sources = (SOURCES[name] for name in _details(columns))
-    return list(dict.fromkeys((*_ORDER, *_numbers(columns), *_TEXTS, *sources)))
-
-
-def _details(columns: Sequence[str]) -> list[str]:
-    return [name for name in SOURCES if name in columns]
-
-
-def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
-    types = {name: SCHEMA.field(name).type for name in columns if name in SCHEMA.names}
-    more = [name for name, kind in types.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
-    return tuple(dict.fromkeys([*_NUMBERS, *more]))
 
 
 def _about(site: str, dtype: str | None, shape: str | None, global_shape: str | None, whole_numel: int | None) -> About:
