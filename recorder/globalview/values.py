@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -245,45 +244,35 @@ _MIN_BITS = 10
 """Integer tensors with fewer bits of information than this, such as a few samples' classes, may be equal by chance."""
 
 
-class EqualContent(Enum):
-    """What equal tensors prove, depending on their content."""
+def proven_by(low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool) -> Observation:
+    """Return what equal tensors prove with this least and greatest finite element, sum and number of elements.
 
-    NOTHING = 0
-    """A constant, NaN, or too few integers: the tensors may be equal by chance."""
-    WHOLE = 1
-    """Whole numbers, such as indices, masks and classes, that are too many to be equal by chance."""
-    NUMBERS = 2
-    """Floats or complex numbers that two tensors do not share by chance."""
-
-
-def content_by(
-    low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool
-) -> EqualContent:
-    """Classify a tensor by its least and greatest finite element, its sum and its number of elements."""
+    Whole numbers may be indices, masks or classes, so they never prove as much as floats do.
+    """
     if low is None or high is None:
-        return EqualContent.NOTHING
+        return Observation.NOTHING
     if is_float and not (low.is_integer() and high.is_integer() and total is not None and float(total).is_integer()):
-        return EqualContent.NUMBERS
+        return Observation.EQUAL
     bits = numel * math.log2(high - low + 1)
-    return EqualContent.WHOLE if bits >= _MIN_BITS else EqualContent.NOTHING
+    return Observation.PERHAPS if bits >= _MIN_BITS else Observation.NOTHING
 
 
-def content_of(items: npt.NDArray[Any]) -> EqualContent:
-    """Classify a tensor by its elements."""
+def proven_by_items(items: npt.NDArray[Any]) -> Observation:
+    """Return what equal tensors with these elements prove. A constant or NaN proves nothing."""
     kind = items.dtype.kind
     try:
         wide = items.astype(np.float64 if kind != "c" else np.complex128)
     except (TypeError, ValueError):  # the elements are not numbers but pairs or bytes
-        return EqualContent.NUMBERS if items.size and (items != items.flat[0]).any() else EqualContent.NOTHING
+        return Observation.EQUAL if items.size and (items != items.flat[0]).any() else Observation.NOTHING
     if not items.size or np.isnan(wide).any():
-        return EqualContent.NOTHING
+        return Observation.NOTHING
     if kind == "c":
-        return EqualContent.NUMBERS if (wide != wide.flat[0]).any() else EqualContent.NOTHING
+        return Observation.EQUAL if (wide != wide.flat[0]).any() else Observation.NOTHING
     finite = wide[np.isfinite(wide)]
     if not finite.size or (finite.size == wide.size and finite.min() == finite.max()):
-        return EqualContent.NOTHING
+        return Observation.NOTHING
     low, high = float(finite.min()), float(finite.max())
-    return content_by(low, high, float(finite.sum()), items.size, is_float=kind not in "biu")
+    return proven_by(low, high, float(finite.sum()), items.size, is_float=kind not in "biu")
 
 
 class Sampler(Sample):
@@ -322,10 +311,9 @@ class Sampler(Sample):
             return Observation.NOTHING
         if not is_equal:
             return Observation.UNEQUAL
-        content, items = self._content(number, value.positions[numbers[0]], value.chunks[numbers[0]])
-        if content is EqualContent.NOTHING:
-            return Observation.NOTHING
-        proven = Observation.EQUAL if content is EqualContent.NUMBERS else Observation.PERHAPS
+        proven, items = self._proven(number, value.positions[numbers[0]], value.chunks[numbers[0]])
+        if proven is Observation.NOTHING:
+            return proven
         if some is not None and _are_of_one_batch(value, numbers):
             return proven
         batch_dims, is_shared = self._batch_dims_of(value)
@@ -341,17 +329,17 @@ class Sampler(Sample):
             return Observation.REPEATED
         return proven if batch_dims is not None and max(batch_dims.sizes) > 1 else Observation.PERHAPS
 
-    def _content(self, number: int, position: int, chunk: RankChunk) -> tuple[EqualContent, npt.NDArray[Any] | None]:
-        """Classify the content of equal chunks. Also return their elements if they were read, else None."""
+    def _proven(self, number: int, position: int, chunk: RankChunk) -> tuple[Observation, npt.NDArray[Any] | None]:
+        """Return what equal chunks prove by their content, and their elements if they were read, else None."""
         if not self.grouped.is_measured[number]:
             items = self._reader.items_of(position)
             # A fingerprint does not show whether the elements are zeros or NaN.
-            return (EqualContent.NOTHING if items is None else content_of(items)), items
+            return (Observation.NOTHING if items is None else proven_by_items(items)), items
         at = np.array([position], np.int64)
         low, high, total = (self._reader.rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))
         numel = int(self._reader.rows.numbers("numel")[position])
         is_float = chunk.dtype.startswith(("float", "bfloat"))
-        return content_by(low, high, total, numel, is_float=is_float), None
+        return proven_by(low, high, total, numel, is_float=is_float), None
 
     def moment(self, number: int) -> BatchDims | None:
         return self._batch_dims_of(self._reader.read(self.grouped, number))[0]
