@@ -8,7 +8,6 @@ never use a name in a manifest as a path.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
 import os
@@ -338,7 +337,7 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
     summaries: dict[str, dict[str, Any]] = {}
 
     def read(name: str) -> dict[str, Any]:
-        with contextlib.suppress(RunError):
+        with suppress(RunError):
             return store.read_json(location / name, _MAX_BYTES)
         return {}
 

@@ -91,9 +91,10 @@ class BoardExport:
                 name = self._run.name if rank is None else f"{self._run.name}/rank={rank:05}"
                 pictures = self._pictures(selection, notes)
                 with self._board_of(folder, name, self._run) as add:
-                    for step, time_s, values in _steps(tensors, partial, pictures):
+                    for step, time_s, values in _steps(tensors, pictures):
                         add(step, time_s, values)
                         num_values += len(values)
+                partial.join(tensors.missing)
                 problems += tensors.problems.texts()
                 is_damaged |= tensors.is_damaged
             if not num_values:
@@ -106,7 +107,7 @@ class BoardExport:
     def _pictures(self, selection: Selection, notes: list[str]) -> dict[int, dict[str, Picture]]:
         tensors = Tensors(self._run, selection, self._options, self._mapper)
         try:
-            entries = tensors.entries(MissingRanks())
+            entries = tensors.entries()
         except LookupFailedError:
             return {}  # the rank has no selected row with values
         chosen = [
@@ -129,10 +130,8 @@ class BoardExport:
         return pictures
 
 
-def _steps(
-    tensors: Tensors, partial: MissingRanks, pictures: Mapping[int, Mapping[str, Picture]]
-) -> Iterator[tuple[int, float, Step]]:
-    for chosen in tensors.chosen(_COLUMNS, partial):
+def _steps(tensors: Tensors, pictures: Mapping[int, Mapping[str, Picture]]) -> Iterator[tuple[int, float, Step]]:
+    for chosen in tensors.chosen(_COLUMNS):
         for step, rows in groupby(chosen.table.sort_by("step").to_pylist(), lambda row: row["step"]):
             values: dict[str, float | Histogram | Picture] = {}
             for row in rows:

@@ -131,9 +131,8 @@ class Export:
         self._options = options
         self._mapper = mapper
         self._tensors = Tensors(run, selection, options, mapper)
-        self._partial = MissingRanks()
         self._unreadable: dict[RowId, tuple[str, str]] = {}
-        self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
+        self._entries: list[Entry] = self._tensors.entries() if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
         """The number of payload bytes that `write` passes to `report` in total; 0 if it is not known in advance."""
 
@@ -146,9 +145,10 @@ class Export:
             if not self._unreadable or (self.to != "parquet" and not self._entries):
                 raise
             num_rows = self._write(path, force, lambda done: None)
-        notes = self._partial.notes(is_taken=self._options.partial)
+        missing = self._tensors.missing
+        notes = missing.notes(is_taken=self._options.partial)
         problems = self._tensors.problems.texts() + self._left_out()
-        is_whole = not (self._partial or self._unreadable or self._run.problems or self._tensors.is_damaged)
+        is_whole = not (missing or self._unreadable or self._run.problems or self._tensors.is_damaged)
         return Exported(path, num_rows, path.stat().st_size, notes, problems, is_whole)
 
     def _write(self, path: Path, force: bool, report: Callable[[int], None]) -> int:
@@ -161,7 +161,7 @@ class Export:
 
     def _find_unreadable(self) -> None:
         """Find the values that cannot be read. The file is then written again without these values."""
-        entries = self._tensors.entries(MissingRanks()) if self.to == "parquet" else self._entries
+        entries = self._tensors.entries() if self.to == "parquet" else self._entries
         self._unreadable = self._tensors.unreadable(entries)
         self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
 
@@ -174,7 +174,7 @@ class Export:
         return [*lines[:_MAX_NAMED], *([more] if len(lines) > _MAX_NAMED else [])]
 
     def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
-        num_rows, self._partial = 0, MissingRanks()
+        num_rows = 0
         names = [*METADATA_COLUMNS, *(["data"] if self._payload else [])]
         metadata = {b"recorder_run_id": self._run.run_id.encode(), **(SCHEMA.metadata or {})}
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
@@ -195,13 +195,13 @@ class Export:
     def _light(self) -> Iterator[Any]:
         """Yield rows without their values' bytes: of global tensors if asked for, else those of all attempts."""
         if self._options.across_ranks:
-            for chosen in self._tensors.chosen(METADATA_COLUMNS, self._partial):
+            for chosen in self._tensors.chosen(METADATA_COLUMNS):
                 yield chosen.table
             return
-        for table, partial in self._mapper(
-            _OwnRows, (self._run, self._selection, self._options), attempt_step_ranges(self._run)
-        ):
-            self._partial.join(partial)
+        self._tensors.missing = MissingRanks()
+        arguments = self._run, self._selection, self._options
+        for table, partial in self._mapper(_OwnRows, arguments, attempt_step_ranges(self._run)):
+            self._tensors.missing.join(partial)
             yield table
 
     def _with_payload(self) -> Iterator[Any]:
@@ -210,7 +210,7 @@ class Export:
 
         def small() -> Iterator[tuple[int, int, list[int]]]:
             """Yield batches of small rows to read together. `order` gets all batches, also those of large rows."""
-            for chosen in self._tensors.chosen(("at", "num_bytes"), self._partial):
+            for chosen in self._tensors.chosen(("at", "num_bytes")):
                 steps = chosen.first, chosen.last
                 columns = (chosen.table.column(name).to_pylist() for name in ("at", "num_bytes"))
                 sizes = [(steps, at, num_bytes) for at, num_bytes in zip(*columns, strict=True)]

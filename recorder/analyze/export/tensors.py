@@ -157,24 +157,24 @@ class Tensors:
         self._large = RangeRows(run, options)
         self.problems = Problems(selection)
         """Contradictions between ranks, in the part of the global view that was read."""
+        self.missing = MissingRanks()
+        """The ranks whose chunks are missing in the rows that were chosen last."""
         self.is_damaged = False
         """Whether anything that was read is damaged, here or in a worker process."""
 
-    def chosen(self, columns: Sequence[str], partial: MissingRanks, *, with_values: bool = False) -> Iterator[Chosen]:
-        """Yield the selected rows, one range of steps after the other.
-
-        Ranks whose chunks are missing are added to `partial`. `with_values` is as in `Choosing`.
-        """
+    def chosen(self, columns: Sequence[str], *, with_values: bool = False) -> Iterator[Chosen]:
+        """Yield the selected rows, one range of steps after the other. `with_values` is as in `Choosing`."""
+        self.missing = MissingRanks()
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         step_ranges = global_step_ranges(view_of(self._run, self._options))
         for one in self._mapper(Choosing, arguments, step_ranges):
-            partial.join(one.partial)
+            self.missing.join(one.partial)
             self.problems.join(one.problems)
             self.is_damaged |= one.is_damaged
             yield one
 
-    def entries(self, partial: MissingRanks) -> list[Entry]:
-        """Return the selected tensors with values, in order. Ranks whose chunks are missing are added to `partial`.
+    def entries(self) -> list[Entry]:
+        """Return the selected tensors with values, in order.
 
         Raises LookupFailedError if nothing is selected, or no selected row has values.
         """
@@ -182,7 +182,7 @@ class Tensors:
         times: Counter[str] = Counter()
         num_selected = 0
         columns = [*NAMING, *ORIGIN, "at", "dtype", "shape"]
-        for chosen in self.chosen(columns, partial, with_values=True):
+        for chosen in self.chosen(columns, with_values=True):
             num_selected += chosen.num_rows
             for row in chosen.table.to_pylist():
                 origin = {column: _read(column, row.pop(column)) for column in ORIGIN}
@@ -195,8 +195,8 @@ class Tensors:
                 entries.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))
         if not num_selected:
             raise self.explain_nothing()
-        if not entries and partial and not self._options.partial:
-            raise LookupFailedError(f"{' '.join(partial.notes(is_taken=False))}, and nothing else is selected")
+        if not entries and self.missing and not self._options.partial:
+            raise LookupFailedError(f"{' '.join(self.missing.notes(is_taken=False))}, and nothing else is selected")
         if not entries:
             raise LookupFailedError(
                 f"none of the {num_selected} selected rows has values, only statistics: export them with --to parquet, "
