@@ -79,6 +79,7 @@ class Engine:
         for rule in self._rules:
             if rule.name not in self._failed and not self._lacking[rule.name]:
                 self._ask(rule, rule.finish)
+                self._revise(rule)
         return Verdict(self.take(), list(self._unjudged()), self._num_more)
 
     def flush(self) -> None:
@@ -129,6 +130,12 @@ class Engine:
                 if num_more >= _ENDLESS:
                     raise RuntimeError("it yields findings without an end")
         except Exception as error:  # a user's rule may raise anything, and the other rules must still run
+            self._fail(rule, error)
+
+    def _revise(self, rule: CheckRule) -> None:
+        try:
+            self._findings[rule.name][:] = [rule.revised(one) for one in self._findings[rule.name]]
+        except Exception as error:  # a user's rule may raise anything here, too
             self._fail(rule, error)
 
     def _is_wanted(self, rule: CheckRule, key: SeriesKey) -> bool:

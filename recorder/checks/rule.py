@@ -193,6 +193,10 @@ class CheckRule(ABC):
         """Return the findings that need the complete run."""
         return ()
 
+    def revised(self, one: Finding) -> Finding:
+        """Return a finding that this rule made, as the complete run shows it. Called after `finish`."""
+        return one
+
     def finding(
         self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,
         severity: Severity | None = None, since: int | None = None,
@@ -216,10 +220,14 @@ class StreakRule(CheckRule):
     measure: ClassVar[str]
     limit: ClassVar[str]
     """The name of the setting whose threshold is compared with the measured number."""
+    may_recover: ClassVar[bool] = False
+    """Whether a finding becomes a note if its condition is over at the end of the run."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         self._streaks, self._counts = Streaks(), Memory(0.0)
         self._most = 0
+        self._lanes: dict[Finding, int] = {}
+        """The lane (a series on one rank) of each finding that may become a note."""
         super().__init__(catalog, thresholds)
 
     @property
@@ -243,15 +251,23 @@ class StreakRule(CheckRule):
         self._count(rows.lanes)
         for index, _, since in self._streaks.reached(rows.lanes, rows.steps, flags, self.records):
             lane = int(rows.lanes[index])
-            yield self.finding(
+            one = self.finding(
                 lane, int(rows.steps[index]), self.what_of(lane), self.measure, values[index],
                 self.thresholds[self.limit], self.severity_of(lane), since,
             )  # fmt: skip
+            if self.may_recover and len(self._lanes) < _MOST_WAITING:
+                self._lanes[one] = lane
+            yield one
 
     def finish(self) -> Iterable[Finding]:
         if self._most < self.records:
             self.why_not_judged = f"it needs {self.records} records of a value, and the run has {self._most}"
         return ()
+
+    def revised(self, one: Finding) -> Finding:
+        lane = self._lanes.get(one)
+        is_over = lane is not None and not self._streaks.length(lane)
+        return one._replace(severity=Severity.NOTE, what=f"{one.what}, but not later") if is_over else one
 
     def _count(self, lanes: Integers) -> None:
         """Update the largest number of records of any value on any rank, until it is as large as the rule needs."""

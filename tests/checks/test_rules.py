@@ -443,10 +443,71 @@ def test_a_loss_that_stands_still_or_rises_is_named(value: Any, words: str | Non
     assert words is None or words in found[0].what
 
 
+@pytest.mark.parametrize("rows_a_batch", BATCHES)
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_loss_that_leaps_and_comes_back_is_a_note(comes_back: bool, rows_a_batch: int) -> None:
+    """As where a task becomes harder."""
+    recorded = losses(
+        lambda step: 3 * 0.8**step if step < 20 else 0.7 * (0.8 if comes_back else 1) ** max(0, step - 30)
+    )
+    (one,) = recorded.judge(LossStuck, rows_a_batch).findings
+    assert one.severity is (Severity.NOTE if comes_back else Severity.WARNING)
+    assert one.what == "the loss has leapt above the records before" + (
+        ", and comes back later" if comes_back else ", and stays up"
+    )
+
+
 def test_a_gradient_that_vanishes_is_named() -> None:
     recorded = gradients(lambda step, path: 1e-9 if path == "blocks.0" else 1.0, steps=5)
     assert subjects(said(recorded, Vanishing)) == [("blocks.0", 2, (0,))]
     assert said(gradients(lambda step, path: 1e-9, steps=5), Vanishing) == [], "a training that is done has none left"
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_gradient_that_vanishes_only_at_the_start_is_a_note(recovers: bool) -> None:
+    """As behind a LayerScale of 1e-6, and in attention whose scores begin equal."""
+    recorded = gradients(lambda step, path: 1e-9 if path == "blocks.0" and (step < 5 or not recovers) else 1.0, steps=8)
+    (one,) = said(recorded, Vanishing)
+    assert one.severity is (Severity.NOTE if recovers else Severity.WARNING)
+    assert one.what.endswith(", but not later") is recovers
+
+
+@pytest.mark.parametrize("is_weight_zero", [False, True])
+def test_a_bias_of_which_only_differences_enter_the_loss_has_no_gradient_and_that_is_a_note(
+    is_weight_zero: bool,
+) -> None:
+    """As of the last layer of a reward model, whose scores are subtracted from each other."""
+    recorded = Recorded()
+    for step in range(6):
+        for path in ("body", "score"):
+            is_zero = path == "score"
+            weight, bias = noise(step, 1, scale=0.0 if is_zero and is_weight_zero else 1.0), noise(step, 2, shape=(4,))
+            recorded.add(step, path, weight, **OPTIMIZER, site="grad")
+            recorded.add(step, path, bias * (not is_zero), **OPTIMIZER | {"name": "bias"}, site="grad")
+    found = {one.name: one for one in said(recorded, NoGradient)}
+    assert set(found) == ({"weight", "bias"} if is_weight_zero else {"bias"})
+    assert found["bias"].severity is (Severity.WARNING if is_weight_zero else Severity.NOTE)
+    assert ("only differences of these outputs enter the loss" in found["bias"].what) is not is_weight_zero
+
+
+def test_a_sparse_gradient_is_a_gradient_and_its_indices_are_none() -> None:
+    recorded = Recorded()
+    for step in range(6):
+        for path in ("items", "users"):
+            recorded.add(step, path, noise(1), **OPTIMIZER, site="param")
+            recorded.add(step, path, noise(step), **OPTIMIZER | {"name": "weight.values"}, site="grad")
+            recorded.add(step, path, np.zeros((1, 4)), **OPTIMIZER | {"name": "weight.indices"}, site="grad")
+    assert said(recorded, NoGradient) == []
+
+
+def test_a_learning_rate_below_zero_is_named() -> None:
+    """As of a linear schedule that goes on falling past its end."""
+    recorded = Recorded()
+    for step in range(10):
+        recorded.add(step, "", 1e-3 * (1 - step / 5), site="scalar", name="lr.AdamW.0")
+    (one,) = said(recorded, Update)
+    assert (one.step, one.name) == (6, "lr.AdamW.0")
+    assert one.said.startswith("the learning rate is below zero: each update follows the gradient uphill")
 
 
 def test_gradients_that_grow_backwards_explode() -> None:

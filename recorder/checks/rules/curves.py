@@ -39,6 +39,7 @@ _SAME_IN_BOTH = (
 )
 _GAP = "validation over training, less 1"
 _MAX_SEEN = 4_096
+_STAYS = ", and stays up"
 _MAX_TARGETS = 1_024
 _FEWEST_TARGETS = 3
 _FAR = 100
@@ -437,6 +438,12 @@ class LossStuck(CurveRule):
         """By curve, the finding of a loss that stands still, as long as the loss has not fallen since: a warm-up."""
         self._moves, self._blocks = Moves(), Rings(_NUM_BLOCKS)
         """By curve, the sums of its samples in blocks of equal size, which doubles when there are too many."""
+        self._middle = Memory()
+        """By curve, the median of the last samples."""
+        self._risen: dict[Finding, int] = {}
+        """The curve of each finding of a rise or a leap."""
+        self._reported = -1
+        """The curve of the last sample that `judge` yielded."""
         self._targets: list[Rows] = []
         """The rows of the labels of the last losses, and of those that are being judged."""
 
@@ -450,8 +457,17 @@ class LossStuck(CurveRule):
         self._targets = [*earlier, targets]
         rows = self._moves.add(rows)
         for one in super().add(rows) if len(rows) else ():
-            changed = self._changed_targets(one)
-            yield one._replace(severity=Severity.NOTE, detail=changed) if changed else one
+            if changed := self._changed_targets(one):
+                one = one._replace(severity=Severity.NOTE, detail=changed)
+            self._risen[one] = self._reported
+            yield one
+
+    def revised(self, one: Finding) -> Finding:
+        """Make a rise or a leap a note if the loss has come back by the end, as where a task becomes harder."""
+        if one not in self._risen or not self._middle.of(self._risen[one]) < one.threshold:
+            return one
+        what = f"{one.what.removesuffix(_STAYS)}, and comes back later"
+        return one._replace(severity=Severity.NOTE, what=what)
 
     def _changed_targets(self, one: Finding) -> str:
         """Return how the targets of a loss changed before a finding, beyond their noise. Empty if they did not."""
@@ -474,6 +490,7 @@ class LossStuck(CurveRule):
         self._steps.put(curves, num, np.full(len(curves), float(self.step)))
         num, ring = num + 1, self._rings.values[curves]
         now, middle = ring.mean(axis=1), np.median(ring, axis=1)
+        self._middle[curves] = middle
         is_begun = num == self._window
         self._began[curves[is_begun]], self._noise[curves[is_begun]] = now[is_begun], ring[is_begun].std(axis=1)
         began = self._began[curves]
@@ -490,7 +507,7 @@ class LossStuck(CurveRule):
         found = (
             (is_risen, middle, limit, " has risen far above where it began", "median of the last"),
             (is_stuck, spread, limits, " stands still where it began", "spread over the last records"),
-            (is_leapt, low, top, " has leapt above the records before, and stays up", "smallest of the last"),
+            (is_leapt, low, top, " has leapt above the records before" + _STAYS, "smallest of the last"),
         )
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
             for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
@@ -501,6 +518,7 @@ class LossStuck(CurveRule):
                 if flags is is_stuck:
                     self._still[curve] = self.finding(self.lanes[curve], self.step, said, measure, value, threshold)
                 else:
+                    self._reported = curve
                     yield JudgedSample(index, said, measure, value, threshold, since=since)
             reported[curves[flags]] = 1.0
         for curve in curves[is_down].tolist():

@@ -74,6 +74,7 @@ class Vanishing(StreakRule):
         Setting("records", 3, "records", CALIBRATED),
     )
     what = "the gradient vanishes: it is tiny, and far below that of other weights"
+    may_recover = True
     measure, limit = "root mean square", "rms"
     advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
 
@@ -150,6 +151,11 @@ class NoGradient(StreakRule):
         """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
         """By parameter and rank, the number of the parameter's records."""
+        self._learning: set[tuple[str, str]] = set()
+        """The modules, by root and path, that have a weight with a gradient that is not zero."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.site in self.sites and not key.name.endswith("indices")  # those of a sparse gradient are no gradient
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_grad = rows.at("grad")
@@ -162,6 +168,8 @@ class NoGradient(StreakRule):
             self._first_step = int(rows.steps[0])
         rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
         flags, values = self.judge(rows)
+        for series in np.unique(rows.series[~flags & is_weight(self.catalog, rows)]).tolist():
+            self._learning.add((self.catalog.series[series].root, self.catalog.series[series].module_path))
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
             lane, step = int(rows.lanes[row]), int(rows.steps[row])
@@ -189,7 +197,8 @@ class NoGradient(StreakRule):
             self.why_not_judged = "needs keep=stats: there are no rows of grad"
             return
         keys = self.catalog.series
-        having = {(key.root, key.module_path, key.name) for key in keys if key.site == "grad"}
+        # The gradient of an embedding may be sparse, and is then recorded as `weight.values`.
+        having = {(key.root, key.module_path, key.name.partition(".")[0]) for key in keys if key.site == "grad"}
         alike = {(root, template(path), name) for root, path, name in having}
         frozen = {(*of, name) for of, facts in self.catalog.modules.items() for name in facts.frozen}
         params = frozen | {(key.root, key.module_path, key.name) for key in keys if key.site == "param"}
@@ -222,7 +231,10 @@ class NoGradient(StreakRule):
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 yield self.finding(lane, 0, what, measure, num, limit, severity)
-        yield from self._waiting.finish()
+        for found in self._waiting.finish():
+            is_bias = found.name == "bias" and (found.root, found.module_path) in self._learning and found.value == 1
+            what = f"{found.what}, and that of the weight is not: only differences of these outputs enter the loss"
+            yield found._replace(severity=Severity.NOTE, what=what) if is_bias else found
 
 
 def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
@@ -445,8 +457,13 @@ class _Large(_Update, StreakRule):
         ratio, is_recorded = np.zeros(len(rows)), rows[IS_PROBE] != 1
         ratio[is_recorded] = np.nan_to_num(self._movement.ratio(rows.take(is_recorded)), posinf=0.0)
         self._look_up(rows, ratio)
-        is_large = (ratio > self.thresholds["ratio"]) & is_begun
+        is_large = (ratio > self.thresholds["ratio"]) & is_begun & ~rows.where("searched", self._is_searched)
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
+
+    def _is_searched(self, key: SeriesKey) -> bool:
+        """Whether a step of the parameter's optimizer is a search of many updates, as that of LBFGS is."""
+        module = self.catalog.modules.get((key.root, key.module_path))
+        return module is not None and module.rates.get(key.name, "").startswith("lr.LBFGS")
 
     def _without_first(self, updates: Rows) -> Rows:
         """Leave out the first rows of each parameter on each rank. The rows are sorted by parameter and rank."""
@@ -500,8 +517,25 @@ class _Shrinking(_Large):
         ), left
 
 
+class _Uphill(_Update, StreakRule):
+    """A learning rate below zero, as of a schedule that goes on falling past its end."""
+
+    what = "the learning rate is below zero: each update follows the gradient uphill"
+    measure, limit = "learning rate", "rate"
+    advice = "look at the schedule, which may go on beyond its last step"
+
+    def set_up(self) -> None:
+        self.thresholds["rate"] = 0.0
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.is_rate
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        return rows["mean"] < 0, rows["mean"]
+
+
 class Update(_Update, PartsRule):
-    parts = (_Large, _Shrinking)
+    parts = (_Large, _Shrinking, _Uphill)
 
 
 class Unchanged(StreakRule):
