@@ -775,6 +775,19 @@ def test_a_mask_of_zeros_is_not_dead() -> None:
     assert said(recorded, Dead) == []
 
 
+@pytest.mark.parametrize("names", [("0", "1", "2"), ("loss", "logits", "bias")])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_zeros_beside_the_first_output_are_dead_only_if_they_have_a_gradient(names: Any, has_gradient: bool) -> None:
+    recorded, is_dict = Recorded(), names[0] == "loss"
+    for step in range(6):
+        made = (np.ones(()) if is_dict else noise(step), *np.zeros((2, 64)))
+        for name, values in zip(names, made, strict=True):
+            recorded.add(step, "block", values, name=name)
+        if has_gradient:
+            recorded.add(step, "block", noise(step), name=names[1], site="grad_output", phase="backward")
+    assert [one.name for one in said(recorded, Dead)] == [names[1]] * (has_gradient or is_dict)
+
+
 def test_a_validation_on_the_same_samples_repeats_no_batch() -> None:
     recorded = Recorded()
     for step in range(5):

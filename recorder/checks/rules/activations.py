@@ -30,11 +30,30 @@ class Dead(StreakRule):
     measure, limit = "share of zeros", "share"
     advice = "look at the bias and the scale of what comes before, and at the learning rate"
 
+    def set_up(self) -> None:
+        self._are_used = np.zeros(0, np.bool_)
+
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the share of zeros. Single numbers and non-float masks may well be zero, and are left out."""
         share = np.nan_to_num(rows["zero_count"] / np.maximum(rows["numel"], 1))
-        is_judged = rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS)
+        if len(self._are_used) < len(self.catalog.series):
+            self._are_used = self._find_used()
+        is_judged = rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS) & self._are_used[rows.series]
         return (share >= self.thresholds["share"]) & is_judged, share
+
+    def _find_used(self) -> Flags:
+        """Return, for each series, whether it has a gradient, or is the first tensor that its module returns.
+
+        What a module returns beside this tensor may be zero on purpose: cross-attention of T5 returns a bias of zeros.
+        """
+        series, firsts = self.catalog.series, dict[tuple[str, ...], str]()
+        for key, about in zip(series, self.catalog.about, strict=True):
+            if key.site == "output" and about.shape:
+                firsts.setdefault(key[:2], key.name)
+        have_gradient = {(*key[:2], key.name) for key in series if key.site == "grad_output"}
+        are_first = (key.name in ("", firsts.get(key[:2])) for key in series)
+        pairs = zip(series, are_first, strict=True)
+        return np.array([is_first or (*key[:2], key.name) in have_gradient for key, is_first in pairs], np.bool_)
 
 
 class Saturated(StreakRule):
