@@ -481,19 +481,20 @@ class OptimizerHooks:
         """Record the parameters and final gradients of one optimizer. Once a step, also record the buffers."""
         capture = self._capture
         self._look_at_gradient(optimizer)
-        moment = StepPosition(capture.clock.step, None, "train")
+        at = StateTime(StepPosition(capture.clock.step, None, "train"), "optimizer", 0)
         repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
         parameters = list(_parameters(optimizer)) if keeps_param or keeps_grad else []
         if parameters and self._counts(optimizer) and all(self._rows_of(one) is None for one in parameters):
             parameters = self._copied() or parameters
-        with self._known(optimizer, parameters, note, moment, repeats) as is_done:
+        with self._known(optimizer, parameters, note, at.moment, repeats) as is_done:
             for parameter in () if is_done else parameters:
                 rows = self._rows_of(parameter)
                 if rows is None:
                     continue
-                at = StateTime(moment, "optimizer", _next_repeat(repeats, parameter))
+                repeat = _next_repeat(repeats, parameter)
+                at = at if at.repeat == repeat else at._replace(repeat=repeat)  # nearly always the same
                 if keeps_param:
                     rows.record("param", "", parameter, at)
                 if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
@@ -502,7 +503,7 @@ class OptimizerHooks:
             repeats = self._repeats_at("buffer")
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
-                root.record_state(("buffer",), StateTime(moment, "optimizer", repeat))
+                root.record_state(("buffer",), at._replace(repeat=repeat))
 
     def _copied(self) -> list[torch.Tensor]:
         """Return all roots' parameters if the optimizers hold only copies of parameters, otherwise an empty list."""
@@ -585,7 +586,7 @@ class OptimizerHooks:
     def _record_state(self, optimizer: Optimizer) -> None:
         if not self._capture.selection.keeps("optim"):
             return
-        moment = StepPosition(self._capture.clock.step, None, "train")
+        at = StateTime(StepPosition(self._capture.clock.step, None, "train"), "optimizer", 0)
         repeats, updated = self._repeats_at("optim"), {id(parameter) for parameter in _parameters(optimizer)}
         inside = updating(optimizer)
         note = None if inside is optimizer else HERE_ALONE
@@ -594,14 +595,15 @@ class OptimizerHooks:
             # ZeRO steps with one group of parameters at a time, and this call leaves the parameter's group out.
             if rows is None or not isinstance(state, dict) or id(parameter) not in updated:
                 continue
-            at = StateTime(moment, "optimizer", _next_repeat(repeats, parameter))
+            repeat = _next_repeat(repeats, parameter)
+            at = at if at.repeat == repeat else at._replace(repeat=repeat)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     rows.record("optim", f".{key}", value, at, note=note)
         if any(flat.originals for root in self._capture.roots for flat in root.flats):
-            self._record_empty_state(optimizer, moment, repeats)
+            self._record_empty_state(optimizer, at, repeats)
 
-    def _record_empty_state(self, optimizer: Optimizer, moment: StepPosition, repeats: dict[int, int]) -> None:
+    def _record_empty_state(self, optimizer: Optimizer, at: StateTime, repeats: dict[int, int]) -> None:
         """Record empty optimizer state for FSDP1 parameters whose elements all lie on other ranks.
 
         The optimizer has no state for them here, so the names of the state are taken from the other parameters.
@@ -616,7 +618,7 @@ class OptimizerHooks:
         for parameter in _parameters(optimizer) if slices else ():
             rows = self._rows_of(parameter) if parameter not in optimizer.state else None
             if isinstance(rows, OriginalParameter) and rows.gradient(parameter) is not None and not parameter.numel():
-                at = StateTime(moment, "optimizer", _next_repeat(repeats, parameter))
+                at = at._replace(repeat=_next_repeat(repeats, parameter))
                 for key, value in slices.items():
                     rows.record("optim", f".{key}", value.detach()[:0], at)
 
