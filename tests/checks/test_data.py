@@ -138,6 +138,48 @@ def test_labels_that_number_the_samples_never_change_on_purpose(first: int, dist
     assert probed(batches(lambda step, rank: {"x": noise(step), LABELS: numbered}, steps=60, dtype="int64")) == []
 
 
+@pytest.mark.parametrize(
+    "labels, shapes, is_ranked",
+    [
+        ((32,), {"0": (32, 4, 64), "1": (32, 4, 1), "": (32, 4, 1)}, True),
+        ((32,), {"0": (32, 4, 64), "1": (32, 4, 1), "": (32, 4)}, True),
+        ((32,), {"0": (32, 4, 64), "1": (128, 1), "": (128, 1)}, True),
+        ((32,), {"0": (32, 16), "": (32, 16), "gradient": (32, 4, 16)}, True),
+        ((32,), {"0": (32, 4, 16), "": (32, 4, 16), "gradient": (32, 16)}, True),
+        ((32,), {"0": (32, 16), "": (32, 4), "gradient 0": (32, 4, 16)}, True),
+        ((32,), {"0": (32, 16), "": (32, 5), "gradient 0": (32, 4, 16)}, False),
+        ((32,), {"0": (32, 16), "": (32, 16), "gradient": (32, 16)}, False),
+        ((32,), {"0": (32, 16), "": (32, 16), "gradient": (224, 16)}, False),
+        ((32,), {"0": (32, 16), "": (32, 4)}, False),
+        ((32,), {"0": (32, 19, 1), "": (32, 4)}, False),
+        ((32,), {"0": (32, 19, 48), "": (32, 2)}, False),
+        ((32,), {"0": (32, 1), "": (32, 1)}, False),
+        ((8, 6, 6), {"0": (8, 3, 6, 6), "": (8, 3, 6, 6)}, False),
+        ((288,), {"0": (8, 36, 5), "": (8, 36, 5)}, False),
+        ((32,), {"0": (32, 5)}, False),
+        ((32,), {}, False),
+    ],
+)
+def test_labels_of_one_class_are_a_note_if_they_choose_among_candidates_that_are_scored_one_by_one(
+    labels: Any, shapes: Any, is_ranked: bool
+) -> None:
+    recorded = Recorded()
+    for step in range(24):
+        recorded.add(step, "", noise(step), site="input", name="x")
+        recorded.add(step, "", np.zeros(labels), site="input", name=LABELS, dtype="int64")
+        for path, shape in shapes.items():
+            if path.startswith("gradient"):
+                path = path.removeprefix("gradient").strip()
+                recorded.add(step, path, noise(step, shape=shape), site="grad_output", phase="backward")
+            else:
+                recorded.add(step, path, noise(step, shape=shape))
+    (one,) = said(recorded, Data)
+    assert one.what.startswith("all labels of a batch are equal")
+    assert (one.severity, "several candidates" in one.what) == (
+        (Severity.NOTE, True) if is_ranked else (Severity.WARNING, False)
+    )
+
+
 def test_targets_of_one_value_are_a_note_if_they_are_no_classes() -> None:
     ones = batches(lambda step, rank: {LABELS: np.ones(32)})
     assert [(one.what, one.severity.word) for one in said(ones, Data)] == [("all labels of a batch are equal", "note")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -216,6 +217,7 @@ _IGNORED = -100
 _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor that is judged. The elements of a smaller tensor may be equal by chance."""
 _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
+_RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 
@@ -290,7 +292,31 @@ class Data(CheckRule):
             severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
             if not is_void:
                 more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
+                if one.what.startswith(_ONE_CLASS) and self._are_ranked(lane):
+                    severity, more = Severity.NOTE, _RANKED
                 yield one._replace(severity=severity, what=one.what + more)
+
+    def _shapes(self, root: str, site: str) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Return the shapes of outputs or of their gradients in training, by module path and name."""
+        about = zip(self.catalog.series, self.catalog.about, strict=True)
+        known = {key: one.shape for key, one in about if (key.root, key.site, key.mode) == (root, site, "train")}
+        return {(key.module_path, key.name): shape for key, shape in known.items() if shape}
+
+    def _are_ranked(self, lane: int) -> bool:
+        """Return whether a model scores or encodes several candidates for each label, so that labels are no classes."""
+        root, labels = self.catalog.key_of(lane).root, self.catalog.about_of(lane)
+        outputs, gradients = self._shapes(root, "output"), self._shapes(root, "grad_output")
+        num, scores = math.prod(labels.shape), {math.prod(shape) for shape in outputs.values() if shape[-1] == 1}
+        of_root = {shape for (path, _), shape in outputs.items() if not path}
+        is_scored = bool(of_root) and all(num < math.prod(shape) in scores for shape in of_root)
+        # If a module is called twice, the first output and the first gradient are those of two calls.
+        both = ((at[0], *sorted((shape, gradients.get(at, shape)), key=len)) for at, shape in outputs.items())
+        is_encoded = any(
+            one == (num, *many[2:]) and many[0] == num and (not path or (num, many[1]) in of_root)
+            for path, one, many in both
+            if len(one) < len(many)
+        )
+        return "int" in labels.dtype and (is_scored or is_encoded)
 
     def _in_a_row(self, lane: int, step: int, what: str, num: int, limit: str, since: int | None) -> Finding:
         return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
