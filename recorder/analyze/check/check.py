@@ -32,6 +32,7 @@ from ...run.notes import damage, left_out
 from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
+from ...sites import is_labels
 from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
 from ..doctor.slots import read_rules
 from .reading import RunRows
@@ -466,7 +467,8 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     # `not_cleared` concerns all gradients, and the root may have none of its own.
     where = [] if worst.rule == NotCleared.name else [worst.module_path]
     words = ["recorder", "stats", typed, *where, "--site", worst.site]
-    words += ["--name", worst.name] if worst.site == "scalar" and len(one.names) == 1 else []
+    is_by_name = worst.site == "scalar" or (worst.site == "input" and is_labels(worst.name))
+    words += ["--name", worst.name] if is_by_name and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     sees_probe = worst.site != "scalar" and any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
     words += ["--probe"] if sees_probe else []

@@ -190,6 +190,18 @@ def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool
     assert module.command_of("some run", told) == "recorder first 'some run'"
 
 
+@pytest.mark.parametrize(
+    ("site", "name", "is_named"),
+    [("scalar", "loss", True), ("input", "loss.labels", True), ("input", "labels", True), ("input", "x", False),
+     ("output", "y", False)],
+)  # fmt: skip
+def test_the_command_under_a_finding_on_labels_or_on_a_scalar_names_it(site: str, name: str, is_named: bool) -> None:
+    what = ("all labels of a batch are equal", "records in a row", 20.0, 20.0, "")
+    one = Finding("data", Severity.WARNING, 19, "model", "", site, name, (0,), *what)
+    ((told, _),) = module.told_of([one])
+    assert (f"--site {site} --name {name} --step" in module.command_of("run", told)) is is_named
+
+
 def test_check_says_that_it_reads_no_tensors_of_replicas_with_equal_statistics(tmp_path: Path) -> None:
     (note,) = check(replicas(tmp_path / "run", fingerprint=False), ["replica"]).notes
     assert "check reads no tensors, recorder first compares" in note
