@@ -13,7 +13,7 @@ from ..sites import GRADIENTS
 from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
 from .rules.curves import RISEN
-from .rules.values import SKIPS, Data
+from .rules.values import ALL_IGNORED, SKIPS, Data
 
 _MAX_CAUSES = 100
 """The most findings of one rule that are considered as causes, the earliest first."""
@@ -62,6 +62,11 @@ def _are_skipped(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
     return all(SKIPS in some.what for some in (cause, one)) and _is_later(cause, one, first_seen)
 
 
+def _is_unlabelled(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
+    """Return whether a finding is not earlier than labels that the loss ignores: the mean over no label is NaN."""
+    return cause.what == ALL_IGNORED and _is_later(cause, one, first_seen)
+
+
 def _is_by_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
     """Return whether a risen learning rate links two findings. An update shows one step before its loss does."""
     return RISEN in cause.detail and one.first_step >= cause.first_step - 1 and _is_of_same_ranks(cause, one)
@@ -86,6 +91,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
          "skipped"),
     ),
     ("nonfinite", _are_skipped, ("nonfinite",)),
+    ("data", _is_unlabelled, ("nonfinite", "unchanged")),
     ("skipped", _is_later, ("unchanged", "loss")),
     ("clipping", _is_later, ("unchanged", "loss", "vanishing")),
     ("jump", _is_together, ("spike", "loss", "update")),

@@ -8,6 +8,7 @@ from typing import Any
 from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rows import About, Catalog, SeriesKey
 from recorder.checks.rule import Finding, Severity
+from recorder.checks.rules.values import ALL_IGNORED
 
 PATHS = ("blocks.0.up", "blocks.0.act", "blocks.1.up", "blocks.1.act")
 
@@ -71,6 +72,17 @@ def test_the_output_of_a_layer_that_no_optimizer_has_is_dead_for_it() -> None:
     assert causes(cause, dead, other) == {
         ("not_optimized", 0, ()): "", ("dead", 3, (0,)): words_of(cause), ("dead", 4, (0,)): "",
     }  # fmt: skip
+
+
+def test_labels_that_are_all_ignored_explain_a_loss_of_nan_and_what_follows_from_it() -> None:
+    data = finding("data", 19, site="input", since=0, what=ALL_IGNORED)
+    loss, still = finding("nonfinite", 0, site="scalar", severity=Severity.ERROR), finding("unchanged", 1)
+    judged = {one.rule: one for one in with_causes([loss, still, data], catalog())}
+    assert (judged["data"].severity, judged["data"].cause) == (Severity.ERROR, "")
+    assert judged["nonfinite"].cause == judged["unchanged"].cause == words_of(data)
+    assert causes(data._replace(since=5), loss)["nonfinite", 0, (0,)] == "", "the loss was NaN before"
+    equal = data._replace(what="all labels of a batch are equal")
+    assert causes(equal, loss)["nonfinite", 0, (0,)] == "", "a loss of one class is finite"
 
 
 def test_a_cause_is_as_severe_as_its_worst_consequence_and_stands_first() -> None:

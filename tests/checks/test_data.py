@@ -48,6 +48,7 @@ def test_labels_that_never_change_or_are_all_alike_are_named() -> None:
     for make, words in (
         (lambda step: np.arange(8) % 4, "the labels never change"),
         (lambda step: np.full(8, step % 4), "all labels of a batch are equal"),
+        (lambda step: np.full(8, -100), "all labels are -100, which the loss ignores"),
         (
             lambda step: np.where(np.arange(24) < 9 + step % 3, step % 4, -100),
             "all labels of a batch are equal, except labels -100, which the loss ignores",
@@ -128,6 +129,11 @@ def test_rare_classes_are_no_labels_of_one_class() -> None:
         steps=60, dtype="int64",
     )  # fmt: skip
     assert probed(rare) == [], "a batch that the probe alone has is of two classes"
+    ignored = batches(
+        lambda step, rank: {"x": noise(step), LABELS: np.r_[np.full(31, -100), 2 + step % 3 if step > 24 else -100]},
+        steps=60, dtype="int64",
+    )  # fmt: skip
+    assert probed(ignored) == [], "a batch that the probe alone has is not ignored"
     alike = batches(lambda step, rank: {"x": noise(step), LABELS: np.full(32, step % 4)}, steps=60, dtype="int64")
     assert [one.what for one in probed(alike)] == ["all labels of a batch are equal"]
 

@@ -217,6 +217,7 @@ _IGNORED = -100
 _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor that is judged. The elements of a smaller tensor may be equal by chance."""
 _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
+ALL_IGNORED = f"all labels are {_IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
@@ -287,7 +288,7 @@ class Data(CheckRule):
             root = self.catalog.modules.get((of_lane[lane][0], ""))
             is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
             is_void |= one.what == _SAME_LABELS and self._reordered.of(lane) > one.first_step
-            is_void |= one.what == _ONE_CLASS and self._mixed.of(lane) > one.first_step
+            is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
             is_kept = root is not None and root.given_again is not None and of_lane[lane] not in changed
             severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
             if not is_void:
@@ -405,9 +406,11 @@ class Data(CheckRule):
         is_label = rows.where("labels", _holds_labels)
         is_judged = is_label | (rows.are_float() & rows.where("first argument", self._is_first))
         is_masked = is_label & _are_of_one_class(rows)
+        is_ignored = (rows["max"] == _IGNORED) & ~rows.are_float()
         is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
         of_masked = f"{_ONE_CLASS}, except labels {_IGNORED}, which the loss ignores"
-        what = np.where(is_label, np.where(is_masked, of_masked, _ONE_CLASS), "all elements of the input are equal")
+        of_label = np.where(is_ignored, ALL_IGNORED, _ONE_CLASS)
+        what = np.where(is_label, np.where(is_masked, of_masked, of_label), "all elements of the input are equal")
         self._hold(rows, self._flat, is_flat, what)
 
     def _hold(self, rows: Rows, streaks: Streaks, flags: Flags, what: npt.NDArray[np.str_]) -> None:
