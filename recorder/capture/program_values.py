@@ -42,6 +42,17 @@ _MAX_LOSSES = 64
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a scalar's name. A reader rejects a batch with a longer name as damaged."""
 _FOUND = {LOSS: '{"found":"backward"}', EVALUATION_LOSS: '{"found":"evaluation"}'}
+_OF_LOGITS = ("Softmax", "Sigmoid", "Relu")
+_WRONG_BELOW = {
+    "LogSoftmax": _OF_LOGITS, "BinaryCrossEntropyWithLogits": _OF_LOGITS,
+    "NllLoss": (*_OF_LOGITS, "Addmm", "Convolution"), "NllLoss2D": (*_OF_LOGITS, "Convolution"),
+}  # fmt: skip
+"""By the kind of a node of autograd, the kinds of nodes that make an argument which the function does not expect."""
+_SHAPES_ALONE = (
+    "View", "UnsafeView", "Reshape", "Transpose", "T", "Permute", "Select", "Slice", "Squeeze", "Unsqueeze", "Alias",
+    "Clone", "ToCopy",
+)  # fmt: skip
+"""The kinds of nodes that change only how elements lie."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
@@ -219,6 +230,8 @@ class LossFinder:
         """The wrapped attributes: owner, name, the original function, and our wrapper."""
         self._misses: dict[tuple[str, ...], int] = {}
         """By the names of the first nodes of a graph, in how many such graphs, one after the other, were no labels."""
+        self._kinds: set[tuple[str, ...]] = set()
+        """The names of the first nodes of the graphs that were searched for arguments that a loss does not expect."""
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
@@ -302,18 +315,32 @@ class LossFinder:
                 unscaled = (loss for result, loss in self._scaled if result() is tensor)
                 self._scalars.add_loss(next(unscaled, tensor))
                 if tensor.grad_fn is not None and not self._capture.is_in_stage:
-                    self._look_for_labels(tensor.grad_fn)
+                    self._look_at_graph(tensor.grad_fn)
         self._scaled = []
 
-    def _look_for_labels(self, node: Any) -> None:
-        """Record the labels that a loss has saved, as an input of the model. `node` is the first node of its graph."""
+    def _look_at_graph(self, node: Any) -> None:
+        """Record the labels of a loss, and note an argument that it does not expect. `node` is the graph's first."""
+        kind = (node.name(), *(child.name() for child in _children(node)))
         root = self._capture.root_calls.outermost
+        if root is not None and kind not in self._kinds and len(self._kinds) < _MAX_KINDS:
+            self._kinds.add(kind)
+            if argument := _wrong_argument(node):
+                root.inventory.note_loss_argument(argument, self._capture.clock.step)
+        self._look_for_labels(node, kind, root)
+
+    def _look_for_labels(self, node: Any, kind: tuple[str, ...], root: Root | None) -> None:
+        """Record the labels that a loss has saved, as an input of the model."""
         # With several models, the loss may be that of another model than the one that was called last.
         is_alone = root is not None and self._scalars.roots == [root] and not (root.is_over_meshes or root.marked_ranks)
         hooked = root.module_at("") if root is not None and is_alone else None
-        if hooked is None or hooked.is_hidden or not hooked.keeps("input") or not (keep := hooked.keep_of_labels()):
+        if (
+            root is None
+            or hooked is None
+            or hooked.is_hidden
+            or not hooked.keeps("input")
+            or not (keep := hooked.keep_of_labels())
+        ):
             return
-        kind = (node.name(), *(child.name() for child in _children(node)))
         if len(self._misses) >= _MAX_KINDS:
             self._misses.clear()
         if self._misses.get(kind, 0) < _MAX_MISSES:
@@ -375,6 +402,23 @@ def _labels_below(loss: Any) -> torch.Tensor | None:
             return None if _compares_samples(node) else node._saved_target
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
     return None
+
+
+def _wrong_argument(loss: Any) -> str:
+    """Return the first function of a loss that gets what it does not expect, as ``LogSoftmax of Softmax``; else ""."""
+    nodes = [loss]
+    for node in nodes:
+        kind, below = _kind(node), _children(node)
+        while len(below) == 1 and _kind(below[0]) in _SHAPES_ALONE:
+            below = _children(below[0])
+        if below and (argument := _kind(below[0])) in _WRONG_BELOW.get(kind, ()):
+            return f"{kind} of {argument}"
+        nodes += _children(node)[: _MAX_NODES - len(nodes)]
+    return ""
+
+
+def _kind(node: Any) -> str:
+    return str(node.name()).partition("Backward")[0]
 
 
 def _compares_samples(node: Any) -> bool:

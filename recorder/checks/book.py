@@ -22,7 +22,8 @@ from .rules import activations, comparing, curves, parameters, programs, values
 RULES: tuple[type[CheckRule], ...] = (
     values.NonFinite, values.Skipped, curves.Jump, curves.Spike, curves.LossStuck, curves.Overfitting,
     parameters.Vanishing, parameters.Exploding, parameters.NoGradient, parameters.Unchanged, parameters.Update,
-    programs.NotOptimized, programs.NotCleared, programs.EvaluationMode, activations.EvaluationOutput,
+    programs.NotOptimized, programs.NotCleared, programs.LossArgument, programs.EvaluationMode,
+    activations.EvaluationOutput,
     parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, parameters.Objectives,
     parameters.Flip, programs.Clipping,
     comparing.OutlierRank, comparing.Replica, values.Data, comparing.RunningStatistics, activations.DeadUnits,

@@ -76,6 +76,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("not_optimized", _is_same, ("unchanged", "no_gradient", "dead")),
     ("initialisation", _is_near, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
     ("data", _is_later, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient")),
+    ("loss_argument", _is_later, ("loss", "saturated", "vanishing", "dead", "update")),
     ("evaluation_mode", _is_later, ("overfitting", "evaluation_output")),
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),

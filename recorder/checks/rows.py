@@ -80,6 +80,11 @@ class ModuleFacts(NamedTuple):
     """The first known step at which the module had such a parameter."""
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
+    loss_argument: str = ""
+    """Of the first module: the function of the loss that got an argument which it does not expect, and the function
+    that made the argument, by autograd's names: ``LogSoftmax of Softmax``."""
+    loss_argument_since: int | None = None
+    """The step at which this argument was seen first."""
     uncleared: int | None = None
     """The first known step at which a gradient of the module was added to that of the step before."""
     given_again: int | None = None

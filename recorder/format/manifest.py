@@ -91,6 +91,11 @@ class RecordedModule:
     """The first known step at which the module had such a parameter."""
     evaluated: int | None = None
     """The first step at which the module was seen in evaluation mode while an optimizer stepped."""
+    loss_argument: str = ""
+    """Of the first module: the function of the loss that got an argument which it does not expect, and the function
+    that made the argument, by autograd's names: ``LogSoftmax of Softmax``."""
+    loss_argument_since: int | None = None
+    """The step at which this argument was seen first."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
     given_again: int | None = None

@@ -470,8 +470,8 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     is_by_name = worst.site == "scalar" or (worst.site == "input" and is_labels(worst.name))
     words += ["--name", worst.name] if is_by_name and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
-    sees_probe = worst.site != "scalar" and any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
-    words += ["--probe"] if sees_probe else []
+    reads_probe = not worst.measure or any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
+    words += ["--probe"] if reads_probe and worst.site != "scalar" else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
     return shlex.join(words)
 

@@ -240,6 +240,11 @@ class Inventory:
             if own and own != self._modules[i].get("rates"):
                 self._add(i, {"rates": own})
 
+    def note_loss_argument(self, argument: str, step: int) -> None:
+        """Note which function of a loss got, at `step`, an argument that it does not expect."""
+        if self._modules and "loss_argument" not in self._modules[0]:
+            self._add(0, {"loss_argument": argument, "loss_argument_since": step})
+
     def note_uncleared(self, parameter: torch.Tensor | None, step: int) -> None:
         """Note that a gradient was not cleared between an update and the next backward, at `step` or earlier."""
         for i, hooked in enumerate(self._hooked[: len(self._modules)]):

@@ -17,6 +17,15 @@ from ..rule import CheckRule, Finding, Setting, Severity
 _KINDS = ("Dropout", "Norm")
 """Parts of class names. Modules that have one are of one kind; other modules are of one kind if their class is."""
 
+_FUNCTIONS = {
+    "LogSoftmax": "the log_softmax of the loss, as of cross_entropy,", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+}  # fmt: skip
+_MAKES = {
+    "Softmax": "the probabilities that a softmax has made", "Sigmoid": "the probabilities that a sigmoid has made",
+    "Relu": "the result of a ReLU, which is never below zero",
+}  # fmt: skip
+
 
 class _ProgramRule(CheckRule):
     columns = ()
@@ -46,6 +55,22 @@ class NotOptimized(_ProgramRule):
             for name in facts.untrained:
                 step = facts.untrained_since or 0
                 yield self.finding_on(module, step, "it has a gradient, and no optimizer has it", name=name)
+
+
+class LossArgument(_ProgramRule):
+    name = "loss_argument"
+    sentence = "A loss of logits or log-probabilities gets something else, such as the result of a softmax."
+    sites = ("scalar",)
+    advice = "give the loss what the last layer returns: no softmax, sigmoid or ReLU belongs between them"
+
+    def finish(self) -> Iterator[Finding]:
+        for module, facts in self.catalog.modules.items():
+            if facts.loss_argument:
+                function, _, argument = facts.loss_argument.partition(" of ")
+                expected = "log-probabilities" if function.startswith("NllLoss") else "logits"
+                made = _MAKES.get(argument, "the result of a layer")
+                what = f"{_FUNCTIONS.get(function, function)} expects {expected}, and gets {made}"
+                yield self.finding_on(module, facts.loss_argument_since or 0, what)
 
 
 class NotCleared(_ProgramRule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,39 @@ def test_the_step_at_which_evaluation_mode_began_is_named(tmp_path: Path, is_who
     may_be_earlier = {one.what.endswith("; it may have begun before this step") for one in found}
     # The first forward in evaluation mode belongs to the step before it, as that of a validation does.
     assert ({one.step for one in found}, may_be_earlier) == (({20}, {False}) if is_whole else ({32}, {True}))
+
+
+def _binary(values: torch.Tensor) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(values, torch.ones_like(values))
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda y, c: nn.functional.cross_entropy(y, c), ""),
+        (lambda y, c: nn.functional.cross_entropy(y.softmax(1), c), "logits, and gets the probabilities that a s"),
+        (lambda y, c: nn.functional.cross_entropy(y.softmax(1).view(2, -1, 5).flatten(0, 1), c), "a softmax has made"),
+        (lambda y, c: 3 * nn.functional.cross_entropy(y.sigmoid(), c) + y.square().mean(), "a sigmoid has made"),
+        (lambda y, c: nn.functional.cross_entropy(y.relu(), c), "gets the result of a ReLU, which is never below zero"),
+        (lambda y, c: nn.functional.cross_entropy(y.softmax(1).log(), c), ""),
+        (lambda y, c: nn.functional.nll_loss(y.log_softmax(1), c), ""),
+        (lambda y, c: nn.functional.nll_loss(y, c), "expects log-probabilities, and gets the result of a layer"),
+        (lambda y, c: nn.functional.nll_loss(y.softmax(1), c), "nll_loss expects log-probabilities, and gets"),
+        (lambda y, c: _binary(y), ""),
+        (lambda y, c: _binary(y.sigmoid()[:, 0]), "binary_cross_entropy_with_logits expects logits, and gets the prob"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_gets_no_logits_is_named(tmp_path: Path, loss: Any, expected: str) -> None:
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, "site=scalar keep=stats") as recording:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model(torch.randn(8, 4)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    found = check(recording.run, rules=["loss_argument"]).findings
+    assert [one.module_path for one in found] == ([""] if expected else [])
+    assert not expected or expected in found[0].what
 
 
 def test_gradients_of_one_batch_may_be_cleared_behind_autograd(tmp_path: Path) -> None:
