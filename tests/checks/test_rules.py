@@ -133,7 +133,7 @@ def test_a_nan_loss_that_the_program_skips_is_said_to_touch_no_parameter(is_used
         with_another_loss.add(2, "up", [np.nan], **OPTIMIZER, site="grad")
     for recorded in (with_gradients, with_another_loss):
         (one,) = said(recorded, NonFinite)
-        assert ("; no gradient and no parameter that is recorded at this step was touched" in one.what) == (not is_used)
+        assert ("; it did not reach any gradient or parameter recorded at this step" in one.what) == (not is_used)
 
 
 def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:

@@ -98,8 +98,9 @@ class OutlierRank(StreakRule):
     def finish(self) -> Iterable[Finding]:
         super().finish()
         if self._most_ranks < self.thresholds["ranks"] and self._most_changes < self.records:
-            needed = f"{self.thresholds['ranks']:.0f} data-parallel ranks{', or more records' * (self._most_ranks > 1)}"
-            self.why_not_judged = f"it needs {needed}, and there are {self._most_ranks}"
+            needed = f"it needs {self.thresholds['ranks']:.0f} data-parallel ranks, or more records, and there are"
+            is_alone = self._most_ranks < 2
+            self.why_not_judged = "it needs data-parallel ranks" if is_alone else f"{needed} {self._most_ranks}"
         return ()
 
 

@@ -153,7 +153,7 @@ class NonFinite(CheckRule):
         elif key.site == "output" and (inputs & is_bad).any():
             what += ", and neither is its input"
         elif key.site == "output" and inputs.any():
-            what += ", and its input is: the module made the value"
+            what += ", although the input of the module is: the module made the value"
         elif key.site in ("output", "tap"):
             what += ", and all values recorded before it in this step are finite"
         what += self._objectives(rows.take(same_step), is_bad[same_step])
@@ -162,7 +162,7 @@ class NonFinite(CheckRule):
             what += f"; this is an evaluation ({key.mode}), and all recorded values of training at this step are finite"
         elif (same_step & ~is_bad & (rows.at("grad") | (rows.lanes == lane))).any():
             is_skipped = not (is_bad & rows.at("grad", "param", "optim")).any()
-            what += "; no gradient and no parameter that is recorded at this step was touched" * is_skipped
+            what += "; it did not reach any gradient or parameter recorded at this step" * is_skipped
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
             self._num_skipped += self._last_skipped != step
