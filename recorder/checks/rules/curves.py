@@ -553,7 +553,10 @@ class LossStuck(CurveRule):
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
         detail = f"its quarters are {', '.join(map(number, means))}; a fall by {number(100 * shown)} % would show"
-        yield one._replace(ranks=ranks, detail=f"{detail}; the lengths of all updates add up to {number(moved)} times the norm of the weights")
+        yield one._replace(
+            ranks=ranks,
+            detail=f"{detail}; the lengths of all updates add up to {number(moved)} times the norm of the weights",
+        )
 
     def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float]:
         """Return the loss in the quarters of the run, and which fall shows; no loss if it fell, or may have fallen."""
