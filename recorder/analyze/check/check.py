@@ -297,7 +297,6 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
     """
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems))
-
     return Reply(
         members=lambda: {
             "run": str(run.path),

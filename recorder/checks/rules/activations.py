@@ -42,18 +42,12 @@ class Dead(StreakRule):
         return (share >= self.thresholds["share"]) & is_judged, share
 
     def _find_used(self) -> Flags:
-        """Return, for each series, whether it has a gradient, or is the first tensor that its module returns.
-
-        What a module returns beside this tensor may be zero on purpose: cross-attention of T5 returns a bias of zeros.
-        """
-        series, firsts = self.catalog.series, dict[tuple[str, ...], str]()
-        for key, about in zip(series, self.catalog.about, strict=True):
-            if key.site == "output" and about.shape:
-                firsts.setdefault(key[:2], key.name)
-        have_gradient = {(*key[:2], key.name) for key in series if key.site == "grad_output"}
-        are_first = (key.name in ("", firsts.get(key[:2])) for key in series)
-        pairs = zip(series, are_first, strict=True)
-        return np.array([is_first or (*key[:2], key.name) in have_gradient for key, is_first in pairs], np.bool_)
+        """Return whether each series is the first tensor of its module, or has a gradient. T5 also returns zeros."""
+        series = self.catalog.series
+        pairs = [*zip(series, self.catalog.about, strict=True)][::-1]
+        firsts = {key[:2]: key.name for key, about in pairs if key.site == "output" and about.shape}
+        trained = {(*key[:2], key.name) for key in series if key.site == "grad_output"}
+        return np.array([key.name in ("", firsts.get(key[:2])) or (*key[:2], key.name) in trained for key in series])
 
 
 class Saturated(StreakRule):
