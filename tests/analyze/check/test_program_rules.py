@@ -102,6 +102,29 @@ def test_the_step_at_which_evaluation_mode_began_is_named(tmp_path: Path, is_who
     assert ({one.step for one in found}, may_be_earlier) == (({20}, {False}) if is_whole else ({32}, {True}))
 
 
+def test_one_step_of_lbfgs_is_a_search_and_no_large_update(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(first := nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1))
+    x = torch.rand(200, 2)
+    y = x[:, :1] * x[:, 1:]
+    with flagged(tmp_path, "site=param,grad keep=stats,probe; site=scalar keep=stats") as recording:
+        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        before = first.weight.detach().clone()
+        optimizer.step(closure)
+        moved = float((first.weight.detach() - before).norm() / before.norm())
+        for _ in range(5):
+            optimizer.step(closure)
+    assert moved > 0.5, "any other optimizer's step of this size would be named"
+    assert check(recording.run, rules=["update"]).findings == []
+
+
 def _binary(values: torch.Tensor) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(values, torch.ones_like(values))
 

@@ -76,6 +76,9 @@ class Case:
     batch: Callable[[Tensor, int, int], Tensor] = lambda x, step, rank: x
     """What becomes of the samples of a step and rank."""
     labels: Callable[[Tensor, int], Tensor] = lambda labels, step: labels
+    loss: Callable[[Any, Tensor, Tensor, Tensor], Tensor] = lambda net, x, out, labels: nn.functional.cross_entropy(
+        out, labels
+    )
     gradients: Callable[[Any, int, int], None] = lambda net, step, rank: None
     """What is done to the gradients of a step."""
     after: Callable[[Any, int, int], object] = lambda net, step, rank: None
@@ -101,6 +104,35 @@ def _with_average(net: Any) -> None:
 def _with_frozen_norms(net: Any) -> None:
     for norm in (net.bn1, net.bn2):
         norm.eval().requires_grad_(requires_grad=False)
+
+
+def _renewed(net: Any, step: int, rank: int) -> None:
+    if step % 50 == 49:
+        net.average.load_state_dict({name: one for name, one in net.state_dict().items() if "average" not in name})
+
+
+def _bootstrapped(net: Any, x: Tensor, out: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a value function, whose targets a copy of the net makes, as in Q-learning."""
+    with torch.no_grad():
+        targets = labels.float() + 0.9 * net.average(x).amax(1)
+    return nn.functional.smooth_l1_loss(out.amax(1), targets)
+
+
+def _pairwise(net: Any, x: Tensor, out: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a reward model: only differences of scores enter it."""
+    (first, second), (one, other) = out.mean(1).chunk(2), labels.chunk(2)
+    return -nn.functional.logsigmoid((first - second) * (one - other).sign()).mean()
+
+
+def _ranked(net: Any, x: Tensor, out: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a ranking: of each eight samples the first is the right one."""
+    scores = out.mean(1).view(-1, 8)
+    return nn.functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+
+
+def _first_of_eight(x: Tensor, step: int, rank: int) -> Tensor:
+    x[::8, :2] = x[::8, :2].abs()
+    return x
 
 
 def _average(net: Any, step: int, rank: int) -> None:
@@ -188,6 +220,9 @@ SOUND: dict[str, Case] = {
     "learnt-by-heart": Case(num_batches=16, steps=700, rate=3e-3),
     "ddp2-accumulated": Case(ranks=2, accumulated=2, samples=16),
     "fsdp4-words": Case(model=lambda: Words(dropout=0.0), ranks=4, layout="fsdp"),
+    "bootstrapped": Case(begin=_with_average, after=_renewed, loss=_bootstrapped),
+    "pairwise": Case(loss=_pairwise),
+    "ranked": Case(loss=_ranked, batch=_first_of_eight),
 }  # fmt: skip
 
 

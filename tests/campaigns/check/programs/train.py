@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +86,7 @@ def loss_of(case: Case, model: nn.Module, net: nn.Module, x: Tensor, labels: Ten
         return model(x, is_of_judge=True)  # type: ignore[no-any-return]
     with torch.autocast("cpu", case.autocast) if case.autocast is not None else contextlib.nullcontext():
         out = model(x.to(case.dtype)).float()
-        loss = F.cross_entropy(out, labels)
+        loss = case.loss(net, x, out, labels)
     if isinstance(net, TwoHeads):
         assert net.other is not None
         loss = loss + net.other
