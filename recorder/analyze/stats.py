@@ -27,6 +27,7 @@ from ..run.reply import Reply, Table
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
 from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
+from ..sites import UPDATE
 from ..system.text import listed, number
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def statistics(
             "the probe's numbers are those of single ranks and are never combined: leave out --probe, or --global and "
             "--by"
         )
-    selection.check(run)
+    selection.check(run, more_sites=[UPDATE] if with_probe else [])
     options.check(run)
     keys = _keys(words if options.across_ranks else [*words, "rank"]) if words else []
     more = (HISTOGRAM,) if with_histograms else ()
@@ -174,11 +175,13 @@ def statistics(
         missing.join(one.partial)
         problems.join(one.problems)
     table = pa.concat_tables([one.table for one in answers]) if answers else None
-    table = _with_probe(run, selection, table) if with_probe and table is not None else table
+    probe_notes: list[str] = []
+    if with_probe and table is not None:
+        table, probe_notes = _with_probe(run, selection, table)
     if table is None or not (table.num_rows or any(one.num_rows for one in answers)):
         columns = ["module_path", "site", "name", "step", "rank"]
         raise selection.explain_nothing(run.table(columns), f"run {run.name}")
-    notes = missing.notes(is_taken=options.partial)
+    notes = [*missing.notes(is_taken=options.partial), *probe_notes]
     damage = sorted({*run.problems, *(text for one in answers for text in one.damage)})
     if words:
         table = _combined(table, keys, more) if len(answers) > 1 else table
@@ -241,9 +244,18 @@ class _RangeStatistics:
         return _RangeAnswer(table, stays, without, num_rows, partial, problems, tuple(self._run.problems))
 
 
-def _with_probe(run: Run, selection: Selection, table: Any) -> Any:
-    """Return the rows of single ranks, and a row for each number of the probe whose value has no row at its step."""
-    probed = selection.narrow(run.probe())
+def _with_probe(run: Run, selection: Selection, table: Any) -> tuple[Any, list[str]]:
+    """Return the rows of single ranks, and a row for each number of the probe whose value has no row at its step.
+
+    Also return notes on steps of which the probe has no numbers.
+    """
+    probed, notes = run.probe(), []
+    if not probed.num_rows:
+        where = "; those of a merged run are in the run that was merged" * run.is_merged
+        notes.append(f"this run has no numbers of the probe{where}")
+    elif (last := pc.max(probed.column("step")).as_py()) < max(run.steps, default=0):
+        notes.append(f"the numbers of the probe end at step {last}: a process that is killed loses its last block")
+    probed = selection.narrow(probed)
     columns = [
         probed.column(one.name).cast(one.type)
         if one.name in probed.column_names
@@ -255,7 +267,7 @@ def _with_probe(run: Run, selection: Selection, table: Any) -> Any:
     ids = group_rows(both, _PROBED).ids
     is_new = np.concatenate((np.ones(table.num_rows, np.bool_), ~np.isin(ids[table.num_rows :], ids[: table.num_rows])))
     both = both.filter(pa.array(is_new))
-    return both.sort_by([("attempt", "ascending"), ("step", "ascending"), ("rank", "ascending")])
+    return both.sort_by([("attempt", "ascending"), ("step", "ascending"), ("rank", "ascending")]), notes
 
 
 def as_long(table: Any) -> Any:

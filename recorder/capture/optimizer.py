@@ -37,8 +37,8 @@ _MAX_PROBED = 64
 _EARLY_LOOKS = (1, 2, 4, 8)
 _A_TRAINING = 10
 """An optimizer that has counted so many updates was a training, and the name is not given to the next optimizer."""
-_OLD_GRADIENTS = 2
-"""After so many updates of an optimizer without a new gradient, models to record are searched again."""
+_IDLE_UPDATES = 2
+"""After so many updates of an optimizer without a gradient, models to record are searched again."""
 _LOOK_EVERY = 16
 """The number of steps between two calls of `_look_at_update`, which is also called at the steps in `_EARLY_LOOKS`."""
 HERE_ALONE = '{"of_one_rank":true}'
@@ -64,19 +64,6 @@ class _Probed(NamedTuple):
     groups: dict[_GroupKey, ProbedGroup | None]
     """The groups of values that the probe measures with one call. None if the values must be measured one by one."""
     updates: Updates
-
-
-class _SeenGradient(NamedTuple):
-    """The gradient of an optimizer's first parameter that had one, at the last update with a new gradient."""
-
-    optimizer: weakref.ref[Optimizer]
-    gradient: weakref.ref[torch.Tensor]
-    version: int
-    num_again: int
-    """The number of updates since then. All had this very gradient, or none."""
-
-    def is_again(self, gradient: torch.Tensor) -> bool:
-        return self.gradient() is gradient and self.version == gradient._version
 
 
 def find_live() -> list[Optimizer]:
@@ -145,7 +132,7 @@ class OptimizerHooks:
         """Install the hooks.
 
         `on_step` is called after each optimizer step. `on_search` is called when there may be another model to record:
-        an optimizer is made, or steps without new gradients.
+        an optimizer is made, or steps without any gradient.
         """
         self._capture = capture
         self._on_step = on_step
@@ -159,8 +146,8 @@ class OptimizerHooks:
         self._learned_at = -1
         self._is_looking = False
         """Whether the step under way is one at which `_look_at_update` looks."""
-        self._seen_gradients: dict[int, _SeenGradient] = {}
-        """By optimizer id, a gradient at the optimizer's last update that had a new one."""
+        self._updates_without: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        """By optimizer id, the optimizer, and how many updates it has made since the last one with a gradient."""
         self._last_gradients: dict[int, LastGradient] = {}
         """By optimizer id, a gradient at the optimizer's last step, if `_look_at_update` looked at that step."""
         self._evaluated: set[str] = set()
@@ -397,20 +384,17 @@ class OptimizerHooks:
             self.record_before(optimizer)
         return wrapped
 
-    def _look_at_gradient(self, optimizer: Optimizer) -> None:
-        """Count the updates that an optimizer makes without new gradients since it had some."""
-        gradient = next((g for p in _parameters(optimizer) if (g := p.grad) is not None), None)
-        seen = self._seen_gradients.get(id(optimizer))
-        if seen is not None and seen.optimizer() is optimizer and (gradient is None or seen.is_again(gradient)):
-            self._seen_gradients[id(optimizer)] = seen._replace(num_again=seen.num_again + 1)
-        elif type(gradient) is torch.Tensor:
-            seen = _SeenGradient(weakref.ref(optimizer), weakref.ref(gradient), gradient._version, 0)
-            self._seen_gradients[id(optimizer)] = seen
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Count the updates that an optimizer makes without any gradient since it had some."""
+        if any(parameter.grad is not None for parameter in _parameters(optimizer)):
+            self._updates_without[id(optimizer)] = weakref.ref(optimizer), 0
+        elif (num := self._num_idle(optimizer)) is not None:
+            self._updates_without[id(optimizer)] = weakref.ref(optimizer), num + 1
 
-    def _num_idle(self, optimizer: Optimizer) -> int:
-        """Return the number of updates of an optimizer since its last new gradient. 0 if it had none yet."""
-        seen = self._seen_gradients.get(id(optimizer))
-        return seen.num_again if seen is not None and seen.optimizer() is optimizer else 0
+    def _num_idle(self, optimizer: Optimizer) -> int | None:
+        """Return the number of updates of an optimizer without a gradient since it had some. None if it had none."""
+        reference, num = self._updates_without.get(id(optimizer), (None, 0))
+        return num if reference is not None and reference() is optimizer else None
 
     def _look_at_update(self, optimizer: Optimizer) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients."""
@@ -430,7 +414,12 @@ class OptimizerHooks:
                 self._last_gradients[id(optimizer)] = gradient
         if self._is_looking and is_counting:
             trained = {id(parameter) for live in self._live() for parameter in _parameters(live)}
-            idle = {id(p) for live in self._live() if self._num_idle(live) >= _OLD_GRADIENTS for p in _parameters(live)}
+            idle = {
+                id(p)
+                for live in self._live()
+                if (self._num_idle(live) or 0) >= _IDLE_UPDATES
+                for p in _parameters(live)
+            }
             for root in capture.roots:
                 # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
                 if root.thread in (None, threading.get_ident()):
@@ -474,13 +463,13 @@ class OptimizerHooks:
                     clock.source = "optimizer"
             clock.optimizer_stepped()
         self._on_step(optimizer)
-        if self._num_idle(optimizer) == _OLD_GRADIENTS:
+        if self._num_idle(optimizer) == _IDLE_UPDATES:
             self._on_search(optimizer)  # the program may train another model, without an optimizer, by mistake
 
     def record_before(self, optimizer: Optimizer) -> None:
         """Record the parameters and final gradients of one optimizer. Once a step, also record the buffers."""
         capture = self._capture
-        self._look_at_gradient(optimizer)
+        self._look_at_gradients(optimizer)
         at = StateTime(StepPosition(capture.clock.step, None, "train"), "optimizer", 0)
         repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None

@@ -53,6 +53,9 @@ _SHAPES_ALONE = (
     "Clone", "ToCopy",
 )  # fmt: skip
 """The kinds of nodes that change only how elements lie."""
+_OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
+_MAX_MADE_BY = 64
+"""How many nodes are searched for the parameters that have made an argument."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
@@ -230,8 +233,8 @@ class LossFinder:
         """The wrapped attributes: owner, name, the original function, and our wrapper."""
         self._misses: dict[tuple[str, ...], int] = {}
         """By the names of the first nodes of a graph, in how many such graphs, one after the other, were no labels."""
-        self._kinds: set[tuple[str, ...]] = set()
-        """The names of the first nodes of the graphs that were searched for arguments that a loss does not expect."""
+        self._looks: dict[tuple[str, tuple[str, ...]], int] = {}
+        """By root and names of first nodes, how many graphs were searched for arguments that a loss does not expect."""
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
@@ -322,11 +325,24 @@ class LossFinder:
         """Record the labels of a loss, and note an argument that it does not expect. `node` is the graph's first."""
         kind = (node.name(), *(child.name() for child in _children(node)))
         root = self._capture.root_calls.outermost
-        if root is not None and kind not in self._kinds and len(self._kinds) < _MAX_KINDS:
-            self._kinds.add(kind)
-            if argument := _wrong_argument(node):
-                root.inventory.note_loss_argument(argument, self._capture.clock.step)
+        if root is not None:
+            num_looks = self._looks.get((root.name, kind), 0)
+            if num_looks < _MAX_MISSES and len(self._looks) < _MAX_KINDS:
+                self._looks[root.name, kind] = num_looks + 1
+                self._look_at_arguments(node)
         self._look_for_labels(node, kind, root)
+
+    def _look_at_arguments(self, node: Any) -> None:
+        """Note an argument that a loss does not expect, for the model that has made it."""
+        found = None
+        with suppress(RuntimeError):  # the graph is freed: the backward says so
+            found = _wrong_argument(node)
+        if found is not None:
+            ids, step = _parameters_below(found[1]), self._capture.clock.step
+            for root in self._scalars.roots:
+                if any(id(parameter) in ids for _, _, parameter in root.parameters()):
+                    root.inventory.note_loss_argument(found[0], step)
+                    break
 
     def _look_for_labels(self, node: Any, kind: tuple[str, ...], root: Root | None) -> None:
         """Record the labels that a loss has saved, as an input of the model."""
@@ -404,17 +420,44 @@ def _labels_below(loss: Any) -> torch.Tensor | None:
     return None
 
 
-def _wrong_argument(loss: Any) -> str:
-    """Return the first function of a loss that gets what it does not expect, as ``LogSoftmax of Softmax``; else ""."""
+def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
+    """Return the first function of a loss that gets what it does not expect, and its node: ``LogSoftmax of Softmax``.
+
+    A loss of differences whose two arguments are both expanded, to a matrix, compares each output with all labels.
+    """
     nodes = [loss]
     for node in nodes:
-        kind, below = _kind(node), _children(node)
-        while len(below) == 1 and _kind(below[0]) in _SHAPES_ALONE:
-            below = _children(below[0])
-        if below and (argument := _kind(below[0])) in _WRONG_BELOW.get(kind, ()):
-            return f"{kind} of {argument}"
+        kind, below = _kind(node), node.next_functions[0][0] if node.next_functions else None
+        while below is not None and _kind(below) in _SHAPES_ALONE:
+            below = below.next_functions[0][0]
+        if below is not None and _kind(below) in _WRONG_BELOW.get(kind, ()):
+            return f"{kind} of {_kind(below)}", node
+        if kind in _OF_DIFFERENCES and below is not None:
+            sizes = [_expanded_dims(node, name) for name in ("self", "target")]
+            if sizes[0] and sizes[1] and not sizes[0] & sizes[1]:
+                return f"{kind} of Expand", node
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
-    return ""
+    return None
+
+
+def _expanded_dims(node: Any, name: str) -> set[int]:
+    """Return the dims along which an argument that a node has saved repeats its elements. Empty if it is not known."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if not isinstance(saved, torch._C._autograd.SavedTensor) or getattr(saved, "unpack_hook", None) is not None:
+        return set()
+    tensor = getattr(node, f"_saved_{name}")
+    strides = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return {dim for dim, (size, stride) in enumerate(strides) if size > 1 and not stride}
+
+
+def _parameters_below(node: Any) -> set[int]:
+    """Return the ids of the parameters that the first nodes below a node lead to."""
+    nodes, found = [node], set[int]()
+    for one in nodes:
+        if hasattr(one, "variable"):
+            found.add(id(one.variable))
+        nodes += [child for child in _children(one) if child not in nodes][: _MAX_MADE_BY - len(nodes)]
+    return found
 
 
 def _kind(node: Any) -> str:

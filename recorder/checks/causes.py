@@ -34,6 +34,11 @@ def _is_later(cause: Finding, one: Finding, _: _Seen) -> bool:
     return one.first_step >= cause.first_step and _is_of_same_ranks(cause, one)
 
 
+def _is_of_root(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
+    """Return whether a finding is on the model of its cause, at the same step or later."""
+    return cause.root == one.root and _is_later(cause, one, first_seen)
+
+
 def _is_together(cause: Finding, one: Finding, _: _Seen) -> bool:
     """Return whether a finding is at its cause's step, or within the records that a loss is averaged over."""
     reach = _SOON if one.rule == "loss" else 1
@@ -76,7 +81,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("not_optimized", _is_same, ("unchanged", "no_gradient", "dead")),
     ("initialisation", _is_near, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
     ("data", _is_later, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient")),
-    ("loss_argument", _is_later, ("loss", "saturated", "vanishing", "dead", "update")),
+    ("loss_argument", _is_of_root, ("loss", "saturated", "vanishing", "dead", "update")),
     ("evaluation_mode", _is_later, ("overfitting", "evaluation_output")),
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),

@@ -45,8 +45,10 @@ class Selection:
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
         return {column: value for column, value in asked.items() if value is not None}
 
-    def check(self, *runs: Run) -> None:
+    def check(self, *runs: Run, more_sites: Sequence[str] = ()) -> None:
         """Raise an error for a selection that can match nothing in these runs. No rows are read.
+
+        `more_sites` are sites that only the probe has.
 
         Raises LookupFailedError if a pattern, or the steps or ranks, cannot be parsed, or if a site is unknown. If a
         run has a later version of the format, any site may exist.
@@ -55,7 +57,7 @@ class Selection:
             self.chosen(column, [])
         is_later = any(run.version > FORMAT_VERSION for run in runs)
         for site in self._sites:
-            if site not in SITES and not is_later:
+            if site not in (*SITES, *more_sites) and not is_later:
                 near = difflib.get_close_matches(site, SITES, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"sites are {', '.join(SITES)}"
                 raise LookupFailedError(f"no site {site!r}; {hint}")

@@ -320,7 +320,7 @@ def test_the_probe_fills_the_steps_without_rows(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
-    with flagged(tmp_path, "steps=::3 site=param keep=stats; site=param keep=probe") as recording:
+    with flagged(tmp_path, "steps=::3 site=param keep=stats; site=param,grad keep=probe") as recording:
         for _ in range(8):
             expected.append(float(model.weight.detach().double().norm()))
             optimizer.zero_grad()
@@ -333,10 +333,19 @@ def test_the_probe_fills_the_steps_without_rows(tmp_path: Path) -> None:
     assert frame["mean"].notna().tolist() == [step % 3 == 0 for step in range(1, 8)]
     assert frame.why.notna().tolist() == [step % 3 != 0 for step in range(1, 8)]
     assert stats(run, "", site="param", name="weight", step="4", probe=True).numel.tolist() == [8]
+    assert stats(run, site="update", name="bias", step="4", probe=True).numel.tolist() == [2]
     with pytest.raises(LookupFailedError, match="no row with"):
         stats(run, "", site="param", name="weight", step="4")
+    with pytest.raises(LookupFailedError, match="no site 'update'"):
+        stats(run, site="update", step="4")
     with pytest.raises(LookupFailedError, match="leave out --probe, or --global and --by"):
         stats(run, site="param", by="step", probe=True)
+
+
+def test_steps_of_which_the_probe_has_no_number_are_told(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [make_row(step, np.ones(4, np.float32), step=step) for step in range(3)])
+    frame = stats(run, probe=True)
+    assert frame.attrs["notes"] == ["this run has no numbers of the probe"]
 
 
 def test_a_frame_in_long_form(run: recorder.Run) -> None:

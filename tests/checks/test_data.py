@@ -186,35 +186,6 @@ def test_labels_of_one_class_are_a_note_if_they_choose_among_candidates_that_are
     )
 
 
-def pairs_of(step: int) -> Any:
-    return (lambda scores: scores - scores.T)(noise(step, shape=(16, 1)))
-
-
-@pytest.mark.parametrize("made, is_said", [
-    ({"": (16, 1)}, True), ({"": (16,)}, True), ({"0": (16, 1)}, False), ({"": (16, 16)}, False),
-    ({"": (16, 1), "1": (16, 16)}, True), ({"": (16, 4)}, False),
-])  # fmt: skip
-def test_labels_that_are_broadcast_against_the_outputs_are_named(made: Any, is_said: bool) -> None:
-    def judged(make: Any, dtype: str = "float32") -> list[tuple[str, str, int]]:
-        recorded = Recorded()
-        for step in range(24):
-            recorded.add(step, "", noise(step), site="input", name="x")
-            recorded.add(step, "", make(step), site="input", name=LABELS, dtype=dtype)
-            for path, shape in made.items():
-                recorded.add(step, path, noise(step, shape=shape))
-        words = "the loss compares each output with all labels of the batch"
-        return [(one.name, one.severity.word, one.step) for one in said(recorded, Data) if one.what.startswith(words)]
-
-    def repeated(step: int) -> Any:
-        return np.tile(noise(step, shape=(16,)), (16, 1))
-
-    assert judged(repeated) == [(LABELS, "warning", 2)] * is_said
-    assert judged(pairs_of) == [], "a loss on the differences of pairs"
-    assert judged(lambda step: pairs_of(step) > 0) == [], "a loss on which sample of a pair is the better one"
-    assert judged(lambda step: noise(step, shape=(16, 1))) == []
-    assert judged(lambda step: np.arange(256).reshape(16, 16) % (7 + step), "int64") == []
-
-
 def test_targets_of_one_value_are_a_note_if_they_are_no_classes() -> None:
     ones = batches(lambda step, rank: {LABELS: np.ones(32)})
     assert [(one.what, one.severity.word) for one in said(ones, Data)] == [("all labels of a batch are equal", "note")]

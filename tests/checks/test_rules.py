@@ -293,34 +293,23 @@ def test_a_run_too_short_for_a_rule_is_not_judged() -> None:
 
 @pytest.mark.parametrize("rows_a_batch", [1_000, 7])
 @pytest.mark.parametrize("growth", [2.0, 1.0])
-def test_a_loss_that_leaps_as_its_targets_do_is_a_note(growth: float, rows_a_batch: int) -> None:
-    """As the loss of a DQN whose target network is renewed every 50 steps."""
+@pytest.mark.parametrize(
+    ("begins", "what"), [(0.6, "has leapt above the records before, and stays up"), (0.1, "risen")]
+)
+def test_a_loss_that_leaps_as_its_targets_do_is_a_note(
+    growth: float, rows_a_batch: int, begins: float, what: str
+) -> None:
+    """As the loss of a DQN whose target network is renewed every 50 steps. A loss above its beginning may diverge."""
     recorded = Recorded()
     for step in range(80):
-        is_new = step >= 50
-        targets = noise(step, shape=(32,), scale=growth if is_new else 1.0)
+        targets = noise(step, shape=(32,), scale=growth if step >= 50 else 1.0)
         recorded.add(step, "", targets, site="input", name="loss.labels")
-        recorded.add(step, "", (1.0 if is_new else 0.1) + 1e-3 * noise(step, shape=()), site="scalar", name="loss")
+        loss = begins if step < 20 else 0.1 if step < 50 else 0.6
+        recorded.add(step, "", loss + 1e-3 * noise(step, shape=()), site="scalar", name="loss")
     (one,) = recorded.judge(LossStuck, rows_a_batch).findings
-    assert one.what == "the loss has risen far above where it began"
-    assert one.severity == (Severity.NOTE if growth > 1 else Severity.WARNING)
+    assert what in one.what
+    assert one.severity == (Severity.NOTE if growth > 1 and begins > 0.1 else Severity.WARNING)
     assert ("its targets went from" in one.detail) is (growth > 1)
-
-
-@pytest.mark.parametrize(("value", "severity"), [(20.0, Severity.NOTE), (2_000.0, Severity.WARNING)])
-def test_a_spike_that_began_with_its_targets_is_a_note_unless_it_is_far_out_of_range(
-    value: float, severity: Any
-) -> None:
-    recorded = Recorded()
-    for step in range(60):
-        is_odd = step == 50
-        recorded.add(
-            step, "", (50.0 if is_odd else 1.0) + noise(step, shape=(32,), scale=0.1), site="input", name="loss.labels"
-        )
-        recorded.add(step, "", value if is_odd else 2 + noise(step, shape=(), scale=0.05), site="scalar", name="loss")
-    (one,) = said(recorded, Spike)
-    assert one.severity == severity
-    assert "loss.labels moved first, at step 50" in one.detail
 
 
 def test_a_loss_that_is_nan_from_the_first_step_on_is_not_said_to_stand_still() -> None:
@@ -467,27 +456,28 @@ def test_a_gradient_that_vanishes_is_named() -> None:
 def test_a_gradient_that_vanishes_only_at_the_start_is_a_note(recovers: bool) -> None:
     """As behind a LayerScale of 1e-6, and in attention whose scores begin equal."""
     recorded = gradients(lambda step, path: 1e-9 if path == "blocks.0" and (step < 5 or not recovers) else 1.0, steps=8)
+    recorded.add(8, "blocks.0", np.full((4, 8), np.nan), **OPTIMIZER, site="grad")  # does not show that it is back
     (one,) = said(recorded, Vanishing)
     assert one.severity is (Severity.NOTE if recovers else Severity.WARNING)
     assert one.what.endswith(", but not later") is recovers
 
 
-@pytest.mark.parametrize("is_weight_zero", [False, True])
+@pytest.mark.parametrize("is_of_differences", [False, True])
 def test_a_bias_of_which_only_differences_enter_the_loss_has_no_gradient_and_that_is_a_note(
-    is_weight_zero: bool,
+    is_of_differences: bool,
 ) -> None:
-    """As of the last layer of a reward model, whose scores are subtracted from each other."""
+    """As of the last layer of a reward model, which is called twice and whose scores are subtracted."""
     recorded = Recorded()
     for step in range(6):
-        for path in ("body", "score"):
-            is_zero = path == "score"
-            weight, bias = noise(step, 1, scale=0.0 if is_zero and is_weight_zero else 1.0), noise(step, 2, shape=(4,))
-            recorded.add(step, path, weight, **OPTIMIZER, site="grad")
-            recorded.add(step, path, bias * (not is_zero), **OPTIMIZER | {"name": "bias"}, site="grad")
-    found = {one.name: one for one in said(recorded, NoGradient)}
-    assert set(found) == ({"weight", "bias"} if is_weight_zero else {"bias"})
-    assert found["bias"].severity is (Severity.WARNING if is_weight_zero else Severity.NOTE)
-    assert ("only differences of these outputs enter the loss" in found["bias"].what) is not is_weight_zero
+        for call in range(2):
+            gradient = noise(step, shape=(16, 1)) * (-1 if call and is_of_differences else 1)
+            recorded.add(step, "score", gradient, site="grad_output", phase="backward")
+        recorded.add(step, "score", noise(step, 1), **OPTIMIZER, site="grad")
+        recorded.add(step, "score", np.zeros(4), **OPTIMIZER | {"name": "bias"}, site="grad")
+    (one,) = said(recorded, NoGradient)
+    assert one.name == "bias"
+    assert one.severity is (Severity.NOTE if is_of_differences else Severity.WARNING)
+    assert ("only differences of these outputs enter the loss" in one.what) is is_of_differences
 
 
 def test_a_sparse_gradient_is_a_gradient_and_its_indices_are_none() -> None:

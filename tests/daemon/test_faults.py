@@ -30,7 +30,7 @@ from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.jobs import environment
 from tests.rigs.proxy import FaultyProxy
 from tests.rigs.server import ACCESS_KEY, SECRET_KEY, StoreServer
-from tests.rigs.waiting import wait_until
+from tests.rigs.waiting import PATIENCE_S, wait_until
 from tests.rigs.writer import Rig
 
 WITHOUT_ROOTS_RIGHTS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
@@ -277,14 +277,17 @@ def test_two_daemons_that_do_not_know_of_each_other_ship_a_run_once(
         at_work(tmp_path, to) as one,
         at_work(tmp_path, to, state=str(tmp_path / "state-2")) as two,
     ):
-        steps = itertools.count()
+        steps, next_s = itertools.count(), time.monotonic()
 
         def have_met() -> bool:
-            """Put a step, so that each daemon has a new summary of the run to put."""
-            rig.put(step=next(steps))
+            """Put a step now and then, so that each daemon has a new summary to put, and no queue of shards."""
+            nonlocal next_s
+            if time.monotonic() >= next_s:
+                rig.put(step=next(steps))
+                next_s = time.monotonic() + 0.05
             return all(daemon.counters.of("conflicts") for daemon in (one, two))
 
-        wait_until(have_met)
+        wait_until(have_met, 4 * PATIENCE_S)  # several rounds of both daemons
         rig.close()
         wait_until(
             lambda: all(run.is_settled for daemon in (one, two) for run in daemon.runs) and one.runs and two.runs

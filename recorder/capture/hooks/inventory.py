@@ -191,7 +191,7 @@ class Inventory:
 
         Args:
             trained: the ids of the parameters that optimizers have.
-            idle: the ids of those of them whose optimizers had gradients and get no new ones.
+            idle: the ids of those of them whose optimizers had gradients and get none any more.
             step: the step that the update ends.
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
         """

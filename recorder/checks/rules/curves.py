@@ -42,8 +42,6 @@ _MAX_SEEN = 4_096
 _STAYS = ", and stays up"
 _MAX_TARGETS = 1_024
 _FEWEST_TARGETS = 3
-_FAR = 100
-"""A spike that began with its targets is more than a note from this many times its limit on. Calibrated."""
 _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
 _ROSE = 3.0
@@ -283,8 +281,7 @@ class _Recent:
 class Spike(CurveRule):
     """A loss or a norm of gradients that is far outside the range of the last records.
 
-    A single hard sample makes the loss of a small batch jump. So a small spike of only one record is a note, and so is
-    a spike that began with its targets, as with the first reward of a sparse one, unless it is far out of range.
+    A single hard sample makes the loss of a small batch jump. So a small spike of only one record is a note.
     """
 
     name = "spike"
@@ -329,8 +326,6 @@ class Spike(CurveRule):
             if self._num_details <= _MAX_DETAILS:
                 told = self._recent.risen_rate(one), self._recent.first_moved(one)
                 one = one._replace(detail="; ".join(filter(None, told)))
-                if LABELS in told[1] and one.value < _FAR * one.threshold:
-                    one = one._replace(severity=Severity.NOTE)
             yield one
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
@@ -451,14 +446,15 @@ class LossStuck(CurveRule):
         return key.is_loss or key.site in ("param", UPDATE) or key.name == LABELS
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Judge the losses. A loss that rises as its targets change is a note: a network of targets may be renewed."""
+        """Judge the losses. A loss that leaps as its targets change is a note: a network of targets may be renewed."""
         targets = rows.take(rows.where("targets", lambda key: key.name == LABELS))
         earlier = [concatenate(self._targets).take(slice(-_MAX_TARGETS, None))] if self._targets else []
         self._targets = [*earlier, targets]
         rows = self._moves.add(rows)
         for one in super().add(rows) if len(rows) else ():
             if changed := self._changed_targets(one):
-                one = one._replace(severity=Severity.NOTE, detail=changed)
+                severity = Severity.NOTE if one.what.endswith(_STAYS) else one.severity
+                one = one._replace(severity=severity, detail=changed)
             self._risen[one] = self._reported
             yield one
 

@@ -47,6 +47,8 @@ _NARROW = ("bfloat16", "float16", "float8")
 _LEAST_ELEMENTS = 16
 """The least number of elements of a weight that is judged. The statistics of fewer elements mean little."""
 _MAX_SKIPPED = 10_000
+_NO_SUM = 1e-3
+"""A sum of gradients below this part of the largest possible sum is zero but for rounding."""
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
@@ -77,6 +79,11 @@ class Vanishing(StreakRule):
     may_recover = True
     measure, limit = "root mean square", "rms"
     advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the gradients that are finite and not zero. The others do not show that a gradient is back."""
+        rows = rows.take((np.nan_to_num(rows.rms) > 0) & (np.nan_to_num(rows["nan_count"]) == 0))
+        yield from super().add(rows) if len(rows) else ()
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the root mean square, alone and relative to the largest one of the same step and rank."""
@@ -151,15 +158,18 @@ class NoGradient(StreakRule):
         """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
         """By parameter and rank, the number of the parameter's records."""
-        self._learning: set[tuple[str, str]] = set()
-        """The modules, by root and path, that have a weight with a gradient that is not zero."""
+        self._largest_sum: dict[tuple[str, str], float] = {}
+        """By root and path of a module, the largest sum of its output's gradients in a step, in parts of the most that
+        gradients of this length can sum up to."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.site in self.sites and not key.name.endswith("indices")  # those of a sparse gradient are no gradient
+        is_gradient = key.site in self.sites and not key.name.endswith("indices")  # of a sparse gradient
+        return is_gradient or key.site == "grad_output"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_grad = rows.at("grad")
-        params = rows.take(~is_grad).by_lane()
+        self._note_sums(rows.take(rows.at("grad_output")))
+        params = rows.take(rows.at("param")).by_lane()
         self._num_params.sums(params.lanes, np.ones(len(params)))
         if not is_grad.any():
             return
@@ -168,8 +178,6 @@ class NoGradient(StreakRule):
             self._first_step = int(rows.steps[0])
         rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
         flags, values = self.judge(rows)
-        for series in np.unique(rows.series[~flags & is_weight(self.catalog, rows)]).tolist():
-            self._learning.add((self.catalog.series[series].root, self.catalog.series[series].module_path))
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
             lane, step = int(rows.lanes[row]), int(rows.steps[row])
@@ -177,6 +185,18 @@ class NoGradient(StreakRule):
             what = self.what if values[row] == 1 else of_norm
             one = self.finding(lane, step, what, self.measure, values[row], 1.0, since=since)
             yield from self._waiting.keep(lane, one)
+
+    def _note_sums(self, rows: Rows) -> None:
+        """Note the sums of the gradients of modules' outputs over the calls of a step: the gradient of a bias."""
+        numbers: dict[tuple[str, str], int] = {}
+        modules = np.array([numbers.setdefault(key[:2], len(numbers)) for key in self.catalog.series], np.int64)
+        ids, firsts = grouped(modules[rows.series], rows.ranks, rows.steps)
+        total, squares, num = (np.bincount(ids, np.nan_to_num(rows[name])) for name in ("sum", "sum_sq", "numel"))
+        with np.errstate(all="ignore"):
+            share = np.nan_to_num(np.abs(total) / np.sqrt(num * squares), nan=1.0)
+        known = list(numbers)
+        for module, one in zip(modules[rows.series][firsts].tolist(), share.tolist(), strict=True):
+            self._largest_sum[known[module]] = max(self._largest_sum.get(known[module], 0.0), one)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
@@ -232,8 +252,8 @@ class NoGradient(StreakRule):
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 yield self.finding(lane, 0, what, measure, num, limit, severity)
         for found in self._waiting.finish():
-            is_bias = found.name == "bias" and (found.root, found.module_path) in self._learning and found.value == 1
-            what = f"{found.what}, and that of the weight is not: only differences of these outputs enter the loss"
+            is_bias = found.name == "bias" and self._largest_sum.get((found.root, found.module_path), 1.0) < _NO_SUM
+            what = f"{found.what}, as only differences of these outputs enter the loss: their gradients sum up to zero"
             yield found._replace(severity=Severity.NOTE, what=what) if is_bias else found
 
 

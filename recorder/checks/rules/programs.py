@@ -67,6 +67,11 @@ class LossArgument(_ProgramRule):
         for module, facts in self.catalog.modules.items():
             if facts.loss_argument:
                 function, _, argument = facts.loss_argument.partition(" of ")
+                if argument == "Expand":
+                    what = "the loss compares each output with all labels of the batch: their shapes are broadcast"
+                    one = self.finding_on(module, facts.loss_argument_since or 0, what)
+                    yield one._replace(advice="squeeze or unsqueeze the outputs or the labels")
+                    continue
                 expected = "log-probabilities" if function.startswith("NllLoss") else "logits"
                 made = _MAKES.get(argument, "the result of a layer")
                 what = f"{_FUNCTIONS.get(function, function)} expects {expected}, and gets {made}"

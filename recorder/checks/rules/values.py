@@ -65,9 +65,12 @@ class NonFinite(CheckRule):
             if (is_left := is_bad & ~is_thrown).any():
                 yield from self._spells(rows, is_left, nan, inf)
             for index in np.flatnonzero(is_thrown)[:1].tolist():
-                at, num = (int(rows.lanes[index]), int(rows.steps[index])), float(nan[index] + inf[index])
-                what = f"the value is not finite, but {THROWN_AWAY}"
-                yield self.finding(*at, what, "NaN and infinite elements", num, 1.0, Severity.NOTE)
+                at, what = (
+                    (int(rows.lanes[index]), int(rows.steps[index])),
+                    f"the value is not finite, but {THROWN_AWAY}",
+                )
+                number = float(nan[index] + inf[index])
+                yield self.finding(*at, what, "NaN and infinite elements", number, 1.0, Severity.NOTE)
         for index in np.flatnonzero(is_noted).tolist():
             at, what = (int(rows.lanes[index]), int(rows.steps[index])), f"the value is infinite, but {HARMLESS}"
             yield self.finding(*at, what, "infinite elements", float(inf[index]), 1.0, Severity.NOTE)
@@ -216,7 +219,6 @@ _LEAST_ELEMENTS = 8
 _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
 ALL_IGNORED = f"all labels are {_IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
-_BROADCAST = "the loss compares each output with all labels of the batch: squeeze or unsqueeze outputs or labels"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 
@@ -243,7 +245,7 @@ class Data(CheckRule):
         self._reported: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
         """By first input of a rank, hashes of the rank's last batches. The first memory has the latest batch's hash."""
-        self._repeats, self._sizes, self._broadcast = Streaks(), Streaks(), Streaks()
+        self._repeats, self._sizes = Streaks(), Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
         self._held: list[tuple[int, Finding]] = []
@@ -398,36 +400,24 @@ class Data(CheckRule):
         is_same = sizes == previous(rows.lanes, sizes, self._last)
         self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
         is_same &= is_mixed | (is_float & is_told & (sizes > 0))
-        self._hold(rows, self._constant_labels, is_same, np.full(len(rows), _SAME_LABELS), "repeats")
+        self._hold(rows, self._constant_labels, is_same, np.full(len(rows), _SAME_LABELS))
 
     def _judge_flat(self, rows: Rows) -> None:
         is_label = rows.where("labels", _holds_labels)
         is_judged = is_label | (rows.are_float() & rows.where("first argument", self._is_first))
         is_masked = is_label & _are_of_one_class(rows)
+        is_ignored = (rows["max"] == _IGNORED) & ~rows.are_float()
         is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
         of_masked = f"{_ONE_CLASS}, except labels {_IGNORED}, which the loss ignores"
-        of_label = np.where((rows["max"] == _IGNORED) & ~rows.are_float(), ALL_IGNORED, _ONE_CLASS)
+        of_label = np.where(is_ignored, ALL_IGNORED, _ONE_CLASS)
         what = np.where(is_label, np.where(is_masked, of_masked, of_label), "all elements of the input are equal")
-        self._hold(rows, self._flat, is_flat, what, "repeats")
-        cast = rows.take(np.isin(rows.lanes, [*filter(self._are_broadcast, np.unique(rows.lanes).tolist())]))
-        # Labels of pairs of samples are even about their middle, as differences are, or are 0 and 1.
-        is_of_pairs = np.abs(cast["min"] + cast["max"] - 2 * cast["mean"]) <= 1e-6 * (cast["max"] - cast["min"])
-        is_of_pairs |= np.abs(cast["l2"] ** 2 - cast["numel"] * cast["mean"]) <= 1e-6 * cast["l2"] ** 2
-        self._hold(cast, self._broadcast, ~is_of_pairs, np.full(len(cast), _BROADCAST), "records")
+        self._hold(rows, self._flat, is_flat, what)
 
-    def _are_broadcast(self, lane: int) -> bool:
-        """Return whether the labels of a loss are [n, n], and the outputs of the model [n] or [n, 1]."""
-        key, (dtype, shape, _) = self.catalog.key_of(lane), self.catalog.about_of(lane)
-        if key.name != sites.LABELS or "float" not in dtype or not shape or shape != shape[:1] * 2:
-            return False
-        of_root = {one for (path, _), one in self._shapes(key.root, "output").items() if not path}
-        return shape not in of_root and not of_root.isdisjoint({shape[:1], (shape[0], 1)})
-
-    def _hold(self, rows: Rows, streaks: Streaks, flags: Flags, what: npt.NDArray[np.str_], limit: str) -> None:
-        is_made = rows.where("made", lambda key: key.name == sites.LABELS) & rows.are_float() & (what != _BROADCAST)
-        for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds[limit]):
+    def _hold(self, rows: Rows, streaks: Streaks, flags: Flags, what: npt.NDArray[np.str_]) -> None:
+        is_made = rows.where("made", lambda key: key.name == sites.LABELS) & rows.are_float()
+        for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
             lane = int(rows.lanes[index])
-            found = self._in_a_row(lane, int(rows.steps[index]), str(what[index]), num, limit, since)
+            found = self._in_a_row(lane, int(rows.steps[index]), str(what[index]), num, "repeats", since)
             # The targets of two nets that train against each other are of one value, on purpose.
             self._held.append((lane, found._replace(severity=Severity.NOTE) if is_made[index] else found))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,10 @@ def _binary(values: torch.Tensor) -> torch.Tensor:
         (lambda y, c: nn.functional.nll_loss(y.log_softmax(1), c), ""),
         (lambda y, c: nn.functional.nll_loss(y, c), "expects log-probabilities, and gets the result of a layer"),
         (lambda y, c: nn.functional.nll_loss(y.softmax(1), c), "nll_loss expects log-probabilities, and gets"),
+        (lambda y, c: nn.functional.mse_loss(y, torch.randn(8, 5)), ""),
+        (lambda y, c: nn.functional.mse_loss(y[:, :1], torch.randn(8)), "compares each output with all labels"),
+        (lambda y, c: nn.functional.mse_loss(y[:, 0], torch.randn(8, 8)), ""),
+        (lambda y, c: nn.functional.binary_cross_entropy_with_logits(y.detach(), y.sigmoid()), ""),
         (lambda y, c: _binary(y), ""),
         (lambda y, c: _binary(y.sigmoid()[:, 0]), "binary_cross_entropy_with_logits expects logits, and gets the prob"),
     ],
@@ -148,6 +153,7 @@ def _binary(values: torch.Tensor) -> torch.Tensor:
 def test_a_loss_that_gets_no_logits_is_named(tmp_path: Path, loss: Any, expected: str) -> None:
     model = nn.Linear(4, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    warnings.filterwarnings("ignore", "Using a target size")
     with flagged(tmp_path, "site=scalar keep=stats") as recording:
         for _ in range(3):
             optimizer.zero_grad()
@@ -156,6 +162,23 @@ def test_a_loss_that_gets_no_logits_is_named(tmp_path: Path, loss: Any, expected
     found = check(recording.run, rules=["loss_argument"]).findings
     assert [one.module_path for one in found] == ([""] if expected else [])
     assert not expected or expected in found[0].what
+
+
+def test_the_model_that_made_the_argument_of_a_loss_is_named(tmp_path: Path) -> None:
+    """It is not the model that was called last, nor the first one whose loss has these functions."""
+    with flagged(tmp_path, "site=scalar keep=stats") as recording:
+        for wrong in (False, True):
+            model, other = nn.Linear(4, 5), nn.Linear(4, 5)
+            optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+            for _ in range(10):
+                optimizer.zero_grad()
+                y = model(torch.randn(8, 4))
+                loss = nn.functional.cross_entropy(y.softmax(1) if wrong else y, torch.randint(0, 5, (8,)))
+                other(torch.randn(8, 4)).square().mean().backward()
+                loss.backward()
+                optimizer.step()
+    (one,) = check(recording.run, rules=["loss_argument"]).findings
+    assert one.root == "model_2"
 
 
 def test_gradients_of_one_batch_may_be_cleared_behind_autograd(tmp_path: Path) -> None:
