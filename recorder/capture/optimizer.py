@@ -386,9 +386,12 @@ class OptimizerHooks:
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Count the updates that an optimizer makes without any gradient since it had some."""
+        num = self._num_idle(optimizer)
+        if num is None:  # a new optimizer: the program may make one at each step
+            self._updates_without = {key: one for key, one in self._updates_without.items() if one[0]() is not None}
         if any(parameter.grad is not None for parameter in _parameters(optimizer)):
             self._updates_without[id(optimizer)] = weakref.ref(optimizer), 0
-        elif (num := self._num_idle(optimizer)) is not None:
+        elif num is not None:
             self._updates_without[id(optimizer)] = weakref.ref(optimizer), num + 1
 
     def _num_idle(self, optimizer: Optimizer) -> int | None:

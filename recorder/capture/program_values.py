@@ -427,9 +427,9 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     """
     nodes = [loss]
     for node in nodes:
-        kind, below = _kind(node), node.next_functions[0][0] if node.next_functions else None
+        kind, below = _kind(node), _first_below(node)
         while below is not None and _kind(below) in _SHAPES_ALONE:
-            below = below.next_functions[0][0]
+            below = _first_below(below)
         if below is not None and _kind(below) in _WRONG_BELOW.get(kind, ()):
             return f"{kind} of {_kind(below)}", node
         if kind in _OF_DIFFERENCES and below is not None:
@@ -458,6 +458,11 @@ def _parameters_below(node: Any) -> set[int]:
             found.add(id(one.variable))
         nodes += [child for child in _children(one) if child not in nodes][: _MAX_MADE_BY - len(nodes)]
     return found
+
+
+def _first_below(node: Any) -> Any:
+    """Return the node of a function's first argument. None if the argument needs no gradient, or there is none."""
+    return node.next_functions[0][0] if node.next_functions else None
 
 
 def _kind(node: Any) -> str:

@@ -182,7 +182,8 @@ def test_a_second_model_that_no_optimizer_got_is_recorded_and_named(tmp_path: Pa
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-    assert last_step(recording) == 117, "the second model is found at the third update without a gradient"
+    # A process that has compiled anything, as other tests do, looks for models all the time, and loses no step.
+    assert last_step(recording) in (117, 119), "the second model is found at the third update without a gradient"
     findings = [one for one in check(recording.run).findings if one.severity > Severity.NOTE]
     causes = {(one.rule, one.root, one.module_path) for one in findings if not one.cause}
     assert causes == {("not_optimized", "model_1", path) for path in "014"}
