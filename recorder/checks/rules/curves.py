@@ -40,7 +40,7 @@ _SAME_IN_BOTH = (
 _GAP = "validation over training, less 1"
 _MAX_SEEN = 4_096
 _STAYS = ", and stays up"
-_MAX_TARGETS = 1_024
+_MAX_TARGETS = 256
 _FEWEST_TARGETS = 3
 _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
@@ -448,8 +448,9 @@ class LossStuck(CurveRule):
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Judge the losses. A loss that leaps as its targets change is a note: a network of targets may be renewed."""
         targets = rows.take(rows.where("targets", lambda key: key.name == LABELS))
-        earlier = [concatenate(self._targets).take(slice(-_MAX_TARGETS, None))] if self._targets else []
-        self._targets = [*earlier, targets]
+        self._targets += [targets] if len(targets) else []
+        while len(self._targets) > 1 and sum(map(len, self._targets[1:])) >= _MAX_TARGETS:
+            del self._targets[0]
         rows = self._moves.add(rows)
         for one in super().add(rows) if len(rows) else ():
             if changed := self._changed_targets(one):
@@ -467,6 +468,8 @@ class LossStuck(CurveRule):
 
     def _changed_targets(self, one: Finding) -> str:
         """Return how the targets of a loss changed before a finding, beyond their noise. Empty if they did not."""
+        if not self._targets:
+            return ""
         rows = concatenate(self._targets)
         rows = rows.take(np.isin(rows.ranks, one.ranks) & (rows.steps <= one.step) & ~np.isnan(rows.rms))
         before = rows.rms[rows.steps <= one.step - self._window]
