@@ -23,6 +23,7 @@ from ..numerics.keys import VALUE_KEY, by_key, codes, group, group_rows, holds
 from ..numerics.moments import added_by_group, combine_rows, long_form
 from ..rules import hint
 from ..run.notes import MissingRanks, Problems, without_numbers
+from ..run.probe import PROBE_SCHEMA, probe_size, probe_tables
 from ..run.reply import Reply, Table
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
@@ -249,13 +250,15 @@ def _with_probe(run: Run, selection: Selection, table: Any) -> tuple[Any, list[s
 
     Also return notes on steps of which the probe has no numbers.
     """
-    probed, notes = run.probe(), []
-    if not probed.num_rows:
+    size, notes = probe_size(run.writers), []
+    if size is None:
         where = "; those of a merged run are in the run that was merged" * run.is_merged
         notes.append(f"this run has no numbers of the probe{where}")
-    elif (last := pc.max(probed.column("step")).as_py()) < max(run.steps, default=0):
-        notes.append(f"the numbers of the probe end at step {last}: a process that is killed loses its last block")
-    probed = selection.narrow(probed)
+    elif size.last_step < max(run.steps, default=0):
+        why = "the last block is not written yet, or was lost with a killed process"
+        notes.append(f"the numbers of the probe end at step {size.last_step}: {why}")
+    batches = (selection.narrow(batch) for batch in probe_tables(run.writers))  # all numbers may not fit into memory
+    probed = pa.concat_tables([PROBE_SCHEMA.empty_table(), *batches]).unify_dictionaries()
     columns = [
         probed.column(one.name).cast(one.type)
         if one.name in probed.column_names

@@ -347,15 +347,10 @@ class LossFinder:
     def _look_for_labels(self, node: Any, kind: tuple[str, ...], root: Root | None) -> None:
         """Record the labels that a loss has saved, as an input of the model."""
         # With several models, the loss may be that of another model than the one that was called last.
-        is_alone = root is not None and self._scalars.roots == [root] and not (root.is_over_meshes or root.marked_ranks)
-        hooked = root.module_at("") if root is not None and is_alone else None
-        if (
-            root is None
-            or hooked is None
-            or hooked.is_hidden
-            or not hooked.keeps("input")
-            or not (keep := hooked.keep_of_labels())
-        ):
+        if root is None or self._scalars.roots != [root] or root.is_over_meshes or root.marked_ranks:
+            return
+        hooked = root.module_at("")
+        if hooked is None or hooked.is_hidden or not hooked.keeps("input") or not (keep := hooked.keep_of_labels()):
             return
         if len(self._misses) >= _MAX_KINDS:
             self._misses.clear()

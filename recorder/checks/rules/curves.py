@@ -101,6 +101,8 @@ class CurveRule(CheckRule):
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is being judged."""
         self.most = 0
+        self.reported = -1
+        """The curve of the last finding."""
         self.step = -1
         self.training = 0
 
@@ -129,7 +131,8 @@ class CurveRule(CheckRule):
                 continue
             self.step = int(steps[at[0]])
             for one in self.judge(curves[at], values[at]):
-                lane = self._blamed(rows, int(curves[at[one.number]]), self.step, shares)
+                self.reported = int(curves[at[one.number]])
+                lane = self._blamed(rows, self.reported, self.step, shares)
                 yield self.finding(lane, self.step, one.what, one.measure, one.value, one.threshold, one.severity,
                                    one.since)  # fmt: skip
             num = self.num[curves[at]] + 1
@@ -437,8 +440,6 @@ class LossStuck(CurveRule):
         """By curve, the median of the last samples."""
         self._risen: dict[Finding, int] = {}
         """The curve of each finding of a rise or a leap."""
-        self._reported = -1
-        """The curve of the last sample that `judge` yielded."""
         self._targets: list[Rows] = []
         """The rows of the labels of the last losses, and of those that are being judged."""
 
@@ -456,7 +457,7 @@ class LossStuck(CurveRule):
             if changed := self._changed_targets(one):
                 severity = Severity.NOTE if one.what.endswith(_STAYS) else one.severity
                 one = one._replace(severity=severity, detail=changed)
-            self._risen[one] = self._reported
+            self._risen[one] = self.reported
             yield one
 
     def revised(self, one: Finding) -> Finding:
@@ -517,7 +518,6 @@ class LossStuck(CurveRule):
                 if flags is is_stuck:
                     self._still[curve] = self.finding(self.lanes[curve], self.step, said, measure, value, threshold)
                 else:
-                    self._reported = curve
                     yield JudgedSample(index, said, measure, value, threshold, since=since)
             reported[curves[flags]] = 1.0
         for curve in curves[is_down].tolist():

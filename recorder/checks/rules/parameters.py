@@ -57,6 +57,13 @@ def is_weight(catalog: Catalog, rows: Rows) -> Flags:
     return np.asarray(of_series[rows.series])
 
 
+def _modules_of(rows: Rows) -> tuple[Integers, list[tuple[str, str]]]:
+    """Return the number of each row's module, and the modules, by root and path, in the order of their numbers."""
+    numbers: dict[tuple[str, str], int] = {}
+    of_series = [numbers.setdefault((key.root, key.module_path), len(numbers)) for key in rows.catalog.series]
+    return np.array(of_series, np.int64)[rows.series], list(numbers)
+
+
 def _tells_skip(key: SeriesKey) -> bool:
     return tells_skip(key.site, key.name)
 
@@ -188,14 +195,12 @@ class NoGradient(StreakRule):
 
     def _note_sums(self, rows: Rows) -> None:
         """Note the sums of the gradients of modules' outputs over the calls of a step: the gradient of a bias."""
-        numbers: dict[tuple[str, str], int] = {}
-        modules = np.array([numbers.setdefault(key[:2], len(numbers)) for key in self.catalog.series], np.int64)
-        ids, firsts = grouped(modules[rows.series], rows.ranks, rows.steps)
+        modules, known = _modules_of(rows)
+        ids, firsts = grouped(modules, rows.ranks, rows.steps)
         total, squares, num = (np.bincount(ids, np.nan_to_num(rows[name])) for name in ("sum", "sum_sq", "numel"))
         with np.errstate(all="ignore"):
             share = np.nan_to_num(np.abs(total) / np.sqrt(num * squares), nan=1.0)
-        known = list(numbers)
-        for module, one in zip(modules[rows.series][firsts].tolist(), share.tolist(), strict=True):
+        for module, one in zip(modules[firsts].tolist(), share.tolist(), strict=True):
             self._largest_sum[known[module]] = max(self._largest_sum.get(known[module], 0.0), one)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
@@ -303,9 +308,7 @@ class Objectives(StreakRule):
         is_shared = rows["numel"] > 1
         self._has_shared |= bool(is_shared.any())
         rms = np.where(is_shared, np.nan_to_num(rows.rms), np.nan)
-        numbers: dict[tuple[str, str], int] = {}
-        modules = [numbers.setdefault((key.root, key.module_path), len(numbers)) for key in self.catalog.series]
-        ids, firsts = grouped(np.array(modules, np.int64)[rows.series], rows.ranks, rows.steps)
+        ids, firsts = grouped(_modules_of(rows)[0], rows.ranks, rows.steps)
         smallest, largest = np.full(len(firsts), np.inf), np.zeros(len(firsts))
         np.minimum.at(smallest, ids[is_shared], rms[is_shared])
         np.maximum.at(largest, ids[is_shared], rms[is_shared])

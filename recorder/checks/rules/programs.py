@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "LogSoftmax": "the log_softmax of the loss, as of cross_entropy,", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss",
     "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
 }  # fmt: skip
+_BROADCAST = "the loss compares each output with all labels of the batch, because their shapes are broadcast"
 _MAKES = {
     "Softmax": "the probabilities that a softmax has made", "Sigmoid": "the probabilities that a sigmoid has made",
     "Relu": "the result of a ReLU, which is never below zero",
@@ -61,21 +62,18 @@ class LossArgument(_ProgramRule):
     name = "loss_argument"
     sentence = "A loss of logits or log-probabilities gets something else, such as the result of a softmax."
     sites = ("scalar",)
-    advice = "give the loss what the last layer returns: no softmax, sigmoid or ReLU belongs between them"
+    advice = "give the loss what the last layer returns, without a softmax, a sigmoid or a ReLU"
 
     def finish(self) -> Iterator[Finding]:
         for module, facts in self.catalog.modules.items():
             if facts.loss_argument:
                 function, _, argument = facts.loss_argument.partition(" of ")
-                if argument == "Expand":
-                    what = "the loss compares each output with all labels of the batch: their shapes are broadcast"
-                    one = self.finding_on(module, facts.loss_argument_since or 0, what)
-                    yield one._replace(advice="squeeze or unsqueeze the outputs or the labels")
-                    continue
                 expected = "log-probabilities" if function.startswith("NllLoss") else "logits"
                 made = _MAKES.get(argument, "the result of a layer")
                 what = f"{_FUNCTIONS.get(function, function)} expects {expected}, and gets {made}"
-                yield self.finding_on(module, facts.loss_argument_since or 0, what)
+                is_broadcast = argument == "Expand"
+                one = self.finding_on(module, facts.loss_argument_since or 0, _BROADCAST if is_broadcast else what)
+                yield one._replace(advice="squeeze or unsqueeze the outputs or the labels") if is_broadcast else one
 
 
 class NotCleared(_ProgramRule):
