@@ -86,7 +86,9 @@ class FleetDocument:
         self._clashes = clashes
         self._daemon = os.urandom(8).hex()
         """A random text, new at each start. It tells this daemon's documents from those that another daemon writes."""
-        self._has_put = self._has_clashed = False
+        self._has_clashed = False
+        self._last: tuple[Any, Any] | None = None
+        """The daemon and the time of the document that this daemon has last read or put. A prune changes neither."""
         self._e_tag: str | None = None
         self._runs: dict[str, Any] = {}
         self._has_read = False
@@ -97,12 +99,16 @@ class FleetDocument:
         return not isinstance(summary, dict) or (summary.get("state") == "recording" and not is_recording)
 
     def put(self, runs: Mapping[str, Any]) -> None:
-        """Put the document with these summaries of this node's runs. Do nothing if the document has them already."""
+        """Put the document with these summaries of this node's runs. Do nothing if the document has them already.
+
+        A daemon that has found another daemon's document puts its own all the same, so that the other finds it, too.
+        """
+        is_new_clash = False
         for _ in range(3):
             if not self._has_read:
-                self._read()
+                is_new_clash |= self._read()
             merged = {**self._runs, **{run: self._problems_of(run) | one for run, one in runs.items()}}
-            if merged == self._runs:
+            if merged == self._runs and not is_new_clash:
                 return
             host = os.uname().nodename
             members = {"node": host, "daemon": self._daemon, "time_ns": time.time_ns(), "runs": merged}
@@ -111,7 +117,7 @@ class FleetDocument:
             except TakenError:  # a prune has changed the document, or another daemon has this name
                 self._has_read = False
                 continue
-            self._runs, self._has_put = merged, True
+            self._runs, self._last = merged, (self._daemon, members["time_ns"])
             return
 
     def _problems_of(self, run: str) -> dict[str, Any]:
@@ -119,7 +125,8 @@ class FleetDocument:
         before = self._runs.get(run)
         return {"problems": before["problems"]} if isinstance(before, dict) and "problems" in before else {}
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Read the document. Return True if another daemon is found to write it, for the first time."""
         held = self._destination.get(self._key)
         self._e_tag, self._runs, self._has_read = None, {}, True
         if held is not None:
@@ -128,9 +135,13 @@ class FleetDocument:
                 members = parse_json(held[0], self._key)
                 runs = members.get("runs")
                 self._runs = runs if isinstance(runs, dict) else {}
-                if self._has_put and not self._has_clashed and members.get("daemon") != self._daemon:
+                before, self._last = self._last, (members.get("daemon"), members.get("time_ns"))
+                is_of_another = before not in (None, self._last) and self._last[0] != self._daemon
+                if is_of_another and not self._has_clashed:
                     self._has_clashed = True
                     self._clashes(str(members.get("node")))
+                    return True
+        return False
 
 
 def remove_from_fleet(destination: Destination, run: str) -> None:

@@ -19,6 +19,7 @@ import recorder
 from recorder.daemon.daemon import Daemon
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.errands import send_to_store
+from recorder.daemon.fleet import FleetDocument, remove_from_fleet
 from recorder.daemon.shipped import ledger_name
 from recorder.errors import WriteError
 from recorder.format.commands import COMMANDS, SET, Command, command_name
@@ -294,3 +295,26 @@ def test_two_daemons_that_do_not_know_of_each_other_ship_a_run_once(
         )
         assert one.counters.of("conflicts") == two.counters.of("conflicts") == {"node": 1}
     assert objects(store, prefix_of(to)) == files(tmp_path / "recordings")
+
+
+def test_a_daemon_whose_summaries_are_always_put_already_finds_the_other_daemon(to: str) -> None:
+    """The daemons see the same files at the same times, so the second never has anything to put."""
+    seen: dict[str, list[str]] = {"one": [], "two": []}
+    one, two = (
+        FleetDocument(parse_destination(to, Throttle(0)), "node-0123456789ab", seen[name].append) for name in seen
+    )
+    for step in range(4):
+        one.put({"run-a": {"last_step": step}})
+        two.put({"run-a": {"last_step": step}})
+    assert list(seen.values()) == [[os.uname().nodename]] * 2
+
+
+def test_a_restarted_daemon_and_a_prune_are_no_other_daemon(to: str) -> None:
+    seen: list[str] = []
+    destination = parse_destination(to, Throttle(0))
+    for life in range(2):
+        document = FleetDocument(destination, "node-0123456789ab", seen.append)
+        for step in range(3):
+            document.put({f"run-{name}": {"last_step": 3 * life + step} for name in "ab"})
+            remove_from_fleet(destination, "run-b")
+    assert seen == []
