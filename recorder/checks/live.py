@@ -19,8 +19,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.ma  # numpy imports it at the first `unique`: on the writer thread, where a failing disk fails the import
@@ -30,9 +31,10 @@ from ..system import log
 from .book import Thresholds, make_rules
 from .causes import order_of
 from .engine import Engine
-from .rows import IS_PROBE, About, Catalog, Floats, Integers, Rows, SeriesKey, concatenate
+from .rows import IS_PROBE, About, Catalog, Floats, Integers, ModuleFacts, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding
 from .rules.curves import Jump, Spike
+from .rules.programs import PROGRAM_RULES
 from .rules.values import NonFinite
 
 LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
@@ -216,3 +218,14 @@ class LiveChecks:
         self._rows = []
         problem = f"{type(error).__name__}: {error}"
         log.say(_log, logging.WARNING, "live checks ended by an error (%s); the recording goes on", problem)
+
+
+def judge_program(roots: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Apply the rules on the program to the models in a writer's manifest: wrong modes, arguments, optimizers."""
+    facts = {}
+    for root in roots:
+        for one in root["modules"]:
+            known = {name: one[name] for name in ModuleFacts._fields if name in one}
+            facts[root["name"], one["path"]] = ModuleFacts(one["class"], **known)
+    catalog = Catalog(facts)
+    return [found for rule in PROGRAM_RULES for found in rule(catalog).finish()]

@@ -215,6 +215,7 @@ class Recording:
                 self._events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
+                self._ring.judge_program(manifest["roots"])
             if time.monotonic() >= self._next_status_s:  # the first status is due at once
                 self._next_status_s = time.monotonic() + (self._settings.status_interval_s or math.inf)
                 self._show_status()
@@ -225,6 +226,7 @@ class Recording:
     def _before_last(self) -> None:
         """Look for triggers a last time, before the ring gives up its values. Called on the writer thread."""
         try:
+            self._ring.judge_program(self._last_manifest.get("roots", ()))
             self._ring.end(self.capture, self.commands)
             if self._ring.has_triggers:
                 news = self._description.news(self._events, self.commands)

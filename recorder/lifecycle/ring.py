@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ..capture.core import Capture
 from ..capture.nonfinite import NonFiniteValue
 from ..capture.staging.pool import Pool, RingMemory
 from ..checks.book import check_settings
-from ..checks.live import LIVE_RULES, LiveChecks
+from ..checks.live import LIVE_RULES, LiveChecks, judge_program
 from ..checks.rule import Finding, Severity
 from ..config import Loaded, Settings
 from ..errors import CommandError
@@ -60,7 +60,11 @@ class RingWatch:
         """The worst finding of the rules, or the first of equal ones. NaN and infinities are reported elsewhere."""
         self._findings: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
-        self._has_said = False
+        self._known: set[tuple[str, str, str, str]] = set()
+        """The findings of the rules on the program that are known already, by rule, root, module and name."""
+        self._unsaid: list[Finding] = []
+        self._said: set[str] = set()
+        """The rules of which a finding was logged, or waits in `_unsaid`."""
         self._rank = 0
         self._current_step: Callable[[], int | None] = lambda: None
         self._on_trouble: Callable[[str], None] = lambda text: None
@@ -130,10 +134,10 @@ class RingWatch:
             self._checks.probed(numbers)
 
     def look(self, capture: Capture) -> None:
-        """Have the requested steps written, notify the other ranks, and log the first finding. Writer thread."""
+        """Have the requested steps written, notify the other ranks, and log new findings. Writer thread."""
         if self._checks is not None:
             self._checks.look()
-        self._say_finding()
+        self._say_findings()
         if self._triggers is not None:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
@@ -142,7 +146,7 @@ class RingWatch:
         """Look for triggers a last time, before the ring gives up its values. Writer thread."""
         if self._checks is not None:
             self._checks.finish()
-            self._say_finding()
+        self._say_findings()
         if self._triggers is None:
             return
         self._look_whether_off(capture)
@@ -157,16 +161,30 @@ class RingWatch:
         writer.hold(window, Room(part.capacity_bytes, lambda: part.used_bytes))
         return RingMemory(part, window, is_wanted=writer.is_wanted)
 
+    def judge_program(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Take what the manifest says of the models. Wrong modes, arguments and optimizers are findings, each once.
+
+        Called on the writer thread. Most ranks find the same, so only rank 0 logs it.
+        """
+        for finding in judge_program(roots):
+            known = finding.rule, finding.root, finding.module_path, finding.name
+            if known not in self._known and finding.severity > Severity.NOTE:
+                self._known.add(known)
+                self._count(finding, is_logged=self._rank == 0)
+
     def _found(self, finding: Finding) -> None:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
-            self.worst = max(self.worst or finding, finding, key=lambda one: one.severity)
-            self._count(finding)
+            self._count(finding, is_logged=True)
             self._on_trouble(f"step {finding.step}, {finding.rule}")
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
-    def _count(self, finding: Finding) -> None:
+    def _count(self, finding: Finding, *, is_logged: bool) -> None:
+        self.worst = max(self.worst or finding, finding, key=lambda one: one.severity)
+        if is_logged and finding.rule not in self._said:
+            self._said.add(finding.rule)
+            self._unsaid.append(finding)
         module = finding.module_path
         if (finding.rule, module) not in self._findings and len(self._findings) >= _MAX_FINDINGS:
             module = ""
@@ -185,10 +203,10 @@ class RingWatch:
             found.insert(0, {**first, "step": nonfinite.step, "number": 1, "text": text, "site": nonfinite.site})
         return found
 
-    def _say_finding(self) -> None:
-        if self.worst is not None and not self._has_said and log.can_say(_logger):
-            self._has_said = True
-            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, self.worst.text)
+    def _say_findings(self) -> None:
+        """Log the first finding of each rule."""
+        while self._unsaid and log.can_say(_logger):
+            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, self._unsaid.pop(0).text)
 
     def _look_whether_off(self, capture: Capture) -> None:
         """Turn the triggers off if the ring was found too small and was turned off, perhaps after the first step."""

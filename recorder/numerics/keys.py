@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ..columns import KEY
 
@@ -79,6 +78,8 @@ def codes(column: Any) -> Integers:
         numbers = np.unique(bits, return_inverse=True)[1].reshape(-1) * 2
         return np.asarray(numbers + array_of(column.is_null()), np.int64)
     if pa.types.is_integer(column.type):
+        import pyarrow.compute as pc  # imported late, because it takes 30 ms, and a training groups no columns
+
         zero = (pc.min(column).as_py() or 0) - bool(column.null_count)
         return np.asarray(array_of(column.cast(pa.int64()), zero) - zero, np.int64)
     return encode(column)[0] + 1

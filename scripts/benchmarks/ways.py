@@ -40,6 +40,8 @@ class Way(NamedTuple):
     """Only each so-many-th round."""
     keeps_tensors: bool = True
     """Whether what it writes has all bytes of what it saw."""
+    keeps_rows: bool = True
+    """Whether it writes a row of each value at these steps."""
 
 
 DEMO = ("busy", "spare")
@@ -49,7 +51,8 @@ def _ours(keep: str, steps: str = "", **env: str) -> Way:
     keep += f" steps={steps}" if steps else ""
     rules = f"leaf=yes site=output keep={keep}; site=grad keep={keep}"
     settings = {"RECORDER": "1", "RECORDER_RULES": rules, **env}
-    return Way("none", "ours", env=settings, keeps_tensors=keep == "tensor")
+    keeps_rows = keep not in ("probe", "ring") and not steps
+    return Way("none", "ours", env=settings, keeps_tensors=keep == "tensor", keeps_rows=keeps_rows)
 
 
 WAYS: dict[str, Way] = {

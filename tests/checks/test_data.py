@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,27 @@ def test_labels_that_stay_from_one_step_on_are_named_by_the_numbers_of_each_step
     assert [(one.name, one.step, one.since, one.what, one.severity) for one in found] == [
         (LABELS, 50, 31, "the labels never change", Severity.WARNING)
     ]
+
+
+@pytest.mark.parametrize(
+    ("labels_of", "is_said"),
+    [
+        (lambda tokens: tokens.ravel(), True),
+        (lambda tokens: np.roll(tokens, -1), False),
+        (lambda tokens: np.sort(tokens), False),
+        (lambda tokens: tokens[:, 1:], False),
+    ],
+    ids=["the input", "shifted", "sorted", "shorter"],
+)
+def test_labels_that_are_the_input_itself_are_a_note(labels_of: Any, is_said: bool) -> None:
+    recorded, draw = Recorded(), np.random.default_rng(0)
+    for step in range(30):
+        tokens = draw.integers(0, 50, (4, 16))
+        for name, values in (("x", tokens), (LABELS, labels_of(tokens))):
+            of_bytes = float(zlib.crc32(values.tobytes()))
+            recorded.add(step, "", values, site="input", name=name, dtype="int64", hash=of_bytes)
+    found = [(one.name, one.step, one.since, one.what, one.severity) for one in recorded.judge(Data).findings]
+    assert found == [(LABELS, 2, 0, "the labels are the input itself", Severity.NOTE)] * is_said
 
 
 def test_rare_classes_are_no_labels_of_one_class() -> None:

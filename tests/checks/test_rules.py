@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -10,20 +11,13 @@ import pytest
 
 from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rule import CheckRule, Finding, Severity
-from recorder.checks.rules import parameters as parameters_rules
+from recorder.checks.rules import gradients as gradient_rules
 from recorder.checks.rules.activations import Attention, Dead, EvaluationOutput, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
-from recorder.checks.rules.curves import Jump, LossStuck, Overfitting, Spike
-from recorder.checks.rules.parameters import (
-    Exploding,
-    Flip,
-    Initialisation,
-    NoGradient,
-    Objectives,
-    Unchanged,
-    Update,
-    Vanishing,
-)
+from recorder.checks.rules.curves import Jump, Spike
+from recorder.checks.rules.gradients import Exploding, Flip, NoGradient, Objectives, Vanishing
+from recorder.checks.rules.losses import LossStuck, Overfitting
+from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
 from recorder.checks.rules.programs import Clipping
 from recorder.checks.rules.values import Data, NonFinite, Skipped
 from recorder.sites import UPDATE
@@ -397,6 +391,16 @@ def test_a_loss_that_never_falls_beyond_its_noise_is_named(loss: Any, size: floa
     found = said(with_updates(recorded, size, 200), LossStuck)
     assert [(one.name, one.severity) for one in found] == ([("train/loss", expected)] if expected is not None else [])
     assert all("has not fallen beyond its noise" in one.what for one in found)
+
+
+@pytest.mark.parametrize(("num_classes", "is_said"), [(4, True), (5, False), (1, False)])
+def test_a_loss_that_is_the_logarithm_of_the_number_of_classes_is_said_to_be_so(
+    num_classes: int, is_said: bool
+) -> None:
+    recorded = losses(lambda step: math.log(4) + float(noise(3, step, shape=(), scale=0.02)), steps=200)
+    recorded.add(0, "", noise(0, shape=(8, num_classes)))
+    (one,) = said(with_updates(recorded, 1e-3, 200), LossStuck)
+    assert ("each of 4 classes the same probability" in one.detail) == is_said
 
 
 def test_a_loss_is_not_judged_within_its_noise_where_that_says_nothing() -> None:
@@ -1104,7 +1108,7 @@ def test_objectives_that_agreed_and_oppose_each_other_are_named(
 def test_however_long_objectives_oppose_each_other_a_few_numbers_are_remembered() -> None:
     sizes = []
     for num_records in (20, 20_000):
-        pair = parameters_rules._Agreement(0)
+        pair = gradient_rules._Agreement(0)
         for step in range(num_records):
             pair.add(step, 0.5 if step < 10 else -0.5, 100)
         assert (pair.num, pair.cosine, pair.positive, pair.since) == (10, 0.5, 1.0, 10)

@@ -27,6 +27,7 @@ from torch import nn
 def train(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
+        optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 model = nn.Linear(4, 2)

@@ -122,6 +122,10 @@ class EvaluationMode(_ProgramRule):
                 yield self.finding_on(module, step, known, severity=None if is_odd else Severity.NOTE)
 
 
+PROGRAM_RULES = (NotOptimized, LossArgument, NotCleared, EvaluationMode)
+"""The rules that read only facts about modules. So they can judge a training as soon as a fact is known."""
+
+
 class Clipping(CheckRule):
     """Clipping that always cuts. The finding is a note where the weights move all the same, as they do with Adam."""
 

@@ -220,14 +220,15 @@ _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are
 ALL_IGNORED = f"all labels are {_IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
+_COPIES = "unless the model is an autoencoder, shift the labels, so that each is the token that follows"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 
 
 class Data(CheckRule):
     name = "data"
     sentence = (
-        "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels "
-        "are constant, or an input is not normalised."
+        "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels are "
+        "constant, the labels are the input, or an input is not normalised."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
     more_columns = ("fingerprint.hash",)
@@ -248,6 +249,7 @@ class Data(CheckRule):
         self._repeats, self._sizes = Streaks(), Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
+        self._copies = Streaks()
         self._held: list[tuple[int, Finding]] = []
         """The findings that later records may contradict or explain, each with the input and rank."""
         self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
@@ -276,6 +278,7 @@ class Data(CheckRule):
         firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
         yield from self._emptied(firsts)
         yield from self._judge_size(firsts.without_probe())
+        yield from self._copied(rows.without_probe())
         self._judge_labels(rows.take(is_label).by_lane())
         self._judge_flat(rows.without_probe().by_lane())
 
@@ -367,6 +370,19 @@ class Data(CheckRule):
         what = "all elements of the input are zero"
         for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
+
+    def _copied(self, rows: Rows) -> Iterator[Finding]:
+        """Report whole-numbered labels that are the first argument, in the same order, as those of an autoencoder."""
+        rows = rows.take(~rows.are_float() & (rows["std"] > 0) & (rows["fingerprint.hash"] >= 0)).by_lane()
+        ids, firsts = grouped(rows.steps, rows.ranks)
+        hashes, is_first = rows["fingerprint.hash"], rows.where("first argument", self._is_first)
+        given = np.full(len(firsts), np.nan)
+        given[ids[is_first]] = hashes[is_first]
+        is_copy = (hashes == given[ids]) & ~is_first
+        for index, num, since in self._copies.reached(rows.lanes, rows.steps, is_copy, self.thresholds["records"]):
+            lane, step = int(rows.lanes[index]), int(rows.steps[index])
+            one = self._in_a_row(lane, step, "the labels are the input itself", num, "records", since)
+            yield one._replace(severity=Severity.NOTE, advice=_COPIES)
 
     def _judge_size(self, rows: Rows) -> Iterator[Finding]:
         """Look, on rank 0, for a first argument whose elements are far larger than layers expect, but for norms."""

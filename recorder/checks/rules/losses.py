@@ -1,0 +1,329 @@
+"""Rules on the loss over the steps: a loss that stands still, rises or leaps, and the loss of a validation."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...sites import EVALUATION_LOSS, LABELS, UPDATE, is_validation_loss
+from ...system.text import number
+from ..normal import Moves
+from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate
+from ..rule import CALIBRATED, Finding, Setting, Severity
+from .curves import CurveRule, JudgedSample, Rings
+
+_NUM_BLOCKS = 32
+"""The most blocks of a loss, whose means hardly depend on each other. With more samples, two blocks become one."""
+_SAME_IN_BOTH = (
+    "see whether labels, preprocessing and loss of the validation are those of training; if they are, nothing of what "
+    "is learned holds for other data"
+)
+_GAP = "validation over training, less 1"
+_MAX_SEEN = 4_096
+_STAYS = ", and stays up"
+_MAX_TARGETS = 256
+_FEWEST_TARGETS = 3
+_CERTAIN = 5
+"""The number of standard deviations that a fall must have to be no noise."""
+
+
+class LossStuck(CurveRule):
+    name = "loss"
+    sentence = "The loss never falls beyond its noise, rises far, or leaps and stays up."
+    sites, columns = ("scalar",), ("mean",)
+    settings = (
+        Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
+        Setting("spread", 1e-3, "of the loss", "smdebug's LossNotDecreasing, of a decrease"),
+        Setting("drop", 0.01, "of the loss", CALIBRATED),
+        Setting("rise", 3, "times the beginning", CALIBRATED),
+        Setting("leap", 5, "times the median of the records before", CALIBRATED),
+        Setting("share", 0.1, "of the beginning", "a leap of a loss near zero does not count"),
+        Setting("shown", 0.2, "of the loss", "a fall that the noise must not hide"),
+        Setting("moved", 1e-4, "of the weights' norm, in all updates", "fine-tuning has 1e-5 in one update"),
+    )  # fmt: skip
+    advice = "compare the gradients and the learning rate with those of a training that learns"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._window = max(int(self.thresholds["records"]), 2)
+        self._rings, self._earlier, self._steps = (Rings(self._window) for _ in range(3))
+        """By curve: the last samples, the samples before these, and the steps of the last samples."""
+        self._began, self._noise = Memory(), Memory()
+        """By curve, the mean and the standard deviation of the curve's first records."""
+        self._is_reported = Memory(0.0), Memory(0.0), Memory(0.0)
+        """By curve, 1 if it was reported: a rise (first memory), a loss that stands still (second), a leap (third)."""
+        self._still: dict[int, Finding] = {}
+        """By curve, the finding of a loss that stands still, as long as the loss has not fallen since: a warm-up."""
+        self._moves, self._blocks = Moves(), Rings(_NUM_BLOCKS)
+        """By curve, the sums of its samples in blocks of equal size, which doubles when there are too many."""
+        self._middle = Memory()
+        """By curve, the median of the last samples."""
+        self._risen: dict[Finding, int] = {}
+        """The curve of each finding of a rise or a leap."""
+        self._targets: list[Rows] = []
+        """The rows of the labels of the last losses, and of those that are being judged."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.is_loss or key.site in ("param", UPDATE) or key.name == LABELS
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the losses. A loss that leaps as its targets change is a note: a network of targets may be renewed."""
+        targets = rows.take(rows.where("targets", lambda key: key.name == LABELS))
+        self._targets += [targets] if len(targets) else []
+        while len(self._targets) > 1 and sum(map(len, self._targets[1:])) >= _MAX_TARGETS:
+            del self._targets[0]
+        rows = self._moves.add(rows)
+        for one in super().add(rows) if len(rows) else ():
+            if changed := self._changed_targets(one):
+                severity = Severity.NOTE if one.what.endswith(_STAYS) else one.severity
+                one = one._replace(severity=severity, detail=changed)
+            self._risen[one] = self.reported
+            yield one
+
+    def revised(self, one: Finding) -> Finding:
+        """Make a rise or a leap a note if the loss has come back by the end, as where a task becomes harder."""
+        if one not in self._risen or not self._middle.of(self._risen[one]) < one.threshold:
+            return one
+        what = f"{one.what.removesuffix(_STAYS)}, and comes back later"
+        return one._replace(severity=Severity.NOTE, what=what)
+
+    def _changed_targets(self, one: Finding) -> str:
+        """Return how the targets of a loss changed before a finding, beyond their noise. Empty if they did not."""
+        if not self._targets:
+            return ""
+        rows = concatenate(self._targets)
+        rows = rows.take(np.isin(rows.ranks, one.ranks) & (rows.steps <= one.step) & ~np.isnan(rows.rms))
+        before = rows.rms[rows.steps <= one.step - self._window]
+        now = rows.rms[rows.steps > one.step - self._window // 2]  # a median rises once half of its window is above
+        if min(len(before), len(now)) < _FEWEST_TARGETS:
+            return ""
+        noise = math.sqrt(before.var() / len(before) + now.var() / len(now))
+        is_changed = abs(now.mean() - before.mean()) > _CERTAIN * noise
+        return f"its targets went from {number(before.mean())} to {number(now.mean())} on average" if is_changed else ""
+
+    def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        for rings in (self._rings, self._earlier, self._steps, self._blocks):
+            rings.grow(curves)
+        num = self.num[curves].astype(np.int64)
+        self._put_blocks(curves, num, values)
+        self._earlier.put(curves, num, self._rings.put(curves, num, values))
+        self._steps.put(curves, num, np.full(len(curves), float(self.step)))
+        num, ring = num + 1, self._rings.values[curves]
+        now, middle = ring.mean(axis=1), np.median(ring, axis=1)
+        self._middle[curves] = middle
+        is_begun = num == self._window
+        self._began[curves[is_begun]], self._noise[curves[is_begun]] = now[is_begun], ring[is_begun].std(axis=1)
+        began = self._began[curves]
+        with np.errstate(all="ignore"):
+            spread = np.nan_to_num((ring.max(axis=1) - ring.min(axis=1)) / np.abs(now), posinf=0.0)
+        is_late = num >= 2 * self._window
+        limit = np.maximum(began * self.thresholds["rise"], began + 3 * self._noise[curves])  # some lie around zero
+        is_risen = is_late & (middle > limit) & (began > 0)  # one bad batch moves the mean, but not the median
+        is_down = now < began - np.abs(began) * self.thresholds["drop"]
+        is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
+        limits = np.full(len(curves), self.thresholds["spread"])
+        top, low = self.thresholds["leap"] * np.median(self._earlier.values[curves], axis=1), ring.min(axis=1)
+        is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
+        found = (
+            (is_risen, middle, limit, " has risen far above where it began", "median of the last"),
+            (is_stuck, spread, limits, " stands still where it began", "spread over the last records"),
+            (is_leapt, low, top, " has leapt above the records before" + _STAYS, "smallest of the last"),
+        )
+        for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
+            for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
+                curve, value, threshold = int(curves[index]), float(numbers[index]), float(thresholds[index])
+                said, since = self.words(curve) + what, None
+                if flags is is_leapt:
+                    since = int(self._steps.values[curve].min())
+                if flags is is_stuck:
+                    self._still[curve] = self.finding(self.lanes[curve], self.step, said, measure, value, threshold)
+                else:
+                    yield JudgedSample(index, said, measure, value, threshold, since=since)
+            reported[curves[flags]] = 1.0
+        for curve in curves[is_down].tolist():
+            self._still.pop(curve, None)
+
+    def _put_blocks(self, curves: Integers, num: Integers, values: Floats) -> None:
+        blocks, full = self._blocks.values, curves[(num >= _NUM_BLOCKS) & (num & (num - 1) == 0)]
+        blocks[full, : _NUM_BLOCKS // 2] = blocks[full, ::2] + blocks[full, 1::2]
+        sizes = _block_size(num)
+        at = num // sizes
+        blocks[curves, at] = np.where(num % sizes == 0, values, blocks[curves, at] + values)
+
+    def finish(self) -> Iterator[Finding]:
+        if self.most < 2 * self._window:
+            self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
+        yield from self._still.values() or self._never_fell()  # a fine-tuning may begin at its floor: a note
+
+    def _never_fell(self) -> Iterator[Finding]:
+        """Report the loss if no loss of the training ever left the noise in which it began, over all ranks together."""
+        losses: dict[tuple[str, int], list[int]] = {}
+        for curve, key in enumerate(self.keys):
+            num, lane = int(self.num.of(curve)), self.lanes[curve]
+            is_whole = max(10 * self._window, self.step / 2) <= num  # a run that goes on has learnt before
+            if is_whole and not is_validation(self.catalog.key_of(lane)):
+                losses.setdefault((key.name, num), []).append(curve)
+        found = [self._quarters(np.array(curves), num) for (_, num), curves in losses.items()]
+        if not found or not all(means for means, _ in found) or not self._moves.num:
+            return
+        (means, shown), curves, moved = found[0], next(iter(losses.values())), self._moves.total
+        still, fall = moved < self.thresholds["moved"], float((means[0] - min(means)) / abs(np.mean(means)))
+        what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
+        lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
+        one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
+        detail = f"its quarters are {', '.join(map(number, means))}; a fall by {number(100 * shown)} % would show"
+        if num := self._num_classes(means[-1]):
+            detail += f"; a model that gives each of {num} classes the same probability has this loss"
+        yield one._replace(
+            ranks=ranks,
+            detail=f"{detail}; the lengths of all updates add up to {number(moved)} times the norm of the weights",
+        )
+
+    def _num_classes(self, loss: float) -> int:
+        """Return the length of the model's outputs if its logarithm is this loss; else 0."""
+        about = zip(self.catalog.series, self.catalog.about, strict=True)
+        outputs = (one.shape for key, one in about if key.site == "output" and not key.module_path)
+        sizes = (shape[-1] for shape in outputs if shape)
+        return next((size for size in sizes if size > 1 and abs(math.log(size) - loss) < 0.02), 0)
+
+    def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float]:
+        """Return the loss in the quarters of the run, and which fall shows; no loss if it fell, or may have fallen."""
+        size = int(_block_size(np.array(num - 1)))
+        blocks = self._blocks.values[curves, : num // size].mean(axis=0) / size
+        quarters, usual, num_blocks = np.array_split(blocks, 4), blocks[1:].mean(), len(blocks)
+        means = [float(one.mean()) for one in quarters]
+        spread = math.sqrt(sum(float(one.var()) * len(one) for one in quarters) / (num_blocks - 4))
+        apart = 8 * spread / math.sqrt(num_blocks)  # of four equal means, 95 of 100 lie within this range
+        shown = apart / max(abs(float(blocks.mean())), 1e-30)
+        fell = self._began[curves].mean() - usual > 3 * spread * math.sqrt(size / self._window)
+        fell |= (blocks[0] - usual > 3 * blocks[1:].std()) | (np.ptp(means) > apart) | (spread == 0)
+        fell = fell or np.corrcoef(blocks, np.arange(num_blocks))[0, 1] * math.sqrt(num_blocks) < -1.65  # a slope
+        return ([] if fell or shown > self.thresholds["shown"] else means), shown
+
+
+def _block_size(num: Integers) -> Integers:
+    """Return how many samples a block has once a curve has had more than `num` samples."""
+    return np.asarray(2 ** np.ceil(np.log2(np.maximum((num + 1) / _NUM_BLOCKS, 1))), np.int64)
+
+
+class Overfitting(CurveRule):
+    """A validation loss that rises while it is far above the training loss, or that never falls while training does.
+
+    The validation loss on a small data set goes up and down. So a finding needs a larger rise than any before it. A
+    loss that never falls is judged at the end, by what validations in a row differ. Where the two losses did not begin
+    at one value, they may be of other kinds, and the finding is a note.
+    """
+
+    name = "overfitting"
+    sentence = "The validation loss rises from its best, or never falls, far above the loss in training."
+    sites, columns = ("scalar",), ("mean",)
+    settings = (
+        Setting("gap", 0.5, "of the loss in training", "smdebug's Overfit has 0.1"),
+        Setting("rise", 0.1, "of the best validation loss", CALIBRATED),
+        Setting("records", 3, "validations", CALIBRATED),
+        Setting("flat", 5, "validations, of which none is below the first by more than they differ", CALIBRATED),
+    )
+    needs = "needs losses: recorder.scalar('train/loss', loss), recorder.scalar('validation/loss', loss)"
+    advice = "stop at the best validation, or use more data, dropout or weight decay"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._total, self._num_trained = Memory(0.0), Memory(0.0)
+        """By rank plus 1, the sum and the number of the training losses since the rank's last validation."""
+        self._began, self._num_began = Memory(0.0), Memory(0.0)
+        """By rank plus 1, the largest of the first training losses, and their number."""
+        self._trained: dict[int, float] = {}
+        """By rank plus 1, the mean training loss at the rank's last validation."""
+        self._seen: defaultdict[int, deque[tuple[int, float, float]]] = defaultdict(lambda: deque(maxlen=_MAX_SEEN))
+        """By curve of a validation, the last ones: step, loss, and the loss in training before it (NaN if unknown)."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.is_loss or is_validation(key)
+
+    def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        """Keep the validations. The findings come from `finish`, because a later validation may be better."""
+        lanes = np.array(self.lanes)[curves]
+        ranks = self.catalog.rank_of[lanes] + 1
+        is_valid = self.catalog.mark("validation", is_validation)[self.catalog.series_of[lanes]]
+        num, total = np.bincount(ranks[~is_valid]), np.bincount(ranks[~is_valid], values[~is_valid])
+        known = np.arange(len(num))
+        self._num_trained[known] = self._num_trained[known] + num
+        self._total[known] = self._total[known] + total
+        first = known[(num > 0) & (self._num_began[known] < self.thresholds["records"])]
+        self._num_began[first] = self._num_began[first] + 1
+        self._began[first] = np.maximum(self._began[first], total[first] / num[first])
+        for index in np.flatnonzero(is_valid).tolist():
+            rank = int(ranks[index])
+            if num_trained := self._num_trained.of(rank):
+                self._trained[rank] = self._total.of(rank) / num_trained
+            self._seen[int(curves[index])].append((self.step, float(values[index]), self._trained.get(rank, math.nan)))
+        self._num_trained[ranks[is_valid]] = self._total[ranks[is_valid]] = 0.0
+        return iter(())
+
+    def finish(self) -> Iterator[Finding]:
+        for curve, seen in self._seen.items():
+            # What a model without gradients gives between any two updates is a reference, and no validation.
+            steps = [step for step, _, _ in seen]
+            is_found = self.catalog.key_of(self.lanes[curve]).name == EVALUATION_LOSS
+            if (
+                not (is_found and (np.diff(steps) == 1).all())
+                and (one := self._never_fell(curve) or self._risen(curve)) is not None
+            ):
+                yield one
+        if not self._seen:
+            self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"
+        elif not self._trained:
+            self.why_not_judged = "needs a loss in training: recorder.scalar('train/loss', loss)"
+
+    def _risen(self, curve: int) -> Finding | None:
+        """Return a finding if the loss rises farther above its best than before each of the best ones before it."""
+        found: Finding | None = None
+        best = best_then = math.inf
+        rise = recovered = 1.0
+        num_above = 0
+        for step, value, trained in self._seen[curve]:
+            if value < best:
+                recovered, rise, best = max(rise, recovered), 1.0, value
+            if best > 0:
+                rise = max(rise, value / best)
+            gap = value / trained - 1 if trained > 0 else math.nan
+            is_above = gap > self.thresholds["gap"] and value > best * max(1 + self.thresholds["rise"], recovered)
+            num_above = num_above + 1 if is_above else 0
+            if num_above == self.thresholds["records"] and best < best_then:
+                what, best_then = "the validation loss has risen from its best, and the loss in training has not", best
+                found = self.finding(self.lanes[curve], step, what, _GAP, gap, self.thresholds["gap"])
+        if found is not None and best < best_then:
+            found = found._replace(severity=Severity.NOTE, what=f"{found.what}; later the loss reaches a new minimum")
+        return found
+
+    def _never_fell(self, curve: int) -> Finding | None:
+        """Return a finding if a loss stayed where training began, and the training loss fell, both by their noise.
+
+        It is a note if the training loss is not far below, or if the loss began far above, as another kind of loss may.
+        """
+        seen = [one for one in self._seen[curve] if not math.isnan(one[2])]
+        if len(seen) < self.thresholds["flat"]:
+            return None
+        steps, values, trained = np.array(seen).T
+        began, last, limit = self._began.of(self.keys[curve].rank + 1), trained[-1], self.thresholds["gap"]
+        # Second differences of noise are 1.95 times its deviation, and have no trend. A model learns how frequent each
+        # class is even where the labels of the validation are wrong.
+        noise = np.abs(np.diff([values, trained], 2)).mean(axis=1) / 1.95
+        least = max(3 * noise[0], self.thresholds["rise"] * (began - last))
+        lowest = np.convolve(values, np.ones(3) / 3, "valid").min()
+        has_trained = 0 < last < began and trained[0] - last > _CERTAIN * noise.sum()
+        if not has_trained or max(values[0], began) - lowest > least:
+            return None
+        is_sure = values[-1] > last * (1 + limit) and values[0] < began * (1 + limit)
+        severity, gap = self.severity if is_sure else Severity.NOTE, values[-1] / last - 1
+        what = "the validation loss never fell, and the loss in training did"
+        one = self.finding(self.lanes[curve], int(steps[-1]), what, _GAP, gap, limit, severity, int(steps[0]))
+        return one._replace(advice=_SAME_IN_BOTH)
+
+
+def is_validation(key: SeriesKey) -> bool:
+    """Return whether a series is the loss of a validation."""
+    return is_validation_loss(key.site, key.name) or (key.is_loss and key.mode in ("eval", "no_grad"))

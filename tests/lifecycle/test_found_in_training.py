@@ -1,0 +1,85 @@
+"""What a recording says of a fault of the program itself, while the program trains and at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import recorder
+from recorder.checks.rule import Severity
+from tests.rigs import jobs
+
+TRAIN = """
+import logging, sys, threading, torch
+from torch import nn
+told = threading.Event()
+class Lines(logging.Handler):
+    def emit(self, record):
+        line = record.getMessage()
+        print(line, flush=True)
+        if line.startswith("rank 0: "):
+            told.set()
+logger = logging.getLogger("recorder")
+logger.addHandler(Lines())
+logger.setLevel(logging.INFO)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.drop, self.head = nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4)
+        self.other = nn.Dropout(0.1)
+    def forward(self, x):
+        x = self.head(self.other(self.drop(self.body(x))).relu())
+        return {returned}
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD({trained}, lr=0.1)
+for step in range(40):
+    x = torch.randn(16, 8)
+    loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(-1))
+    {clear}
+    loss.backward()
+    optimizer.step()
+    {after}
+told.wait({patience})
+print("done")
+"""
+SOUND = {
+    "returned": "x", "trained": "model.parameters()", "clear": "optimizer.zero_grad()", "after": "", "patience": "0",
+}  # fmt: skip
+FAULTS = {
+    "loss_argument": {"returned": "x.softmax(-1)"},
+    "not_optimized": {"trained": "[*model.body.parameters(), model.head.weight]"},
+    "not_cleared": {"clear": ""},
+    "evaluation_mode": {"after": "model.drop.eval()"},
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], Path]]:
+    """The lines of a sound program and of one with each fault, and the folders of the runs. All run side by side."""
+    started = {}
+    for name, changes in {"sound": {}, **{name: {**one, "patience": "60"} for name, one in FAULTS.items()}}.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "train.py").write_text(TRAIN.format(**{**SOUND, **changes}))
+        started[name] = jobs.program(folder, "train.py", RECORDER="1", RECORDER_DIR="runs"), folder / "runs"
+    return {name: (jobs.succeeded(job).output.splitlines(), folder) for name, (job, folder) in started.items()}
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_fault_of_the_program_is_said_while_it_trains_and_at_its_end(
+    outputs: dict[str, tuple[list[str], Path]], rule: str
+) -> None:
+    lines, folder = outputs[rule]
+    (found,) = (one for one in recorder.check(recorder.open_run(folder)).findings if one.severity > Severity.NOTE)
+    assert found.rule == rule
+    at_end, before = lines[lines.index("done") + 1 :], lines[: lines.index("done")]
+    assert f"rank 0: {found.text}" in before
+    assert f"; {found.text}; nothing dropped" in at_end[0]
+    assert at_end[1].startswith("next: recorder check ")
+
+
+def test_a_sound_program_has_no_such_line(outputs: dict[str, tuple[list[str], Path]]) -> None:
+    lines, _ = outputs["sound"]
+    assert not [one for one in lines if one.startswith("rank 0: ")]
+    assert lines[lines.index("done") + 1].endswith("up to step 39; nothing dropped")
