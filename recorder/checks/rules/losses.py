@@ -156,7 +156,9 @@ class LossStuck(CurveRule):
     def finish(self) -> Iterator[Finding]:
         if self.most < 2 * self._window:
             self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
-        yield from self._still.values() or self._never_fell()  # a fine-tuning may begin at its floor: a note
+        for curve, one in self._still.items():
+            yield one._replace(detail=self._guessing(self._middle.of(curve)))
+        yield from () if self._still else self._never_fell()  # a fine-tuning may begin at its floor: a note
 
     def _never_fell(self) -> Iterator[Finding]:
         """Report the loss if no loss of the training ever left the noise in which it began, over all ranks together."""
@@ -175,19 +177,16 @@ class LossStuck(CurveRule):
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
         detail = f"its quarters are {', '.join(map(number, means))}; a fall by {number(100 * shown)} % would show"
-        if num := self._num_classes(means[-1]):
-            detail += f"; a model that gives each of {num} classes the same probability has this loss"
-        yield one._replace(
-            ranks=ranks,
-            detail=f"{detail}; the lengths of all updates add up to {number(moved)} times the norm of the weights",
-        )
+        moved_in_words = f"the lengths of all updates add up to {number(moved)} times the norm of the weights"
+        details = filter(None, (detail, self._guessing(means[-1]), moved_in_words))
+        yield one._replace(ranks=ranks, detail="; ".join(details))
 
-    def _num_classes(self, loss: float) -> int:
-        """Return the length of the model's outputs if its logarithm is this loss; else 0."""
+    def _guessing(self, loss: float) -> str:
+        """Say so if a loss is the logarithm of the length of the model's outputs. Return an empty text if it is not."""
         about = zip(self.catalog.series, self.catalog.about, strict=True)
-        outputs = (one.shape for key, one in about if key.site == "output" and not key.module_path)
-        sizes = (shape[-1] for shape in outputs if shape)
-        return next((size for size in sizes if size > 1 and abs(math.log(size) - loss) < 0.02), 0)
+        sizes = (one.shape[-1] for key, one in about if key.site == "output" and not key.module_path and one.shape)
+        num = next((size for size in sizes if size > 1 and abs(math.log(size) - loss) < 0.02), 0)
+        return f"a model that gives each of {num} classes the same probability has this loss" if num else ""
 
     def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float]:
         """Return the loss in the quarters of the run, and which fall shows; no loss if it fell, or may have fallen."""
