@@ -24,7 +24,7 @@ class Recorded:
         self._rows: Made = []
 
     def add(self, step: int, module_path: str, values: Any, *, rank: int = 0, **more: Any) -> None:
-        """A row with an array's statistics, and its fingerprint `hash`, if given. `whole` counts a chunk's tensor."""
+        """A row with the statistics of an array, with `whole`, the elements of all ranks, of a chunk."""
         array = np.asarray(values, np.float64)
         words = {"root": "model", "site": "output", "name": "", "mode": "train", "phase": "forward", "scope": ""}
         key = SeriesKey(module_path=module_path, **(words | {name: more[name] for name in words if name in more}))
@@ -41,8 +41,6 @@ class Recorded:
         if finite.size:
             numbers |= {"mean": finite.mean(), "std": finite.std(), "min": finite.min(), "max": finite.max()}
             numbers |= {"absmax": np.abs(finite).max(), "l2": np.sqrt((finite**2).sum())}
-        if "hash" in more:
-            numbers["fingerprint.hash"] = more["hash"]
         self._rows.append((step, int(lane[0]), {name: float(value) for name, value in numbers.items()}))
 
     def rows(self, made: Made) -> Rows:

@@ -220,7 +220,7 @@ _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are
 ALL_IGNORED = f"all labels are {_IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
-_COPIES = "unless the model is an autoencoder, shift the labels, so that each is the token that follows"
+_COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 
 
@@ -228,7 +228,7 @@ class Data(CheckRule):
     name = "data"
     sentence = (
         "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels are "
-        "constant, the labels are the input, or an input is not normalised."
+        "constant, the labels are those of the input, or an input is not normalised."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
     more_columns = ("fingerprint.hash",)
@@ -372,16 +372,16 @@ class Data(CheckRule):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
 
     def _copied(self, rows: Rows) -> Iterator[Finding]:
-        """Report whole-numbered labels that are the first argument, in the same order, as those of an autoencoder."""
-        rows = rows.take(~rows.are_float() & (rows["std"] > 0) & (rows["fingerprint.hash"] >= 0)).by_lane()
+        """Report whole-numbered labels that have the elements of the first argument, as those of an autoencoder."""
+        rows = rows.take(~rows.are_float() & (rows["std"] > 0)).by_lane()
         ids, firsts = grouped(rows.steps, rows.ranks)
-        hashes, is_first = rows["fingerprint.hash"], rows.where("first argument", self._is_first)
-        given = np.full(len(firsts), np.nan)
+        hashes = as_exact_floats(rows.fingerprints(("mean", "l2", "min", "max"))) + rows["numel"]
+        is_first, given = rows.where("first argument", self._is_first), np.full(len(firsts), np.nan)
         given[ids[is_first]] = hashes[is_first]
         is_copy = (hashes == given[ids]) & ~is_first
         for index, num, since in self._copies.reached(rows.lanes, rows.steps, is_copy, self.thresholds["records"]):
             lane, step = int(rows.lanes[index]), int(rows.steps[index])
-            one = self._in_a_row(lane, step, "the labels are the input itself", num, "records", since)
+            one = self._in_a_row(lane, step, "the labels have the same elements as the input", num, "records", since)
             yield one._replace(severity=Severity.NOTE, advice=_COPIES)
 
     def _judge_size(self, rows: Rows) -> Iterator[Finding]:
