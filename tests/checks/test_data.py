@@ -42,6 +42,8 @@ def test_an_input_of_equal_elements_is_named() -> None:
     assert [(one.name, one.step, one.since, one.what) for one in found] == [
         ("x", 19, 0, "all elements of the input are equal")
     ]
+    (note,) = said(batches(lambda step, rank: {"x": np.full(8, step)}, dtype="int64"), Data)
+    assert (note.step, note.what, note.severity) == (19, "all elements of the input are equal", Severity.NOTE)
 
 
 def test_labels_that_never_change_or_are_all_alike_are_named() -> None:
@@ -139,6 +141,8 @@ def test_labels_with_the_elements_of_the_input_are_a_note(labels_of: Any, is_sai
     recorded = batches(
         lambda step, rank: {"x": tokens[step][:, :-1], LABELS: labels_of(tokens[step])}, steps=30, dtype="int64"
     )
+    recorded_too = batches(lambda step, rank: {"x": tokens[step], "labels": tokens[step]}, steps=30, dtype="int64")
+    assert said(recorded_too, Data) == []  # as Hugging Face's models are called, which shift the labels
     found = [(one.name, one.step, one.since, one.what, one.severity) for one in recorded.judge(Data).findings]
     assert found == [(LABELS, 2, 0, "the labels have the same elements as the input", Severity.NOTE)] * is_said
 

@@ -372,13 +372,16 @@ class Data(CheckRule):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
 
     def _copied(self, rows: Rows) -> Iterator[Finding]:
-        """Report whole-numbered labels that have the elements of the first argument, as those of an autoencoder."""
+        """Report a loss whose whole-numbered labels have the elements of the first argument, as for an autoencoder.
+
+        Labels that are an argument of the model may well be its input: Hugging Face's models shift them inside.
+        """
         rows = rows.take(~rows.are_float() & (rows["std"] > 0)).by_lane()
         ids, firsts = grouped(rows.steps, rows.ranks)
         hashes = as_exact_floats(rows.fingerprints(("mean", "l2", "min", "max"))) + rows["numel"]
         is_first, given = rows.where("first argument", self._is_first), np.full(len(firsts), np.nan)
         given[ids[is_first]] = hashes[is_first]
-        is_copy = (hashes == given[ids]) & ~is_first
+        is_copy = (hashes == given[ids]) & rows.where("of the loss", lambda key: key.name == sites.LABELS)
         for index, num, since in self._copies.reached(rows.lanes, rows.steps, is_copy, self.thresholds["records"]):
             lane, step = int(rows.lanes[index]), int(rows.steps[index])
             one = self._in_a_row(lane, step, "the labels have the same elements as the input", num, "records", since)
@@ -420,7 +423,7 @@ class Data(CheckRule):
 
     def _judge_flat(self, rows: Rows) -> None:
         is_label = rows.where("labels", _holds_labels)
-        is_judged = is_label | (rows.are_float() & rows.where("first argument", self._is_first))
+        is_judged = is_label | rows.where("first argument", self._is_first)
         is_masked = is_label & _are_of_one_class(rows)
         is_ignored = (rows["max"] == _IGNORED) & ~rows.are_float()
         is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
@@ -430,12 +433,13 @@ class Data(CheckRule):
         self._hold(rows, self._flat, is_flat, what)
 
     def _hold(self, rows: Rows, streaks: Streaks, flags: Flags, what: npt.NDArray[np.str_]) -> None:
-        is_made = rows.where("made", lambda key: key.name == sites.LABELS) & rows.are_float()
+        is_note = rows.where("made", lambda key: key.name == sites.LABELS) & rows.are_float()
+        is_note |= ~rows.where("labels", _holds_labels) & ~rows.are_float()  # kinds or classes may be of one kind
         for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
             lane = int(rows.lanes[index])
             found = self._in_a_row(lane, int(rows.steps[index]), str(what[index]), num, "repeats", since)
             # The targets of two nets that train against each other are of one value, on purpose.
-            self._held.append((lane, found._replace(severity=Severity.NOTE) if is_made[index] else found))
+            self._held.append((lane, found._replace(severity=Severity.NOTE) if is_note[index] else found))
 
 
 def _holds_labels(key: SeriesKey) -> bool:
