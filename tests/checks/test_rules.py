@@ -450,6 +450,18 @@ def test_a_loss_that_leaps_and_comes_back_is_a_note(comes_back: bool, rows_a_bat
     )
 
 
+@pytest.mark.parametrize(("at", "severity"), [(0, Severity.WARNING), (3, Severity.NOTE), (7, Severity.WARNING)])
+def test_a_gradient_that_passes_a_weight_by_is_a_note(at: int, severity: Severity) -> None:
+    recorded = Recorded()
+    for step in range(5):
+        for path in LAYERS:
+            recorded.add(step, path, noise(step))
+        for path in LAYERS[::-1]:
+            recorded.add(step, path, noise(step, scale=1e-9 if path == LAYERS[at] else 1.0), site="grad", **OPTIMIZER)
+    (one,) = said(recorded, Vanishing)
+    assert (one.module_path, one.severity) == (LAYERS[at], severity)
+
+
 def test_a_gradient_that_vanishes_is_named() -> None:
     recorded = gradients(lambda step, path: 1e-9 if path == "blocks.0" else 1.0, steps=5)
     assert subjects(said(recorded, Vanishing)) == [("blocks.0", 2, (0,))]

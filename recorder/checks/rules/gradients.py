@@ -45,6 +45,12 @@ def template(path: str) -> str:
 
 
 class Vanishing(StreakRule):
+    """Gradients that get lost on their way from the loss to a weight.
+
+    The finding is a note if the gradients of weights before and after it, in the order of the forward, are not small: a
+    gradient passes the weight by, as it passes queries and keys by while all scores of an attention are equal.
+    """
+
     name = "vanishing"
     sentence = "The gradient of a weight is tiny, and far below the largest of the other weights."
     sites, columns = ("grad",), ("sum_sq", "numel")
@@ -58,6 +64,10 @@ class Vanishing(StreakRule):
     measure, limit = "root mean square", "rms"
     advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
 
+    def set_up(self) -> None:
+        self._large: list[int] = []
+        """The lanes (a series on one rank each) of gradients that were large when a gradient was last small."""
+
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Judge the gradients that are finite and not zero. The others do not show that a gradient is back."""
         rows = rows.take((np.nan_to_num(rows.rms) > 0) & (np.nan_to_num(rows["nan_count"]) == 0))
@@ -70,7 +80,26 @@ class Vanishing(StreakRule):
         largest = np.zeros(len(firsts))
         np.maximum.at(largest, ids, rms)
         is_small = (rms > 0) & (rms < self.thresholds["rms"]) & (rms < self.thresholds["share"] * largest[ids])
+        if is_small.any():
+            self._large = rows.take(~is_small & (rms > self.thresholds["share"] * largest[ids])).lanes.tolist()
         return is_small, rms
+
+    def severity_of(self, lane: int) -> Severity:
+        return Severity.NOTE if self._is_passed_by(lane) else self.severity
+
+    def what_of(self, lane: int) -> str:
+        return self.what + (" before and after it" if self._is_passed_by(lane) else "")
+
+    def _is_passed_by(self, lane: int) -> bool:
+        """Return whether weights of modules that ran before and of modules that ran after have larger gradients."""
+        at: dict[tuple[str, str], int] = {}
+        for number, key in enumerate(self.catalog.series):
+            if key.site == "output":
+                at.setdefault((key.root, key.module_path), number)
+        keys = [self.catalog.key_of(one) for one in (lane, *self._large)]
+        own, *others = (at.get((key.root, key.module_path), -1) for key in keys)
+        known = [other for other in others if other >= 0]
+        return own >= 0 and bool(known) and min(known) < own < max(known)
 
 
 class Exploding(StreakRule):
