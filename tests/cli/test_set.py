@@ -27,6 +27,7 @@ def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:
     with flagged(tmp_path, "site=grad") as recording:
         model = Tiny()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer.zero_grad()
         model(batch()).sum().backward()
         optimizer.step()
     found = cli("set", recording.folder, "site=output")
@@ -54,6 +55,7 @@ def test_twenty_steps_ahead_lie_ahead_in_a_run_that_has_just_begun(cli: Cli, tmp
         teller.start()
         until_s, step = time.monotonic() + 60, 0
         while teller.is_alive() and time.monotonic() < until_s:
+            optimizer.zero_grad()
             model(batch(step)).sum().backward()
             optimizer.step()
             step += 1
@@ -112,6 +114,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         model = Tiny()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(3):
+            optimizer.zero_grad()
             model(batch(step)).sum().backward()
             optimizer.step()
         until_s = time.monotonic() + 60

@@ -26,6 +26,7 @@ logging.getLogger().addHandler(logging.FileHandler("log.txt"))
 model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)  # for which a rule may be
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
+    optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 logging.info("result 7")
