@@ -399,12 +399,18 @@ class OptimizerHooks:
         reference, num = self._updates_without.get(id(optimizer), (None, 0))
         return num if reference is not None and reference() is optimizer else None
 
+    def backward_begins(self) -> None:
+        """Look whether the gradients of the last updates still stand. Called on the thread of the backward."""
+        if self._last_gradients:
+            self._last_gradients = {key: one.before_backward() for key, one in list(self._last_gradients.items())}
+
     def _look_at_update(self, optimizer: Optimizer) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients."""
         capture, last = self._capture, self._last_gradients.pop(id(optimizer), None)
-        if last is not None and last.stands_uncleared():
+        is_copied = last is not None and last.has_stood is not False and last.stands_uncleared()
+        if last is not None and (is_copied or last.has_stood_through):
             for root in capture.roots:
-                root.inventory.note_uncleared(last.parameter(), capture.clock.step)
+                root.inventory.note_uncleared(last.parameter(), capture.clock.step, is_copied)
         self._last_gradients = {key: one.after_other_step() for key, one in list(self._last_gradients.items())}
         if is_counting := self._counts(optimizer):
             num, roots = capture.clock.num_optimizer_steps, [root for root in capture.roots if root.clock.is_trained]

@@ -224,9 +224,11 @@ class LossFinder:
     read a value, hold a graph, or raise into training.
     """
 
-    def __init__(self, scalars: Scalars) -> None:
+    def __init__(self, scalars: Scalars, *, on_backward: Callable[[], None]) -> None:
+        """Call `on_backward` as each backward begins that adds to the gradients of parameters, on its thread."""
         self._scalars = scalars
         self._capture = scalars.capture
+        self._on_backward = on_backward
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         """For each loss that `GradScaler` scaled last: the scaled result, and the unscaled loss without its graph."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
@@ -313,6 +315,8 @@ class LossFinder:
             return
         if torch._C._current_graph_task_id() != -1 or is_traced() or in_functorch():
             return
+        if accumulate_grad:
+            self._on_backward()
         for tensor in outputs:
             if _may_be_loss(tensor):
                 unscaled = (loss for result, loss in self._scaled if result() is tensor)
@@ -418,7 +422,8 @@ def _labels_below(loss: Any) -> torch.Tensor | None:
 def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     """Return the first function of a loss that gets what it does not expect, and its node: ``LogSoftmax of Softmax``.
 
-    A loss of differences whose two arguments are both expanded, to a matrix, compares each output with all labels.
+    A loss of differences whose two arguments are both expanded, one of them along the batch, compares each output with
+    all labels.
     """
     nodes = [loss]
     for node in nodes:
@@ -429,7 +434,7 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
             return f"{kind} of {_kind(below)}", node
         if kind in _OF_DIFFERENCES and below is not None:
             sizes = [_expanded_dims(node, name) for name in ("self", "target")]
-            if sizes[0] and sizes[1] and not sizes[0] & sizes[1]:
+            if sizes[0] and sizes[1] and not sizes[0] & sizes[1] and 0 in sizes[0] | sizes[1]:
                 return f"{kind} of Expand", node
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
     return None

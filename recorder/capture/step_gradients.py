@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -78,6 +79,12 @@ class LastGradient(NamedTuple):
     values: torch.Tensor
     next_version: int
     """The gradient's version counter after one more backward, if nothing else changes the gradient."""
+    version: int
+    """The gradient's version counter at the update."""
+    thread: int
+    """The thread of the update. No other thread may read the gradient, since a backward may be setting it."""
+    has_stood: bool | None = None
+    """Whether the gradient was there, and not zero, before each backward since the update; None without a backward."""
 
     @classmethod
     def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
@@ -94,8 +101,9 @@ class LastGradient(NamedTuple):
             if in_ddp and gradient._is_view():
                 continue  # the version is that of DDP's bucket, which every gradient in the bucket counts up
             if 1 < gradient.numel() <= _SMALL:
-                version = gradient._version + (2 if in_ddp else 1)
-                return cls(weakref.ref(parameter), weakref.ref(gradient), gradient.detach().clone(), version)
+                version, values = gradient._version, gradient.detach().clone()
+                references = weakref.ref(parameter), weakref.ref(gradient)
+                return cls(*references, values, version + (2 if in_ddp else 1), version, threading.get_ident())
         return None
 
     def after_other_step(self) -> LastGradient:
@@ -104,6 +112,23 @@ class LastGradient(NamedTuple):
         if now is None or now._version != self.next_version or not now.any():
             return self
         return self._replace(values=now.detach().clone(), next_version=self.next_version + 1)
+
+    def before_backward(self) -> LastGradient:
+        """Return this, with whether the gradient still stands as a backward begins. Called on any thread."""
+        if self.thread != threading.get_ident() or self.has_stood is False:
+            return self
+        parameter, now = self.parameter(), self.gradient()
+        stands = parameter is not None and now is not None and parameter.grad is now and bool(now.any())
+        return self._replace(has_stood=stands)
+
+    @property
+    def has_stood_through(self) -> bool:
+        """Whether the gradient stood before each backward since the update, and was changed by one, or by a clip.
+
+        This does not hold for the gradient of a copy of a parameter, to which programs copy the parameter's gradient.
+        """
+        now = self.gradient()
+        return self.has_stood is True and now is not None and now._version > self.version
 
     def stands_uncleared(self) -> bool:
         """Whether one backward was added to the gradient since the last update, and nothing else changed the gradient.

@@ -34,7 +34,7 @@ from .engine import Engine
 from .rows import IS_PROBE, About, Catalog, Floats, Integers, ModuleFacts, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding
 from .rules.curves import Jump, Spike
-from .rules.programs import PROGRAM_RULES
+from .rules.programs import PROGRAM_RULES, EvaluationMode
 from .rules.values import NonFinite
 
 LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
@@ -221,11 +221,17 @@ class LiveChecks:
 
 
 def judge_program(roots: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Apply the rules on the program to the models in a writer's manifest: wrong modes, arguments, optimizers."""
+    """Apply the rules on the program to the models in a writer's manifest: wrong modes, arguments, optimizers.
+
+    Of modules in evaluation mode, only those of a model that is in evaluation mode as a whole are found.
+    """
     facts = {}
     for root in roots:
         for one in root["modules"]:
             known = {name: one[name] for name in ModuleFacts._fields if name in one}
             facts[root["name"], one["path"]] = ModuleFacts(one["class"], **known)
     catalog = Catalog(facts)
-    return [found for rule in PROGRAM_RULES for found in rule(catalog).finish()]
+    found = [one for rule in PROGRAM_RULES for one in rule(catalog).finish()]
+    # Whether some modules are in evaluation mode on purpose is known once all modules were trained.
+    evaluated = {root for (root, path), one in facts.items() if not path and one.evaluated is not None}
+    return [one for one in found if one.rule != EvaluationMode.name or one.root in evaluated]

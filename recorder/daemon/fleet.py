@@ -86,7 +86,7 @@ class FleetDocument:
         self._clashes = clashes
         self._daemon = os.urandom(8).hex()
         """A random text, new at each start. It tells this daemon's documents from those that another daemon writes."""
-        self._has_clashed = False
+        self._has_clashed = self._has_to_answer = False
         self._last: tuple[Any, Any] | None = None
         """The daemon and the time of the document that this daemon has last read or put. A prune changes neither."""
         self._e_tag: str | None = None
@@ -103,12 +103,11 @@ class FleetDocument:
 
         A daemon that has found another daemon's document puts its own all the same, so that the other finds it, too.
         """
-        is_new_clash = False
         for _ in range(3):
             if not self._has_read:
-                is_new_clash |= self._read()
+                self._read()
             merged = {**self._runs, **{run: self._problems_of(run) | one for run, one in runs.items()}}
-            if merged == self._runs and not is_new_clash:
+            if merged == self._runs and not self._has_to_answer:
                 return
             host = os.uname().nodename
             members = {"node": host, "daemon": self._daemon, "time_ns": time.time_ns(), "runs": merged}
@@ -118,6 +117,7 @@ class FleetDocument:
                 self._has_read = False
                 continue
             self._runs, self._last = merged, (self._daemon, members["time_ns"])
+            self._has_to_answer = False
             return
 
     def _problems_of(self, run: str) -> dict[str, Any]:
@@ -125,8 +125,7 @@ class FleetDocument:
         before = self._runs.get(run)
         return {"problems": before["problems"]} if isinstance(before, dict) and "problems" in before else {}
 
-    def _read(self) -> bool:
-        """Read the document. Return True if another daemon is found to write it, for the first time."""
+    def _read(self) -> None:
         held = self._destination.get(self._key)
         self._e_tag, self._runs, self._has_read = None, {}, True
         if held is not None:
@@ -136,12 +135,10 @@ class FleetDocument:
                 runs = members.get("runs")
                 self._runs = runs if isinstance(runs, dict) else {}
                 before, self._last = self._last, (members.get("daemon"), members.get("time_ns"))
-                is_of_another = before not in (None, self._last) and self._last[0] != self._daemon
-                if is_of_another and not self._has_clashed:
-                    self._has_clashed = True
+                is_of_another = isinstance(self._last[0], str) and self._last[0] != self._daemon
+                if is_of_another and before not in (None, self._last) and not self._has_clashed:
+                    self._has_clashed = self._has_to_answer = True
                     self._clashes(str(members.get("node")))
-                    return True
-        return False
 
 
 def remove_from_fleet(destination: Destination, run: str) -> None:
@@ -155,9 +152,10 @@ def remove_from_fleet(destination: Destination, run: str) -> None:
                 members = parse_json(held[0], key)
             except RunError:
                 break
-            if run not in members.get("runs", {}):
+            runs = members.get("runs")
+            if not isinstance(runs, dict) or run not in runs:
                 break
-            del members["runs"][run]
+            del runs[run]
             with contextlib.suppress(TakenError):
                 destination.put_if(key, encode_manifest(members), held[1])
                 break

@@ -56,18 +56,27 @@ class RingWatch:
         self._has_ring = False
         """True if this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
-        self.worst: Finding | None = None
-        """The worst finding of the rules, or the first of equal ones. NaN and infinities are reported elsewhere."""
+        self._worst: Finding | None = None
+        self._of_program: list[Finding] = []
+        """What the rules on the program find at present, without notes."""
         self._findings: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
         self._known: set[tuple[str, str, str, str]] = set()
         """The findings of the rules on the program that are known already, by rule, root, module and name."""
+        self._first_module: dict[str, str] = {}
+        """For each of these rules, the first module found. All findings of the rule are one entry of the status."""
         self._unsaid: list[Finding] = []
         self._said: set[str] = set()
         """The rules of which a finding was logged, or waits in `_unsaid`."""
         self._rank = 0
         self._current_step: Callable[[], int | None] = lambda: None
         self._on_trouble: Callable[[str], None] = lambda text: None
+
+    @property
+    def worst(self) -> Finding | None:
+        """The worst finding of the rules, or the first of equal ones. NaN and infinities are reported elsewhere."""
+        found = [*self._of_program, *filter(None, [self._worst])]
+        return min(found, key=lambda one: (-one.severity, one.first_step), default=None)
 
     @property
     def has_triggers(self) -> bool:
@@ -166,26 +175,27 @@ class RingWatch:
 
         Called on the writer thread. Most ranks find the same, so only rank 0 logs it.
         """
-        for finding in judge_program(roots):
+        self._of_program = [one for one in judge_program(roots) if one.severity > Severity.NOTE]
+        for finding in self._of_program:
             known = finding.rule, finding.root, finding.module_path, finding.name
-            if known not in self._known and finding.severity > Severity.NOTE:
+            if known not in self._known:
                 self._known.add(known)
-                self._count(finding, is_logged=self._rank == 0)
+                self._count(finding, self._first_module.setdefault(finding.rule, finding.module_path), self._rank == 0)
 
     def _found(self, finding: Finding) -> None:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
-            self._count(finding, is_logged=True)
+            self._worst = max(self._worst or finding, finding, key=lambda one: one.severity)
+            self._count(finding, finding.module_path, True)
             self._on_trouble(f"step {finding.step}, {finding.rule}")
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
-    def _count(self, finding: Finding, *, is_logged: bool) -> None:
-        self.worst = max(self.worst or finding, finding, key=lambda one: one.severity)
+    def _count(self, finding: Finding, module: str, is_logged: bool) -> None:
+        """Add a finding to those of the status, in the entry of its rule and `module`."""
         if is_logged and finding.rule not in self._said:
             self._said.add(finding.rule)
             self._unsaid.append(finding)
-        module = finding.module_path
         if (finding.rule, module) not in self._findings and len(self._findings) >= _MAX_FINDINGS:
             module = ""
         first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}

@@ -20,7 +20,7 @@ from recorder.checks.rules.losses import LossStuck, Overfitting
 from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
 from recorder.checks.rules.programs import Clipping
 from recorder.checks.rules.values import Data, NonFinite, Skipped
-from recorder.sites import UPDATE
+from recorder.sites import LABELS, UPDATE
 from tests.checks.rows import Recorded
 
 LAYERS = [f"blocks.{number}" for number in range(8)]
@@ -399,6 +399,7 @@ def test_a_loss_that_is_the_logarithm_of_the_number_of_classes_is_said_to_be_so(
 ) -> None:
     recorded = losses(lambda step: math.log(4) + float(noise(3, step, shape=(), scale=0.02)), steps=200)
     recorded.add(0, "", noise(0, shape=(8, num_classes)))
+    recorded.add(0, "", [0, 1, 2, 3], site="input", name=LABELS, dtype="int64")
     (one,) = said(with_updates(recorded, 1e-3, 200), LossStuck)
     assert ("each of 4 classes the same probability" in one.detail) == is_said
 

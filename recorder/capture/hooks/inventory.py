@@ -73,6 +73,11 @@ class Inventory:
         self._seen_at_taps: dict[str, tuple[str, ...]] = {}
         """By path of a module whose hooks had not run, the sites (such as `output`) that taps in graphs recorded."""
         self._scripted_with_taps: list[str] = []
+        self._suspects: dict[int, int] = {}
+        """By number of a module, the first step at which a parameter of it had a gradient and no optimizer. The program
+        may yet make the optimizer, so the manifest says so from the second look on."""
+        self._evaluated_since: int | None = None
+        """The first of the last looks at which the whole model was in evaluation mode; None if it was not."""
         self._late: list[str] = []
         """The paths of modules that were compiled before they had hooks."""
 
@@ -216,18 +221,29 @@ class Inventory:
                     untrained.setdefault(i, []).append(name)
             if hooked.times_given >= _OFTEN_GIVEN and "given_again" not in described:
                 self._add(i, {"given_again": step})
-        if self._modules and is_trained and not trains_any and "evaluated" not in self._modules[0]:
-            self._add(0, {"evaluated": step})
+        if not is_trained or trains_any:
+            self._evaluated_since = None
+        elif self._evaluated_since is None:  # a validation between a backward and its update, perhaps
+            self._evaluated_since = step
+        elif self._modules and "evaluated" not in self._modules[0]:
+            self._add(0, {"evaluated": self._evaluated_since})
         for i, names in frozen.items():
             if names != self._modules[i].get("frozen"):
                 self._add(i, {"frozen": names})
         trains_others = num_trained > 0 or not trained or not trained - idle <= own
         if trains_others and sum(map(len, untrained.values())) >= num_trained:
             return  # the optimizers have copies of the parameters, as those of mixed precision do
-        for i, names in untrained.items():
-            if names != self._modules[i].get("untrained"):
-                since = self._modules[i].get("untrained_since", step)
-                self._add(i, {"untrained": names, "untrained_since": since})
+        for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
+            parameters = dict(hooked.own("_parameters"))  # the program may have made an optimizer for them later
+            names = untrained.get(i, described.get("untrained", ()))
+            if all(name in parameters and id(parameters[name]) in trained for name in names):
+                self._suspects.pop(i, None)
+                names = []
+            elif i not in self._suspects:
+                self._suspects[i] = step
+                continue
+            if names != described.get("untrained", []):
+                self._add(i, {"untrained": names, "untrained_since": self._suspects.get(i, step)})
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
         """Note the name of each parameter's learning rate. `rates` has it by id of the parameter or of its copy."""
@@ -245,10 +261,14 @@ class Inventory:
         if self._modules and "loss_argument" not in self._modules[0]:
             self._add(0, {"loss_argument": argument, "loss_argument_since": step})
 
-    def note_uncleared(self, parameter: torch.Tensor | None, step: int) -> None:
-        """Note that a gradient was not cleared between an update and the next backward, at `step` or earlier."""
+    def note_uncleared(self, parameter: torch.Tensor | None, step: int, with_copies: bool) -> None:
+        """Note that a gradient was not cleared between an update and the next backward, at `step` or earlier.
+
+        With `with_copies`, `parameter` may be the copy that an optimizer has of a module's parameter.
+        """
         for i, hooked in enumerate(self._hooked[: len(self._modules)]):
-            own = (some for _, one in hooked.own("_parameters") for some in (one, main_parameter(one)))
+            parameters = [one for _, one in hooked.own("_parameters")]
+            own = parameters + [main_parameter(one) for one in parameters if with_copies]
             if any(one is parameter for one in own) and "uncleared" not in self._modules[i]:
                 self._add(i, {"uncleared": step})
 

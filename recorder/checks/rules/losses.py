@@ -182,10 +182,16 @@ class LossStuck(CurveRule):
         yield one._replace(ranks=ranks, detail="; ".join(details))
 
     def _guessing(self, loss: float) -> str:
-        """Say so if a loss is the logarithm of the length of the model's outputs. Return an empty text if it is not."""
-        about = zip(self.catalog.series, self.catalog.about, strict=True)
-        sizes = (one.shape[-1] for key, one in about if key.site == "output" and not key.module_path and one.shape)
-        num = next((size for size in sizes if size > 1 and abs(math.log(size) - loss) < 0.02), 0)
+        """Say so if a loss of classes is the logarithm of their number. Return an empty text if it is not.
+
+        The classes are the last dim of the output of a model whose loss has whole-numbered labels.
+        """
+        about = list(zip(self.catalog.series, self.catalog.about, strict=True))
+        roots = {key.root for key, one in about if key.name == LABELS and "int" in one.dtype}
+        sizes = (
+            one.shape[-1:] for key, one in about if (key.site, key.module_path) == ("output", "") and key.root in roots
+        )
+        num = next((size[0] for size in sizes if size > (1,) and abs(math.log(size[0]) - loss) < 0.02), 0)
         return f"a model that gives each of {num} classes the same probability has this loss" if num else ""
 
     def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float]:

@@ -377,7 +377,9 @@ class Data(CheckRule):
         Labels that are an argument of the model may well be its input: Hugging Face's models shift them inside.
         """
         rows = rows.take(~rows.are_float() & (rows["std"] > 0)).by_lane()
-        ids, firsts = grouped(rows.steps, rows.ranks)
+        roots = list(dict.fromkeys(key.root for key in self.catalog.series))
+        root_of = np.array([roots.index(key.root) for key in self.catalog.series], np.int64)
+        ids, firsts = grouped(rows.steps, rows.ranks, root_of[rows.series])
         hashes = as_exact_floats(rows.fingerprints(("mean", "l2", "min", "max"))) + rows["numel"]
         is_first, given = rows.where("first argument", self._is_first), np.full(len(firsts), np.nan)
         given[ids[is_first]] = hashes[is_first]

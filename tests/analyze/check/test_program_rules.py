@@ -63,6 +63,89 @@ def test_of_two_models_the_one_that_is_not_cleared_is_named(tmp_path: Path, forg
     assert command_of("run", told).startswith("recorder stats run --site grad --step 0:")
 
 
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 2
+
+
+def copy_of_gradients(model: nn.Module) -> None:
+    """As programs do that work out gradients in another way, and write them over the old ones."""
+    gradients = torch.autograd.grad(model(torch.randn(8, 4)).square().mean(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.copy_(gradient)
+
+
+CLEARINGS: dict[str, Callable[[nn.Module], object]] = {
+    "zero_grad": lambda model: model.zero_grad(),
+    "zeros": lambda model: model.zero_grad(set_to_none=False),
+    "behind autograd": zero_behind_autograd,
+    "nothing": str,
+}
+
+
+@pytest.mark.parametrize("name", CLEARINGS)
+@pytest.mark.parametrize("change", [clip, halve])
+def test_gradients_that_are_clipped_before_an_update_may_be_uncleared(
+    tmp_path: Path, change: Callable[[nn.Module], None], name: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with flagged(tmp_path, f"{RULES}; site=scalar keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(20):
+            for _ in range(1 + step % 3):  # the gradients of some batches are added up on purpose
+                model(torch.randn(8, 4)).square().mean().backward()
+            change(model)
+            optimizer.step()
+            CLEARINGS[name](model)
+    found = check(recording.run, rules=["not_cleared"]).findings
+    assert [one.step for one in found] == [1] * (name == "nothing")
+
+
+def test_gradients_that_grow_in_one_direction_and_are_cleared_behind_autograd_are_cleared(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(8, 2), torch.randn(64, 8)
+    with flagged(tmp_path, f"{RULES}; site=scalar keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(20):
+            zero_behind_autograd(model)
+            (-model(batch).square().mean()).backward()
+            optimizer.step()
+    assert not check(recording.run, rules=["not_cleared"]).findings
+
+
+def test_an_optimizer_that_is_made_later_has_its_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(2, 2))
+    optimizers = {}
+    with flagged(tmp_path, RULES) as recording:
+        for _ in range(20):
+            model(torch.randn(8, 4)).square().mean().backward()
+            for number in (0, 3):
+                if number not in optimizers:
+                    optimizers[number] = torch.optim.SGD(model[number].parameters(), lr=0.01)
+                optimizers[number].step()
+            model.zero_grad()
+    found = check(recording.run, rules=["not_optimized"]).findings
+    assert [(one.module_path, one.name, one.step) for one in found] == [("2", "weight", 1), ("2", "bias", 1)]
+
+
+def test_gradients_that_a_program_writes_over_need_no_clearing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with flagged(tmp_path, f"{RULES}; site=scalar keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            copy_of_gradients(model)
+            optimizer.step()
+    assert not check(recording.run, rules=["not_cleared"]).findings
+
+
 @pytest.mark.parametrize("forgotten", ["g", "d", ""])
 @pytest.mark.parametrize("is_generator_first", [False, True])
 def test_of_a_gan_either_optimizer_may_be_the_one_that_is_not_cleared(
