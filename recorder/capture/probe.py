@@ -324,7 +324,8 @@ class Probe:
         """Report a value that turned NaN or infinite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
         if not may_overflow(origin.site) and (is_nan or not may_mask(origin.site, origin.name)):
             where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
-            self._on_trouble(f"{where} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
+            mode = "" if moment.mode == "train" else f" in {moment.mode} mode"
+            self._on_trouble(f"{where}{mode} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
 
     def _launched(self, is_measured: bool, moment: StepPosition) -> bool:
         if is_measured:

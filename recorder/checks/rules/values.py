@@ -221,6 +221,8 @@ ALL_IGNORED = f"all labels are {_IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
+_NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
+_SHUFFLE = "look whether the data set is sorted by class, and whether the loader shuffles it"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 
 
@@ -296,6 +298,8 @@ class Data(CheckRule):
             severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
             if not is_void:
                 more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
+                if one.what.startswith(_ONE_CLASS):
+                    one = one._replace(advice=_SHUFFLE)
                 if one.what.startswith(_ONE_CLASS) and self._are_ranked(lane):
                     severity, more = Severity.NOTE, _RANKED
                 yield one._replace(severity=severity, what=one.what + more)
@@ -400,7 +404,8 @@ class Data(CheckRule):
             if first is None or "norm" not in self.catalog.class_of(first).lower():
                 mean, std = (number(float(rows[name][index])) for name in ("mean", "std"))
                 what = f"the input is not normalised; its mean is {mean} and its standard deviation {std}"
-                yield self.finding(lane, step, what, "root mean square", rms[index], limit, Severity.NOTE, since)
+                one = self.finding(lane, step, what, "root mean square", rms[index], limit, Severity.NOTE, since)
+                yield one._replace(advice=_NORMALISE)
 
     def _judge_labels(self, rows: Rows) -> None:
         """Look for labels, of several classes, that are those of the record before. The probe has their l2 alone."""
