@@ -76,11 +76,12 @@ def test_a_fault_of_the_program_is_said_while_it_trains_and_at_its_end(
     at_end, before = lines[lines.index("done") + 1 :], lines[: lines.index("done")]
     (said,) = (one for one in before if one.startswith("rank 0: "))
     assert said.removeprefix("rank 0: ") in [one.text for one in found]
-    assert said.replace("rank 0: ", "; ") + "; nothing dropped" in at_end[0]
-    assert at_end[1].startswith("next: recorder check ")
+    summary, following = at_end[-2:]  # on a slow machine, the estimate of the bytes may come late
+    assert said.replace("rank 0: ", "; ") + "; nothing dropped" in summary
+    assert following.startswith("next: recorder check ")
 
 
 def test_a_sound_program_has_no_such_line(outputs: dict[str, tuple[list[str], Path]]) -> None:
     lines, _ = outputs["sound"]
     assert not [one for one in lines if one.startswith("rank 0: ")]
-    assert lines[lines.index("done") + 1].endswith("up to step 39; nothing dropped")
+    assert lines[-2].endswith("up to step 39; nothing dropped")

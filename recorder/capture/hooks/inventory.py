@@ -234,8 +234,10 @@ class Inventory:
         if trains_others and sum(map(len, untrained.values())) >= num_trained:
             return  # the optimizers have copies of the parameters, as those of mixed precision do
         for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
+            names = untrained.get(i, described.get("untrained", []))
+            if not names:
+                continue
             parameters = dict(hooked.own("_parameters"))  # the program may have made an optimizer for them later
-            names = untrained.get(i, described.get("untrained", ()))
             if all(name in parameters and id(parameters[name]) in trained for name in names):
                 self._suspects.pop(i, None)
                 names = []
