@@ -259,6 +259,9 @@ def _with_probe(run: Run, selection: Selection, table: Any) -> tuple[Any, list[s
         notes.append(f"the numbers of the probe end at step {size.last_step}: {why}")
     batches = (selection.narrow(batch) for batch in probe_tables(run.writers))  # all numbers may not fit into memory
     probed = pa.concat_tables([PROBE_SCHEMA.empty_table(), *batches]).unify_dictionaries()
+    num_bad = pc.add(probed.column("nan_count"), probed.column("inf_count"))
+    norm = pc.if_else(pc.less(num_bad, probed.column("numel")), probed.column("l2"), None)  # as that of a row
+    probed = probed.set_column(PROBE_SCHEMA.get_field_index("l2"), PROBE_SCHEMA.field("l2"), norm)
     columns = [
         probed.column(one.name).cast(one.type)
         if one.name in probed.column_names

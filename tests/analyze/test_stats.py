@@ -342,6 +342,21 @@ def test_the_probe_fills_the_steps_without_rows(tmp_path: Path) -> None:
         stats(run, site="param", by="step", probe=True)
 
 
+def test_the_probe_has_no_norm_of_a_value_without_a_finite_element(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, "steps=0 site=param keep=stats; site=param keep=probe") as recording:
+        for step in range(4):
+            optimizer.zero_grad()
+            sum(output.square().mean() for output in model(torch.randn(8, 4)).T).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.weight[0 if step < 2 else 1] = torch.nan
+    frame = stats(recording.run, "", site="param", name="weight", step="2:4", probe=True)
+    assert frame.nan_count.tolist() == [4, 8]
+    assert frame.l2.isna().tolist() == [False, True]
+
+
 def test_steps_of_which_the_probe_has_no_number_are_told(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [make_row(step, np.ones(4, np.float32), step=step) for step in range(3)])
     frame = stats(run, probe=True)
