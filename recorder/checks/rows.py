@@ -325,6 +325,13 @@ def concatenate(some: Sequence[Rows]) -> Rows:
     return Rows(some[0].catalog, steps, lanes, numbers)
 
 
+def modules_of(rows: Rows) -> tuple[Integers, list[tuple[str, str]]]:
+    """Return the number of each row's module, and the modules, by root and path, in the order of their numbers."""
+    numbers: dict[tuple[str, str], int] = {}
+    of_series = [numbers.setdefault((key.root, key.module_path), len(numbers)) for key in rows.catalog.series]
+    return np.array(of_series, np.int64)[rows.series], list(numbers)
+
+
 class Memory:
     """One number for each lane (a series on one rank), kept between batches of rows. Other indexes may be used, too."""
 

@@ -173,7 +173,7 @@ OTHER_REASONS = "other"
 """The reason under which a status file adds up all drops whose reasons do not fit."""
 _MAX_REASONS = 24
 _MAX_ANSWERS = 8
-_MAX_FINDINGS = 16
+_MAX_FINDINGS = 8
 _MAX_TEXT = 200
 
 
@@ -182,14 +182,7 @@ def encode_status(facts: Mapping[str, object]) -> bytes:
     facts = _short(facts)
     dropped = facts.get("dropped")
     most = (_MAX_REASONS, _MAX_ANSWERS, _MAX_FINDINGS)
-    for num_reasons, num_commands, num_findings in (
-        most,
-        (1, *most[1:]),
-        (1, 1, _MAX_FINDINGS),
-        (1, 1, 8),
-        (1, 1, 1),
-        (0, 0, 0),
-    ):
+    for num_reasons, num_commands, num_findings in (most, (1, *most[1:]), (1, 1, _MAX_FINDINGS), (1, 1, 1), (0, 0, 0)):
         if answers := facts.get("commands"):
             facts["commands"] = list(answers)[-num_commands:] if num_commands else []  # type: ignore[call-overload]
         if findings := facts.get("findings"):

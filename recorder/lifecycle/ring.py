@@ -61,13 +61,8 @@ class RingWatch:
         """What the rules on the program find at present, without notes."""
         self._findings: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
-        self._known: set[tuple[str, str, str, str]] = set()
-        """The findings of the rules on the program that are known already, by rule, root, module and name."""
-        self._first_module: dict[str, str] = {}
-        """For each of these rules, the first module found. All findings of the rule are one entry of the status."""
         self._unsaid: list[Finding] = []
-        self._said: set[str] = set()
-        """The rules of which a finding was logged, or waits in `_unsaid`."""
+        """The first findings of rules, until they are logged."""
         self._rank = 0
         self._current_step: Callable[[], int | None] = lambda: None
         self._on_trouble: Callable[[str], None] = lambda text: None
@@ -175,28 +170,27 @@ class RingWatch:
 
         Called on the writer thread. Most ranks find the same, so only rank 0 logs it.
         """
+        known = set(self._of_program)
         self._of_program = [one for one in judge_program(roots) if one.severity > Severity.NOTE]
         for finding in self._of_program:
-            known = finding.rule, finding.root, finding.module_path, finding.name
-            if known not in self._known:
-                self._known.add(known)
-                self._count(finding, self._first_module.setdefault(finding.rule, finding.module_path), self._rank == 0)
+            if finding not in known:
+                self._count(finding, is_logged=self._rank == 0)
 
     def _found(self, finding: Finding) -> None:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
             self._worst = max(self._worst or finding, finding, key=lambda one: one.severity)
-            self._count(finding, finding.module_path, True)
+            self._count(finding, is_logged=True)
             self._on_trouble(f"step {finding.step}, {finding.rule}")
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
-    def _count(self, finding: Finding, module: str, is_logged: bool) -> None:
-        """Add a finding to those of the status, in the entry of its rule and `module`."""
-        if is_logged and finding.rule not in self._said:
-            self._said.add(finding.rule)
+    def _count(self, finding: Finding, *, is_logged: bool) -> None:
+        """Add a finding to those of the status. The first one of each rule has its module there, and may be logged."""
+        module, is_first = finding.module_path, all(rule != finding.rule for rule, _ in self._findings)
+        if is_first and is_logged:
             self._unsaid.append(finding)
-        if (finding.rule, module) not in self._findings and len(self._findings) >= _MAX_FINDINGS:
+        if not is_first and (finding.rule, module) not in self._findings and len(self._findings) >= _MAX_FINDINGS:
             module = ""
         first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}
         told = self._findings.setdefault(
@@ -205,8 +199,12 @@ class RingWatch:
         told["number"] += 1
 
     def findings(self, nonfinite: NonFiniteValue | None) -> list[dict[str, Any]]:
-        """Return the findings for the rank's status, with the first non-finite value at the top. Writer thread."""
-        found = list(self._findings.values())
+        """Return the findings for the rank's status, with the first non-finite value at the top. Writer thread.
+
+        The first finding of each rule comes before all others, because a status may have room for a few only.
+        """
+        firsts = {rule: told for (rule, _), told in reversed(self._findings.items())}
+        found = sorted(self._findings.values(), key=lambda told: told is not firsts[told["rule"]])
         if nonfinite is not None:
             text = f"step {nonfinite.step}, {nonfinite.where}: not finite ({nonfinite.counts})"
             first = {"rule": "nonfinite", "severity": Severity.ERROR.word, "module": nonfinite.module_path}

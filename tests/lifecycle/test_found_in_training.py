@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import recorder
-from recorder.checks.rule import Severity
+from recorder.checks.rule import Finding, Severity
+from recorder.config import load_settings
+from recorder.lifecycle.ring import RingWatch
 from tests.rigs import jobs
 
 TRAIN = """
@@ -85,3 +87,24 @@ def test_a_sound_program_has_no_such_line(outputs: dict[str, tuple[list[str], Pa
     lines, _ = outputs["sound"]
     assert not [one for one in lines if one.startswith("rank 0: ")]
     assert lines[-2].endswith("up to step 39; nothing dropped")
+
+
+def test_a_rule_with_many_findings_hides_no_other_rule_in_the_status() -> None:
+    watch = RingWatch(load_settings(environ={}))
+    modules = [{"path": f"m.{number}", "class": "Linear", "sites": [], "untrained": ["weight"]} for number in range(12)]
+    for _ in range(2):  # what is known already is not counted again
+        watch.judge_program([{"name": "model", "modules": modules}])
+    spike = Finding(
+        "spike", Severity.WARNING, 100, "model", "head", "grad", "weight", ranks=(0,), what="it spikes", measure="",
+        value=9.0, threshold=1.0, advice="",
+    )  # fmt: skip
+    watch._found(spike)
+    first, second, *others = watch.findings(None)
+    assert [(one["rule"], one["module"], one["number"]) for one in (first, second)] == [
+        ("not_optimized", "m.0", 1),
+        ("spike", "head", 1),
+    ]
+    assert sum(one["number"] for one in (first, *others)) == 12
+    assert watch.worst is not None and watch.worst.rule == "not_optimized"
+    watch.judge_program([{"name": "model", "modules": []}])  # an optimizer has the parameters now
+    assert watch.worst is spike

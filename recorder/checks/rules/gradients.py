@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...sites import OBJECTIVE, OBJECTIVE_COSINE, objectives_in
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, grouped
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, grouped, modules_of
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
@@ -30,13 +30,6 @@ def is_weight(catalog: Catalog, rows: Rows) -> Flags:
     """Return, for each row, whether its parameter has at least two dimensions, unlike biases and gains."""
     of_series = np.array([len(about.shape) > 1 for about in catalog.about], np.bool_)
     return np.asarray(of_series[rows.series])
-
-
-def _modules_of(rows: Rows) -> tuple[Integers, list[tuple[str, str]]]:
-    """Return the number of each row's module, and the modules, by root and path, in the order of their numbers."""
-    numbers: dict[tuple[str, str], int] = {}
-    of_series = [numbers.setdefault((key.root, key.module_path), len(numbers)) for key in rows.catalog.series]
-    return np.array(of_series, np.int64)[rows.series], list(numbers)
 
 
 def template(path: str) -> str:
@@ -65,8 +58,11 @@ class Vanishing(StreakRule):
     advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
 
     def set_up(self) -> None:
-        self._large: list[int] = []
-        """The lanes (a series on one rank each) of gradients that were large when a gradient was last small."""
+        self._places: dict[tuple[str, str], int] = {}
+        """By root and path of a module, its place in the order of the forward. `_num_series` series were looked at."""
+        self._num_series = 0
+        self._spans: dict[str, tuple[int, int]] = {}
+        """By root, the first and the last place of a large gradient when a gradient was last small."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Judge the gradients that are finite and not zero. The others do not show that a gradient is back."""
@@ -81,7 +77,7 @@ class Vanishing(StreakRule):
         np.maximum.at(largest, ids, rms)
         is_small = (rms > 0) & (rms < self.thresholds["rms"]) & (rms < self.thresholds["share"] * largest[ids])
         if is_small.any():
-            self._large = rows.take(~is_small & (rms > self.thresholds["share"] * largest[ids])).lanes.tolist()
+            self._note_span(rows.lanes[~is_small & (rms > self.thresholds["share"] * largest[ids])])
         return is_small, rms
 
     def severity_of(self, lane: int) -> Severity:
@@ -90,16 +86,27 @@ class Vanishing(StreakRule):
     def what_of(self, lane: int) -> str:
         return self.what + (" before and after it" if self._is_passed_by(lane) else "")
 
+    def _note_span(self, lanes: Integers) -> None:
+        """Note from which to which place of the forward the gradients of `lanes`, which are large, reach."""
+        series = self.catalog.series
+        for number in range(self._num_series, len(series)):
+            if series[number].site == "output":
+                self._places.setdefault((series[number].root, series[number].module_path), number)
+        self._num_series, self._spans = len(series), {}
+        for lane in np.unique(lanes).tolist():
+            root, place = self.catalog.key_of(lane).root, self._place_of(lane)
+            if place >= 0:
+                first, last = self._spans.get(root, (place, place))
+                self._spans[root] = min(first, place), max(last, place)
+
+    def _place_of(self, lane: int) -> int:
+        key = self.catalog.key_of(lane)
+        return self._places.get((key.root, key.module_path), -1)
+
     def _is_passed_by(self, lane: int) -> bool:
         """Return whether weights of modules that ran before and of modules that ran after have larger gradients."""
-        at: dict[tuple[str, str], int] = {}
-        for number, key in enumerate(self.catalog.series):
-            if key.site == "output":
-                at.setdefault((key.root, key.module_path), number)
-        keys = [self.catalog.key_of(one) for one in (lane, *self._large)]
-        own, *others = (at.get((key.root, key.module_path), -1) for key in keys)
-        known = [other for other in others if other >= 0]
-        return own >= 0 and bool(known) and min(known) < own < max(known)
+        first, last = self._spans.get(self.catalog.key_of(lane).root, (0, 0))
+        return first < self._place_of(lane) < last
 
 
 class Exploding(StreakRule):
@@ -195,7 +202,7 @@ class NoGradient(StreakRule):
 
     def _note_sums(self, rows: Rows) -> None:
         """Note the sums of the gradients of modules' outputs over the calls of a step: the gradient of a bias."""
-        modules, known = _modules_of(rows)
+        modules, known = modules_of(rows)
         ids, firsts = grouped(modules, rows.ranks, rows.steps)
         total, squares, num = (np.bincount(ids, np.nan_to_num(rows[name])) for name in ("sum", "sum_sq", "numel"))
         with np.errstate(all="ignore"):
@@ -308,7 +315,7 @@ class Objectives(StreakRule):
         is_shared = rows["numel"] > 1
         self._has_shared |= bool(is_shared.any())
         rms = np.where(is_shared, np.nan_to_num(rows.rms), np.nan)
-        ids, firsts = grouped(_modules_of(rows)[0], rows.ranks, rows.steps)
+        ids, firsts = grouped(modules_of(rows)[0], rows.ranks, rows.steps)
         smallest, largest = np.full(len(firsts), np.inf), np.zeros(len(firsts))
         np.minimum.at(smallest, ids[is_shared], rms[is_shared])
         np.maximum.at(largest, ids[is_shared], rms[is_shared])

@@ -24,6 +24,7 @@ from ..rows import (
     began,
     grouped,
     harmless,
+    modules_of,
     previous,
     thrown_away,
 )  # fmt: skip
@@ -381,9 +382,7 @@ class Data(CheckRule):
         Labels that are an argument of the model may well be its input: Hugging Face's models shift them inside.
         """
         rows = rows.take(~rows.are_float() & (rows["std"] > 0)).by_lane()
-        roots = list(dict.fromkeys(key.root for key in self.catalog.series))
-        root_of = np.array([roots.index(key.root) for key in self.catalog.series], np.int64)
-        ids, firsts = grouped(rows.steps, rows.ranks, root_of[rows.series])
+        ids, firsts = grouped(rows.steps, rows.ranks, modules_of(rows)[0])
         hashes = as_exact_floats(rows.fingerprints(("mean", "l2", "min", "max"))) + rows["numel"]
         is_first, given = rows.where("first argument", self._is_first), np.full(len(firsts), np.nan)
         given[ids[is_first]] = hashes[is_first]
