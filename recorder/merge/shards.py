@@ -78,6 +78,7 @@ class MergedDirectory:
     def finish(self) -> None:
         for lane in self._lanes.values():
             lane.close()
+        self._lanes.clear()  # lanes refer to the directory, and a reference cycle would keep the rows in memory
 
     def describe(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest with the row counts. After that, the names in the directory are durable."""

@@ -6,7 +6,6 @@ merging never holds all payload of a unit. A source row that cannot be read beco
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import math
@@ -257,7 +256,6 @@ class UnitBuilder:
     def _load(self, window: Window) -> tuple[GlobalRows, Any]:
         if self._loaded is None or self._loaded.window != window:
             self._loaded = None
-            gc.collect()  # rows and mapped shards form reference cycles
             rows = self._view.rows(window.first, window.last)
             self._loaded = _Loaded(window, rows, as_batch(rows.table))
         return self._loaded.rows, self._loaded.batch
