@@ -104,6 +104,16 @@ class RecordedModule:
     """The module's JSON in the manifest, for code that writes it again."""
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether the module was seen in evaluation mode while an optimizer stepped."""
+        return self.evaluated is not None
+
+    @property
+    def is_uncleared(self) -> bool:
+        """Whether a gradient of the module was added to the previous step's."""
+        return self.uncleared is not None
+
+    @property
     def has_values(self) -> bool:
         """Whether at least one selected site can have values. For example, only parameters have parameter gradients."""
         kinds = {SITE_OF[site].expected for site in self.sites if site in SITE_OF}

@@ -30,6 +30,8 @@ from .pairs import Alignment, PairedSteps, RunSteps, Verdicts
 _LARGEST = float(np.finfo(np.float64).max)
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """The kinds of differences that are errors of the training. Other kinds result from how a run was recorded."""
+BY_PROBE = "probe"
+"""The `kind` of a culprit that only the probe (one number of each value at every step) shows."""
 ROUNDING_ALONE = "its gradient is only rounding"
 _OWN_SHARE = 1e-3
 """A rank's chunk of a tensor counts as different if its distance exceeds this share of the largest chunk distance."""

@@ -20,6 +20,7 @@ FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
     "forward", "recompute", "backward", "reduction", "update", "start"
 )  # fmt: skip
 _OF_A_GROUP = "the learning rate of one group only"
+OTHER_INPUT = "the root was called with another input"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
@@ -229,7 +230,7 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
                 owner = forward.caller(event.path) if is_input else event.path
                 if owner is None:
                     if not bad.at:
-                        yield Suspect(step, FORWARD, now.root, "", event, why="the root was called with another input")
+                        yield Suspect(step, FORWARD, now.root, "", event, why=OTHER_INPUT)
                 elif not (
                     _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
                     or _inherits_state(now, old, owner, is_first=is_first, below=not is_input)
@@ -416,7 +417,7 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
         of_params = [one for one in suspects if one.phase == phase and one.event.site in OF_PARAMETERS]
         touched = {(one.path or "", one.event.name.partition(".")[0]) for one in of_params}
         stages: tuple[int, ...] = ()
-        if not _are_alike(touched, params):
+        if not are_nearly_all(len(touched), len(params)):
             stages = _stages_alike(touched, params, stage_of)
             of_params = [one for one in of_params if one.event.stage in stages]
             touched = {param for param in touched if param in stage_of and stage_of[param] in stages}
@@ -433,8 +434,9 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
     return sorted(result, key=lambda one: (one.step, phases.index(one.phase), one.event.order))
 
 
-def _are_alike(touched: set[tuple[str, str]], params: set[tuple[str, str]]) -> bool:
-    return len(touched) >= max(_MIN_ALIKE, _ALIKE_SHARE * len(params))
+def are_nearly_all(num_touched: int, num_params: int) -> bool:
+    """Return whether so many of the parameters differ at once that no single parameter is blamed."""
+    return num_touched >= max(_MIN_ALIKE, _ALIKE_SHARE * num_params)
 
 
 def _stages_alike(
@@ -443,7 +445,7 @@ def _stages_alike(
     stages = []
     for stage in sorted({stage for stage in stage_of.values() if stage is not None}):
         own = {param for param in params if stage_of.get(param) == stage}
-        if _are_alike(touched & own, own):
+        if are_nearly_all(len(touched & own), len(own)):
             stages.append(stage)
     return tuple(stages)
 

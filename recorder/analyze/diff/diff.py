@@ -25,8 +25,10 @@ from ...system.text import listed
 from ..first.first import first_nonfinite, sentence
 from .compare import Tolerance
 from .culprit_findings import Culprit, CulpritFinder
+from .culprit_search import PHASES, START
 from .noise import BeyondNoise
 from .pairs import PairedSteps, Verdicts
+from .probe_culprit import ProbesCompared, compare_probes
 from .renames import NO_RENAMES, RenameHint, Renames, rename_hints
 from .step_range import Diff, DiffOptions, LackingRanks, LeftOut, PayloadReport, RangeComparer, RangeResult, SideTotals
 
@@ -131,6 +133,7 @@ def compare_runs(
     shards = (shard for run in (a, b, *noise) for writer in run.writers for shard in writer.shards)
     damage = [text for shard in shards for text in shard.damage]
     total = comparison.result(common=options.common, damage=damage)._replace(hints=hints)
+    total = _with_probe(total, compare_probes(a, b, options))
     if hints:  # both runs probably have these modules, under different names
         unpaired_names = {name for one in unpaired for name in one.own_names}
         culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]
@@ -156,6 +159,21 @@ def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModul
     if culprit.name in module.frozen:
         return culprit._replace(why=f"{culprit.name} requires no gradient in {other}")
     return culprit
+
+
+def _with_probe(total: Diff, probes: ProbesCompared) -> Diff:
+    """Add the computation whose number of the probe differs first to the culprits, if it is before all of them."""
+    total = total._replace(num_probed=probes.num_compared, num_probes_differing=probes.num_differing)
+    if probes.culprit is None:
+        return total
+    culprits = total.culprits
+    if not culprits or _time(probes.culprit) < _time(culprits[0]):
+        culprits = [probes.culprit, *culprits]
+    return total._replace(culprits=culprits, verdict="different", is_equal=False)
+
+
+def _time(culprit: Culprit) -> tuple[int, int]:
+    return culprit.step, (START, *PHASES).index(culprit.phase)
 
 
 def _with_nonfinite(

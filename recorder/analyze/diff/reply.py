@@ -15,7 +15,7 @@ from ...run.reply import Reply, Table, plain
 from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
 from .compare import Tolerance
-from .culprit_findings import ROUNDING_ALONE, Culprit
+from .culprit_findings import BY_PROBE, ROUNDING_ALONE, Culprit
 from .culprit_search import START
 from .renames import NO_RENAMES, RenameHint, Renames
 from .step_range import Diff, Difference, DiffOptions
@@ -159,7 +159,10 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
 
 
 def _reasons(result: Diff, limit: int, *, common: bool) -> Iterator[str]:
-    if result.first is None and result.verdict == "different":
+    if result.num_probes_differing:
+        num, differing = counted(result.num_probed, "number"), f"{result.num_probes_differing:,}"
+        yield f"keep=probe, which has one number of each value at every step: {num} compared, {differing} differ"
+    elif result.first is None and result.verdict == "different":
         yield "one run lacks values that the other run has, so the exit code is 1; --common ignores such values"
     if not result.has_common_modules:
         yield "no module is common: only values of the root or the program, such as a learning rate, were compared"
@@ -238,8 +241,18 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
         yield f"  {hint.line}"
 
 
+_FACTS = {
+    "is_evaluated": "modules are in evaluation mode while the model is trained",
+    "frozen": "parameters require no gradient",
+    "untrained": "parameters get a gradient and have no optimizer",
+    "loss_argument": "the loss gets an argument that it does not expect",
+    "is_uncleared": "gradients are not cleared before the next backward",
+}
+"""For each fact about a module, what it means if only one of two runs has it."""
+
+
 def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str]:
-    """Yield a line if one model has modules that the other model lacks, and both runs name their modules."""
+    """Yield lines about modules that only one model has, or of which a fact is true in one run alone."""
     one = dict.fromkeys(path for _, path in a.modules)
     two = dict.fromkeys(renames.old(path) for _, path in b.modules)
     sides = ("A", [path for path in one if path not in two]), ("B", [path for path in two if path not in one])
@@ -250,6 +263,16 @@ def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str
     ]
     if one and two and alone:
         yield f"the models differ: {'; '.join(alone)}"
+    pairs = [
+        (path, a.modules[root, path], module)
+        for (root, own), module in b.modules.items()
+        if (root, path := renames.old(own)) in a.modules
+    ]
+    for run, modules in (("A", pairs), ("B", [(path, two, one) for path, one, two in pairs])):
+        for fact, what in _FACTS.items():
+            those = [path for path, module, other in modules if getattr(module, fact) and not getattr(other, fact)]
+            if those:
+                yield f"the models differ: in {run} alone {what} ({listed(map(repr, those), _FEW)})"
 
 
 def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
@@ -324,7 +347,8 @@ def _symptom(culprit: Culprit) -> str:
         return f"{value} differs by up to {number(culprit.max_abs)}{of_max}{noise}"
     if culprit.statistic is not None:
         text_a, text_b = _statistic_texts(culprit._asdict())
-        return f"{value} differs: {culprit.statistic.removesuffix('_count')} {text_a} in A, {text_b} in B"
+        by = " (by keep=probe; all numbers before it are equal)" if culprit.kind == BY_PROBE else ""
+        return f"{value} differs: {culprit.statistic.removesuffix('_count')} {text_a} in A, {text_b} in B{by}"
     return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
 
 

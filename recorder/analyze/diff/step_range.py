@@ -300,6 +300,9 @@ class Diff(NamedTuple):
     """The parameters that rounding drove apart, which hides smaller errors. None if there are none."""
     loud_noise: LoudNoise | None = None
     """Set if the noise runs differ from the first run by more than rounding explains; else None."""
+    num_probed: int = 0
+    """The number of norms of the probe (``keep=probe``) that were compared. They do not count as values."""
+    num_probes_differing: int = 0
     still_roots: Sequence[str] = ()
     """The roots (models) in which no noise run differs from the first run. There every difference counts."""
 

@@ -1,0 +1,124 @@
+"""`diff` of two trainings with the default rules that differ at a step of which only the probe has kept numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from recorder import Run, diff
+from recorder.analyze.diff.culprit_findings import BY_PROBE
+from recorder.analyze.diff.reply import accusations, unlike_models
+from recorder.config import DEFAULT_RULES
+from tests.rigs.capturing import flagged
+
+BAD_STEP = 15
+"""A step of which the default rules keep nothing but scalars and the numbers of the probe."""
+NUM_STEPS = 22
+
+Spoil = Callable[[nn.Sequential, torch.Tensor, int], torch.Tensor]
+
+
+def train(path: Path, spoil: Spoil = lambda model, x, step: x) -> Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 1))
+    with flagged(path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(NUM_STEPS):
+            torch.manual_seed(step)
+            x = spoil(model, torch.randn(3, 4), step)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return recording.run
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("sound"))
+
+
+def weight(model: nn.Sequential, number: int) -> torch.Tensor:
+    layer = model[number]
+    assert isinstance(layer, nn.Linear)
+    return layer.weight
+
+
+def written(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+    if step == BAD_STEP:
+        with torch.no_grad():
+            weight(model, 2).mul_(1.5)
+    return x
+
+
+def other_input(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+    return x * 1.01 if step == BAD_STEP else x
+
+
+def evaluated(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+    model[1].train(step != BAD_STEP)
+    return x
+
+
+def other_gradient(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+    if step == BAD_STEP:
+        handle = weight(model, 2).register_hook(lambda gradient: 2 * gradient)
+        weight(model, 0).register_hook(lambda gradient: handle.remove())
+    return x
+
+
+@pytest.mark.parametrize(
+    ("spoil", "phase", "module_path", "site"),
+    [
+        (written, "start", "2", "param"),
+        (other_input, "forward", "", "input"),
+        (evaluated, "forward", "1", "output"),
+        (other_gradient, "backward", "2", "grad"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_first_number_of_the_probe_that_differs_is_the_culprit(
+    sound: Run, tmp_path: Path, spoil: Spoil, phase: str, module_path: str, site: str
+) -> None:
+    bad = train(tmp_path, spoil)
+    found = diff(sound, bad)
+    culprit, *later = found.culprits
+    assert (culprit.step, culprit.phase, culprit.module_path, culprit.site) == (BAD_STEP, phase, module_path, site)
+    assert culprit.kind == BY_PROBE and all(one.step > BAD_STEP for one in later)
+    assert found.verdict == "different" and not found.is_equal
+    assert 0 < found.num_probes_differing < found.num_probed
+    assert "(by keep=probe; all numbers before it are equal)" in next(iter(accusations(found.culprits, 0)))
+
+
+def test_equal_trainings_have_equal_numbers(sound: Run, tmp_path: Path) -> None:
+    found = diff(sound, train(tmp_path))
+    assert (found.verdict, found.culprits, found.num_probes_differing) == ("equal", [], 0)
+    assert found.num_probed > 100
+
+
+def test_a_difference_after_the_last_row_is_one(sound: Run, tmp_path: Path) -> None:
+    """The last rows of outputs are those of step 20."""
+
+    def last(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+        return 2 * x if step == NUM_STEPS - 1 else x
+
+    found = diff(sound, train(tmp_path, last), site="output")
+    assert (found.verdict, found.table.num_rows) == ("different", 0)
+    assert [(one.step, one.module_path) for one in found.culprits] == [(NUM_STEPS - 1, "0")]
+
+
+def test_differences_that_are_allowed_are_no_differences_of_numbers(sound: Run, tmp_path: Path) -> None:
+    found = diff(sound, train(tmp_path, other_input), rtol=1e3, atol=1e3)
+    assert (found.verdict, found.num_probed) == ("equal", 0)
+
+
+def test_modules_that_only_one_run_evaluates_are_told(sound: Run, tmp_path: Path) -> None:
+    def always(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+        model[1].eval()
+        return x
+
+    lines = list(unlike_models(sound, train(tmp_path, always)))
+    assert lines == ["the models differ: in B alone modules are in evaluation mode while the model is trained ('1')"]
