@@ -35,9 +35,9 @@ from .rows import IS_PROBE, About, Catalog, Floats, Integers, ModuleFacts, Rows,
 from .rule import CheckRule, Finding
 from .rules.curves import Jump, Spike
 from .rules.programs import PROGRAM_RULES, EvaluationMode
-from .rules.values import NonFinite
+from .rules.values import EmptyBatch, NonFinite
 
-LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
+LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump, EmptyBatch)
 """The cheap rules: a rule costs a few additions per record, and remembers a few numbers per value."""
 _ALWAYS = ("nan_count", "inf_count", "sum_sq")
 _UNWANTED = -1
@@ -208,7 +208,7 @@ class LiveChecks:
         return lanes[is_there], numbers | {"nan_count": there * 0, "inf_count": there * 0}
 
     def _number_in_probe(self, one: ProbedSeries, rules: Sequence[CheckRule]) -> int:
-        if self._only_scalars and one.origin.site != "grad":
+        if self._only_scalars and one.origin.site not in ("grad", "input"):
             return _UNWANTED
         key = SeriesKey(*one.origin[:4], one.mode, one.phase, one.scope or "")
         return self._number(key, About(str(one.facts.get("dtype", "")), ()), rules)

@@ -142,7 +142,7 @@ class Summary:
     is_asked_for: bool
     """True if a rule applies to rank 0."""
     finding: str = ""
-    """The worst finding of the rules that ran in training, on rank 0; empty if there was no finding."""
+    """The worst finding of the rules that ran in training, on rank 0 or else on another rank; empty without one."""
     never_moved: str = ""
     """Why all values are of one step; empty if an optimizer or the program has counted steps."""
     num_dumps: int = 0

@@ -31,11 +31,14 @@ from ..system.log import Events
 from ..system.processes import own_process
 from .commands import Carrier, Commands
 from .description import Description, Estimate, Summary, name_in_commands, quoted
+from .findings import worst_of_others
 from .ring import RingWatch
 from .signals import blocked_in_new_threads
 
 _logger = logging.getLogger("recorder")
 _MANY_SLICES = 256
+_WAIT_FOR_RANKS_S = 1.0
+"""The most seconds that the last line of rank 0 waits for the findings of the other ranks."""
 """More forwards with a backward each than programs accumulate gradients over without an optimizer step."""
 _START_PATIENCE_S = 1.0
 """The longest wait of the first forward for the writer to make its directory, if the settings allow a wait."""
@@ -215,7 +218,7 @@ class Recording:
                 self._events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
-                self._ring.judge_program(manifest["roots"])
+                self._ring.findings.judge_program(manifest["roots"])
             if time.monotonic() >= self._next_status_s:  # the first status is due at once
                 self._next_status_s = time.monotonic() + (self._settings.status_interval_s or math.inf)
                 self._show_status()
@@ -226,7 +229,7 @@ class Recording:
     def _before_last(self) -> None:
         """Look for triggers a last time, before the ring gives up its values. Called on the writer thread."""
         try:
-            self._ring.judge_program(self._last_manifest.get("roots", ()))
+            self._ring.findings.judge_program(self._last_manifest.get("roots", ()))
             self._ring.end(self.capture, self.commands)
             if self._ring.has_triggers:
                 news = self._description.news(self._events, self.commands)
@@ -240,7 +243,7 @@ class Recording:
         self.writer.set_status(self._status())
 
     def _status(self) -> dict[str, Any]:
-        findings = self._ring.findings(self.capture.nonfinite.first)
+        findings = self._ring.findings.for_status(self.capture.nonfinite.first)
         return self._description.status(self.capture, self.commands, findings)
 
     def status(self) -> dict[str, Any]:
@@ -299,7 +302,7 @@ class Recording:
             last_step=stats.last_written_step,
             ledger=ledger,
             nonfinite=self.capture.nonfinite.first,
-            finding=self._ring.worst.text if self._ring.worst is not None else "",
+            finding=self._worst_finding(run_dir, min(until_s, time.monotonic() + _WAIT_FOR_RANKS_S)),
             written_bytes=stats.written_bytes,
             waited_s=pool.waited_s,
             longest_wait_s=pool.longest_wait_s,
@@ -309,6 +312,14 @@ class Recording:
         )
         deadline_s = max(until_s - time.monotonic(), 0.0)
         log.tell(_logger, lambda: summary.lines, deadline_s, lambda: self._is_summed_up.acquire(blocking=False))
+
+    def _worst_finding(self, run_dir: Path, until_s: float) -> str:
+        """Return the worst finding of this rank, or else of another rank. Empty if no rule found anything."""
+        worst = self._ring.findings.worst
+        if worst is not None or self.world_size == 1:
+            return "" if worst is None else worst.text
+        own = self._ring.findings.for_status(self.capture.nonfinite.first)
+        return worst_of_others(run_dir, own, job=self._topology, world_size=self.world_size, until_s=until_s)
 
     def _how_to_learn_more(self) -> str | None:
         run_dir = self.run_dir

@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..capture.core import Capture
-from ..capture.nonfinite import NonFiniteValue
 from ..capture.staging.pool import Pool, RingMemory
 from ..checks.book import check_settings
-from ..checks.live import LIVE_RULES, LiveChecks, judge_program
+from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding, Severity
+from ..checks.rules.values import EmptyBatch
 from ..config import Loaded, Settings
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command
@@ -32,6 +32,7 @@ from ..system.log import Events
 from ..system.text import counted, one_line, size
 from ..write.ring import MAX_DUMPS, Dump
 from .commands import Commands
+from .findings import LiveFindings
 
 if TYPE_CHECKING:
     from ..write.writer import Writer  # the import loads pyarrow, which no recording needs before its first root call
@@ -56,22 +57,9 @@ class RingWatch:
         self._has_ring = False
         """True if this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
-        self._worst: Finding | None = None
-        self._of_program: list[Finding] = []
-        """What the rules on the program find at present, without notes."""
-        self._findings: dict[tuple[str, str], dict[str, Any]] = {}
-        """The findings for the rank's status, by rule and module."""
-        self._unsaid: list[Finding] = []
-        """The first findings of rules, until they are logged."""
-        self._rank = 0
+        self.findings = LiveFindings()
         self._current_step: Callable[[], int | None] = lambda: None
         self._on_trouble: Callable[[str], None] = lambda text: None
-
-    @property
-    def worst(self) -> Finding | None:
-        """The worst finding of the rules, or the first of equal ones. NaN and infinities are reported elsewhere."""
-        found = [*self._of_program, *filter(None, [self._worst])]
-        return min(found, key=lambda one: (-one.severity, one.first_step), default=None)
 
     @property
     def has_triggers(self) -> bool:
@@ -96,10 +84,10 @@ class RingWatch:
         than it should is reported as an event. `current_step` returns the step under way, or None before there is one.
         `on_trouble` takes a sentence about each finding that is worse than a note, on the writer thread.
         """
-        settings, self._rank, self._on_trouble = self._settings, rank, on_trouble
+        settings, self.findings.rank, self._on_trouble = self._settings, rank, on_trouble
         window = ring_window(settings.rules)
         wanted = settings.trigger_words if window is not None else ("spike", "jump")  # NaN is reported without a rule
-        rules = [rule for rule in LIVE_RULES if rule.name in wanted]
+        rules = [rule for rule in LIVE_RULES if rule.name in (*wanted, EmptyBatch.name)]
         if rules or self._own_rules:
             self._checks = LiveChecks(
                 rank=rank, on_finding=self._found, rules=rules, thresholds=self._thresholds, own=self._own_rules,
@@ -141,7 +129,7 @@ class RingWatch:
         """Have the requested steps written, notify the other ranks, and log new findings. Writer thread."""
         if self._checks is not None:
             self._checks.look()
-        self._say_findings()
+        self.findings.say()
         if self._triggers is not None:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
@@ -150,7 +138,7 @@ class RingWatch:
         """Look for triggers a last time, before the ring gives up its values. Writer thread."""
         if self._checks is not None:
             self._checks.finish()
-        self._say_findings()
+        self.findings.say()
         if self._triggers is None:
             return
         self._look_whether_off(capture)
@@ -165,56 +153,13 @@ class RingWatch:
         writer.hold(window, Room(part.capacity_bytes, lambda: part.used_bytes))
         return RingMemory(part, window, is_wanted=writer.is_wanted)
 
-    def judge_program(self, roots: Sequence[Mapping[str, Any]]) -> None:
-        """Take what the manifest says of the models. Wrong modes, arguments and optimizers are findings, each once.
-
-        Called on the writer thread. Most ranks find the same, so only rank 0 logs it.
-        """
-        known = set(self._of_program)
-        self._of_program = [one for one in judge_program(roots) if one.severity > Severity.NOTE]
-        for finding in self._of_program:
-            if finding not in known:
-                self._count(finding, is_logged=self._rank == 0)
-
     def _found(self, finding: Finding) -> None:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
-            self._worst = max(self._worst or finding, finding, key=lambda one: one.severity)
-            self._count(finding, is_logged=True)
+            self.findings.add(finding)
             self._on_trouble(f"step {finding.step}, {finding.rule}")
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
-
-    def _count(self, finding: Finding, *, is_logged: bool) -> None:
-        """Add a finding to those of the status. The first one of each rule has its module there, and may be logged."""
-        module, is_first = finding.module_path, all(rule != finding.rule for rule, _ in self._findings)
-        if is_first and is_logged:
-            self._unsaid.append(finding)
-        if not is_first and (finding.rule, module) not in self._findings and len(self._findings) >= _MAX_FINDINGS:
-            module = ""
-        first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}
-        told = self._findings.setdefault(
-            (finding.rule, module), {**first, "number": 0, "text": finding.text, "site": finding.site}
-        )
-        told["number"] += 1
-
-    def findings(self, nonfinite: NonFiniteValue | None) -> list[dict[str, Any]]:
-        """Return the findings for the rank's status, with the first non-finite value at the top. Writer thread.
-
-        The first finding of each rule comes before all others, because a status may have room for a few only.
-        """
-        firsts = {rule: told for (rule, _), told in reversed(self._findings.items())}
-        found = sorted(self._findings.values(), key=lambda told: told is not firsts[told["rule"]])
-        if nonfinite is not None:
-            text = f"step {nonfinite.step}, {nonfinite.where}: not finite ({nonfinite.counts})"
-            first = {"rule": "nonfinite", "severity": Severity.ERROR.word, "module": nonfinite.module_path}
-            found.insert(0, {**first, "step": nonfinite.step, "number": 1, "text": text, "site": nonfinite.site})
-        return found
-
-    def _say_findings(self) -> None:
-        """Log the first finding of each rule."""
-        while self._unsaid and log.can_say(_logger):
-            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, self._unsaid.pop(0).text)
 
     def _look_whether_off(self, capture: Capture) -> None:
         """Turn the triggers off if the ring was found too small and was turned off, perhaps after the first step."""
@@ -225,8 +170,6 @@ class RingWatch:
 
 _logger = logging.getLogger("recorder")
 _MAX_TEXT = 200
-_MAX_FINDINGS = 8
-"""The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
 _MAX_ASKED = 64
 """The most triggers that wait for the writer thread, which looks five times a second. More are only counted."""
 _DUE = ("exception", "signal", "user")

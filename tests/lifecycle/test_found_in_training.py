@@ -93,18 +93,55 @@ def test_a_rule_with_many_findings_hides_no_other_rule_in_the_status() -> None:
     watch = RingWatch(load_settings(environ={}))
     modules = [{"path": f"m.{number}", "class": "Linear", "sites": [], "untrained": ["weight"]} for number in range(12)]
     for _ in range(2):  # what is known already is not counted again
-        watch.judge_program([{"name": "model", "modules": modules}])
+        watch.findings.judge_program([{"name": "model", "modules": modules}])
     spike = Finding(
         "spike", Severity.WARNING, 100, "model", "head", "grad", "weight", ranks=(0,), what="it spikes", measure="",
         value=9.0, threshold=1.0, advice="",
     )  # fmt: skip
     watch._found(spike)
-    first, second, *others = watch.findings(None)
+    first, second, *others = watch.findings.for_status(None)
     assert [(one["rule"], one["module"], one["number"]) for one in (first, second)] == [
         ("not_optimized", "m.0", 1),
         ("spike", "head", 1),
     ]
     assert sum(one["number"] for one in (first, *others)) == 12
-    assert watch.worst is not None and watch.worst.rule == "not_optimized"
-    watch.judge_program([{"name": "model", "modules": []}])  # an optimizer has the parameters now
-    assert watch.worst is spike
+    worst = watch.findings.worst
+    assert worst is not None and worst.rule == "not_optimized"
+    watch.findings.judge_program([{"name": "model", "modules": []}])  # an optimizer has the parameters now
+    assert watch.findings.worst == spike
+
+
+RANKS = """
+import pathlib, time, torch
+import torch.distributed as dist
+from torch import nn
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(rank)
+for step in range(30):
+    x = torch.randn(16, 8)
+    y = x[:, :4].argmax(-1)
+    if rank == {bad_rank} and step >= 20:
+        x.zero_()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+dist.destroy_process_group()
+statuses = "*/rank=00001/*/_status.json"
+while rank == 0 and not any("closed" in one.read_text() for one in pathlib.Path("runs").glob(statuses)):
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("bad_rank", [1, None])
+def test_rank_0_ends_with_what_another_rank_alone_has_found(tmp_path: Path, bad_rank: int | None) -> None:
+    (tmp_path / "train.py").write_text(RANKS.format(bad_rank=bad_rank))
+    job = jobs.torchrun(tmp_path, "--nproc-per-node", "2", "train.py", RECORDER="1", RECORDER_DIR="runs")
+    lines = jobs.succeeded(job).output.splitlines()
+    (summary,) = (line for line in lines if "rows of rank 0 (of 2)" in line)
+    found = "rank 1: since step 20, (the model) input input: all elements of the input are zero, 3 records in a row"
+    assert (f"; {found}; nothing dropped" in summary) is (bad_rank == 1)
+    assert any(line.endswith(found) for line in lines if line is not summary) is (bad_rank == 1)

@@ -448,6 +448,13 @@ class Data(CheckRule):
             self._held.append((lane, found._replace(severity=Severity.NOTE) if is_note[index] else found))
 
 
+class EmptyBatch(Data):
+    """The part of the rule `data` that runs in training: inputs that become all zeros."""
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        yield from self._emptied(rows.take(rows.where("first argument", self._is_first)).by_lane())
+
+
 def _holds_labels(key: SeriesKey) -> bool:
     return sites.is_labels(key.name) is not None
 

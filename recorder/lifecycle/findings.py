@@ -1,0 +1,134 @@
+"""The findings of the rules that run in training, for the log, the rank's status and the last line.
+
+Only the writer thread changes the findings of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..capture.nonfinite import NonFiniteValue
+from ..capture.topology import JobRank
+from ..checks.causes import with_causes
+from ..checks.live import judge_program
+from ..checks.rows import Catalog
+from ..checks.rule import Finding, Severity
+from ..format.rundir import STATUS
+from ..system import log
+
+MAX_RANKS = 64
+"""The most other ranks whose findings are read for the last line."""
+_MAX_FINDINGS = 8
+"""The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
+
+_LOOK_S = 0.05
+"""The seconds between two looks at the statuses of the other ranks."""
+
+_logger = logging.getLogger("recorder")
+
+
+class LiveFindings:
+    """The findings of one rank that are worse than notes."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self._worst: dict[str, Finding] = {}
+        """By rule, the worst finding, or the first of equal ones."""
+        self._of_program: list[Finding] = []
+        """What the rules on the program find at present."""
+        self._told: dict[tuple[str, str], dict[str, Any]] = {}
+        """The findings for the rank's status, by rule and module."""
+        self._unsaid: list[Finding] = []
+        """The first findings of rules, until they are logged."""
+
+    @property
+    def worst(self) -> Finding | None:
+        """The worst finding of the rules, causes before consequences. NaN and infinities are reported elsewhere."""
+        found = with_causes([*self._of_program, *self._worst.values()], Catalog())
+        return min(found, key=lambda one: (-one.severity, bool(one.cause), one.first_step), default=None)
+
+    def add(self, finding: Finding) -> None:
+        """Add the finding of a rule, which is logged if it is the first of the rule."""
+        self._worst[finding.rule] = max(self._worst.get(finding.rule, finding), finding, key=lambda one: one.severity)
+        self._count(finding, is_logged=True)
+
+    def judge_program(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Take what the manifest says of the models. Wrong modes, arguments and optimizers are findings, each once.
+
+        Most ranks find the same, so only rank 0 logs it.
+        """
+        known = set(self._of_program)
+        self._of_program = [one for one in judge_program(roots) if one.severity > Severity.NOTE]
+        for finding in self._of_program:
+            if finding not in known:
+                self._count(finding, is_logged=self.rank == 0)
+
+    def _count(self, finding: Finding, *, is_logged: bool) -> None:
+        """Add a finding to those of the status. The first one of each rule has its module there, and may be logged."""
+        module, is_first = finding.module_path, all(rule != finding.rule for rule, _ in self._told)
+        if is_first and is_logged:
+            self._unsaid.append(finding)
+        if not is_first and (finding.rule, module) not in self._told and len(self._told) >= _MAX_FINDINGS:
+            module = ""
+        first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}
+        told = self._told.setdefault(
+            (finding.rule, module), {**first, "number": 0, "text": finding.text, "site": finding.site}
+        )
+        told["number"] += 1
+
+    def for_status(self, nonfinite: NonFiniteValue | None) -> list[dict[str, Any]]:
+        """Return the findings for the rank's status, with the first non-finite value at the top.
+
+        The first finding of each rule comes before all others, because a status may have room for a few only.
+        """
+        firsts = {rule: told for (rule, _), told in reversed(self._told.items())}
+        found = sorted(self._told.values(), key=lambda told: told is not firsts[told["rule"]])
+        if nonfinite is not None:
+            text = f"step {nonfinite.step}, {nonfinite.where}: not finite ({nonfinite.counts})"
+            first = {"rule": "nonfinite", "severity": Severity.ERROR.word, "module": nonfinite.module_path}
+            found.insert(0, {**first, "step": nonfinite.step, "number": 1, "text": text, "site": nonfinite.site})
+        return found
+
+    def say(self) -> None:
+        """Log the first finding of each rule."""
+        while self._unsaid and log.can_say(_logger):
+            log.say(_logger, logging.WARNING, "rank %d: %s", self.rank, self._unsaid.pop(0).text)
+
+
+def worst_of_others(
+    run_dir: Path, own: Sequence[Mapping[str, Any]], *, job: JobRank, world_size: int, until_s: float
+) -> str:
+    """Return a sentence on the worst finding of other ranks by a rule that found nothing on this rank, or "".
+
+    The other ranks are known by the statuses that they wrote into the folder of the run; those of other nodes may not
+    be there. Ranks end at about the same time, so this waits until all have ended, but at most until `until_s`.
+
+    Args:
+        run_dir: the folder of the run.
+        own: the findings in this rank's status.
+        job: this rank and its attempt. Statuses of earlier attempts do not count.
+        world_size: the number of ranks of the job. At most `MAX_RANKS` of them are read.
+        until_s: a time of the monotonic clock.
+    """
+    statuses: list[dict[str, Any]] = []
+    while sum(status["state"] == "closed" for status in statuses) < min(world_size, MAX_RANKS) - 1:
+        statuses = []
+        for path in itertools.islice(run_dir.glob(f"rank=*/*/{STATUS}"), MAX_RANKS):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be written at this moment
+                status = json.loads(path.read_bytes())
+                if status["rank"] != job.rank and status["attempt"] == job.attempt:
+                    statuses.append(status)
+        if time.monotonic() >= until_s:
+            break
+        time.sleep(_LOOK_S)
+    known, words = {one["rule"] for one in own}, [severity.word for severity in sorted(Severity, reverse=True)]
+    found = [(status["rank"], one) for status in statuses for one in status["findings"] if one["rule"] not in known]
+    worst = min(found, key=lambda of: (words.index(of[1]["severity"]), of[1]["step"]), default=None)
+    return "" if worst is None else f"rank {worst[0]}: {worst[1]['text']}"
