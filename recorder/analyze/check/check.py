@@ -32,7 +32,7 @@ from ...run.notes import damage, left_out
 from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
-from ...sites import is_labels
+from ...sites import UPDATE, is_labels
 from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
 from ..doctor.slots import read_rules
 from .reading import RunRows
@@ -128,23 +128,28 @@ def check(
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
-    unjudged, steps = _advised(run, verdict.unjudged), sorted(rows.steps)
+    steps = sorted(rows.steps)
+    has_update = len(steps) > 1 or any(key.site == "grad" for key in rows.catalog.series)
+    unjudged = _advised(run, verdict.unjudged, has_update=has_update)
     return Checked(findings, unjudged, len(chosen), rows.num_rows, rows.num_probed, steps, notes)
 
 
-def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
+def _advised(run: Run, unjudged: Sequence[Unjudged], *, has_update: bool) -> list[Unjudged]:
     """Remove useless advice to add a recording rule: the run had the rule, or no value that the rule selects."""
     modules = run.modules.values()
     is_known, buffers = any(one.params for one in modules), {name for one in modules for name in one.buffers}
     has_no_norm = is_known and not any(name.endswith(RUNNING_VARIANCE) for name in buffers)
     is_untrained = any(one.untrained for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
+    is_cut_short = not has_update and any("grad" in rule.site for rule in rules)
     told: list[Unjudged] = []
     for one in unjudged:
         (wanted,) = parse_rules(one.setting, takes_unknown_sites=True) or (None,)
         if wanted is not None and wanted.site == ("buffer",) and has_no_norm:
             why = "no buffer of the model is the running variance of a norm" if buffers else "the model has no buffers"
             one = one._replace(why=why, setting="")
+        elif wanted is not None and is_cut_short and not {*_OF_UPDATES}.isdisjoint(wanted.site):
+            one = one._replace(why="the run ended before its first update", setting="")
         elif wanted is not None and wanted.site == ("grad",) and is_untrained and "no rows" in one.why:
             one = one._replace(why="no optimizer has a parameter with a gradient", setting="")
         elif wanted is not None and one.rule == Data.name and any(_selects_inputs(rule) for rule in rules):
@@ -153,6 +158,10 @@ def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
             one = one._replace(setting="")
         told.append(one)
     return told
+
+
+_OF_UPDATES = ("grad", "grad_output", "param", UPDATE, "scalar")
+"""The sites of values that a program has once an optimizer has stepped."""
 
 
 def _selects_inputs(rule: Rule) -> bool:

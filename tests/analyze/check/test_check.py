@@ -238,6 +238,18 @@ def test_a_rule_that_selects_a_part_is_advised_in_full(tmp_path: Path, rule: str
     assert told["running_statistics"].setting == "site=buffer keep=stats"
 
 
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_run_that_ended_before_its_first_update_is_not_to_record_more(tmp_path: Path, has_gradient: bool) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run, 0)
+    gradient = make_row(2, [1.0], module_path="up", site="grad", name="weight", phase="optimizer")
+    writer.add_shard([[*rows_of(0, 1), *([gradient] if has_gradient else [])]])
+    writer.finish(rules=["site=output,grad keep=stats"], roots=[{"name": "model", "modules": []}])
+    told = {one.rule: one for one in check(recorder.open_run(run)).unjudged}
+    early, late = "the run ended before its first update", "it needs 3 records of a value, and the run has 0"
+    assert told["unchanged"].why == (late if has_gradient else early) and not told["unchanged"].setting
+
+
 def test_replicas_are_a_warning_where_nothing_says_that_ranks_share_a_model(tmp_path: Path) -> None:
     (one,) = check(replicas(tmp_path / "run"), ["replica"]).findings
     assert one.severity is Severity.WARNING and "neither DDP nor FSDP" in one.detail
