@@ -54,6 +54,7 @@ _SHAPES_ALONE = (
 )  # fmt: skip
 """The kinds of nodes that change only how elements lie."""
 _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
+_NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
@@ -411,10 +412,8 @@ def _labels_below(loss: Any) -> torch.Tensor | None:
     """Return the labels that one of the first nodes of a loss has saved for the backward, or None."""
     nodes = [loss]
     for node in nodes:
-        saved = getattr(node, "_raw_saved_target", None)
-        # A hook on saved tensors could compute the labels again, or wait for a device: such labels are left alone.
-        if isinstance(saved, torch._C._autograd.SavedTensor) and getattr(saved, "unpack_hook", saved) is None:
-            return None if _compares_samples(node) else node._saved_target
+        if (labels := _saved(node, "target")) is not None:
+            return None if _compares_samples(node) else labels
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
     return None
 
@@ -422,9 +421,13 @@ def _labels_below(loss: Any) -> torch.Tensor | None:
 def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     """Return the first function of a loss that gets what it does not expect, and its node: ``LogSoftmax of Softmax``.
 
+    If the whole loss is the negative of a loss that is never negative, it is ``Neg of NllLoss``, for example.
+
     A loss of differences whose two arguments are both expanded, one of them along the batch, compares each output with
     all labels.
     """
+    if (negated := _negated(loss)) is not None:
+        return f"Neg of {_kind(negated)}", negated
     nodes = [loss]
     for node in nodes:
         kind, below = _kind(node), _first_below(node)
@@ -440,14 +443,36 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     return None
 
 
+def _negated(loss: Any) -> Any:
+    """Return the node of a loss that is never negative, if the whole loss is its negative times a number; else None."""
+    is_negative, node = False, loss
+    for _ in range(_MAX_NODES):
+        kind, children = _kind(node), _children(node)
+        if kind in _NEVER_NEGATIVE:
+            return node if is_negative else None
+        if len(children) != 1 or kind not in ("Neg", "Mul", "Div", "Mean", "Sum", *_SHAPES_ALONE):
+            return None
+        factor = _saved(node, "other") if kind in ("Mul", "Div") else None
+        # A number is saved as a tensor in host memory. A tensor of a device, as of a GradScaler, is not waited for.
+        is_negative ^= kind == "Neg" or (factor is not None and factor.is_cpu and bool((factor < 0).all()))
+        node = children[0]
+    return None
+
+
 def _expanded_dims(node: Any, name: str) -> set[int]:
     """Return the dims along which an argument that a node has saved repeats its elements. Empty if it is not known."""
-    saved = getattr(node, f"_raw_saved_{name}", None)
-    if not isinstance(saved, torch._C._autograd.SavedTensor) or getattr(saved, "unpack_hook", None) is not None:
-        return set()
-    tensor = getattr(node, f"_saved_{name}")
-    strides = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    tensor = _saved(node, name)
+    is_known = tensor is not None and tensor.layout is torch.strided
+    strides = zip(tensor.shape, tensor.stride(), strict=True) if is_known else ()
     return {dim for dim, (size, stride) in enumerate(strides) if size > 1 and not stride}
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return a tensor that a node has saved, or None. A hook on saved tensors may compute it anew, or wait."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if not isinstance(saved, torch._C._autograd.SavedTensor) or getattr(saved, "unpack_hook", saved) is not None:
+        return None
+    return getattr(node, f"_saved_{name}")
 
 
 def _parameters_below(node: Any) -> set[int]:

@@ -93,7 +93,7 @@ class RecordedModule:
     """The first step at which the module was seen in evaluation mode while an optimizer stepped."""
     loss_argument: str = ""
     """Of the first module: the function of the loss that got an argument which it does not expect, and the function
-    that made the argument, by autograd's names: ``LogSoftmax of Softmax``."""
+    that made the argument, by autograd's names: ``LogSoftmax of Softmax``. ``Neg of NllLoss`` is a negated loss."""
     loss_argument_since: int | None = None
     """The step at which this argument was seen first."""
     uncleared: int | None = None

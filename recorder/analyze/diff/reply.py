@@ -245,7 +245,7 @@ _FACTS = {
     "is_evaluated": "modules are in evaluation mode while the model is trained",
     "frozen": "parameters require no gradient",
     "untrained": "parameters get a gradient and have no optimizer",
-    "loss_argument": "the loss gets an argument that it does not expect",
+    "loss_argument": "the loss gets an argument that it does not expect, or is negated",
     "is_uncleared": "gradients are not cleared before the next backward",
 }
 """For each fact about a module, what it means if only one of two runs has it."""

@@ -14,6 +14,7 @@ from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate
 from ..rule import CALIBRATED, Finding, Setting, Severity
 from .curves import CurveRule, JudgedSample, Rings
+from .programs import NEGATED
 
 _NUM_BLOCKS = 32
 """The most blocks of a loss, whose means hardly depend on each other. With more samples, two blocks become one."""
@@ -24,6 +25,8 @@ _SAME_IN_BOTH = (
 _GAP = "validation over training, less 1"
 _MAX_SEEN = 4_096
 _STAYS = ", and stays up"
+_BOTTOMLESS = " falls below zero without bound"
+_NEGATED = " falls without bound: it is the negative of a loss that is never negative"
 _MAX_TARGETS = 256
 _FEWEST_TARGETS = 3
 _CERTAIN = 5
@@ -32,7 +35,7 @@ _CERTAIN = 5
 
 class LossStuck(CurveRule):
     name = "loss"
-    sentence = "The loss never falls beyond its noise, rises far, or leaps and stays up."
+    sentence = "The loss never falls beyond its noise, rises far, leaps and stays up, or has the wrong sign."
     sites, columns = ("scalar",), ("mean",)
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
@@ -41,6 +44,8 @@ class LossStuck(CurveRule):
         Setting("rise", 3, "times the beginning", CALIBRATED),
         Setting("leap", 5, "times the median of the records before", CALIBRATED),
         Setting("share", 0.1, "of the beginning", "a leap of a loss near zero does not count"),
+        Setting("negated", 10, "times the beginning", "the loss of a network that another one opposes has its bounds"),
+        Setting("bottomless", 1e6, "times the beginning", "logarithms of densities and scores of critics reach 1e3"),
         Setting("shown", 0.2, "of the loss", "a fall that the noise must not hide"),
         Setting("moved", 1e-4, "of the weights' norm, in all updates", "fine-tuning has 1e-5 in one update"),
     )  # fmt: skip
@@ -53,8 +58,8 @@ class LossStuck(CurveRule):
         """By curve: the last samples, the samples before these, and the steps of the last samples."""
         self._began, self._noise = Memory(), Memory()
         """By curve, the mean and the standard deviation of the curve's first records."""
-        self._is_reported = Memory(0.0), Memory(0.0), Memory(0.0)
-        """By curve, 1 if it was reported: a rise (first memory), a loss that stands still (second), a leap (third)."""
+        self._is_reported = [Memory(0.0) for _ in range(5)]
+        """By curve, 1 if it was reported: a rise, a loss that stands still, two wrong signs, a leap."""
         self._still: dict[int, Finding] = {}
         """By curve, the finding of a loss that stands still, as long as the loss has not fallen since: a warm-up."""
         self._moves, self._blocks = Moves(), Rings(_NUM_BLOCKS)
@@ -80,7 +85,10 @@ class LossStuck(CurveRule):
             if changed := self._changed_targets(one):
                 severity = Severity.NOTE if one.what.endswith(_STAYS) else one.severity
                 one = one._replace(severity=severity, detail=changed)
-            self._risen[one] = self.reported
+            if one.what.endswith((_NEGATED, _BOTTOMLESS)):
+                one = one._replace(advice="look at the sign of the loss and of each of its terms")
+            else:
+                self._risen[one] = self.reported
             yield one
 
     def revised(self, one: Finding) -> Finding:
@@ -125,11 +133,16 @@ class LossStuck(CurveRule):
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
         is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
         limits = np.full(len(curves), self.thresholds["spread"])
+        negated = self.catalog.mark("negated", self._is_negated)[self.catalog.series_of[np.array(self.lanes)[curves]]]
+        below = np.abs(began) * np.where(negated, self.thresholds["negated"], self.thresholds["bottomless"])
+        is_below = is_late & (-middle > below) & (negated | (-middle > self.thresholds["bottomless"]))
         top, low = self.thresholds["leap"] * np.median(self._earlier.values[curves], axis=1), ring.min(axis=1)
         is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
         found = (
             (is_risen, middle, limit, " has risen far above where it began", "median of the last"),
             (is_stuck, spread, limits, " stands still where it began", "spread over the last records"),
+            (is_below & negated, -middle, below, _NEGATED, "median of the last times -1"),
+            (is_below & ~negated, -middle, below, _BOTTOMLESS, "median of the last times -1"),
             (is_leapt, low, top, " has leapt above the records before" + _STAYS, "smallest of the last"),
         )
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
@@ -145,6 +158,10 @@ class LossStuck(CurveRule):
             reported[curves[flags]] = 1.0
         for curve in curves[is_down].tolist():
             self._still.pop(curve, None)
+
+    def _is_negated(self, key: SeriesKey) -> bool:
+        root = self.catalog.modules.get((key.root, ""))
+        return key.is_loss and root is not None and root.loss_argument.startswith(NEGATED)
 
     def _put_blocks(self, curves: Integers, num: Integers, values: Floats) -> None:
         blocks, full = self._blocks.values, curves[(num >= _NUM_BLOCKS) & (num & (num - 1) == 0)]

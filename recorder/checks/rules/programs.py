@@ -58,6 +58,10 @@ class NotOptimized(_ProgramRule):
                 yield self.finding_on(module, step, "it has a gradient, and no optimizer has it", name=name)
 
 
+NEGATED = "Neg of "
+"""How the function of a loss begins that is the negative of a loss that is never negative."""
+
+
 class LossArgument(_ProgramRule):
     name = "loss_argument"
     sentence = "A loss of logits or log-probabilities gets something else, such as the result of a softmax."
@@ -66,7 +70,7 @@ class LossArgument(_ProgramRule):
 
     def finish(self) -> Iterator[Finding]:
         for module, facts in self.catalog.modules.items():
-            if facts.loss_argument:
+            if facts.loss_argument and not facts.loss_argument.startswith(NEGATED):
                 function, _, argument = facts.loss_argument.partition(" of ")
                 expected = "log-probabilities" if function.startswith("NllLoss") else "logits"
                 made = _MAKES.get(argument, "the result of a layer")

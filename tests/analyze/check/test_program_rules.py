@@ -475,3 +475,42 @@ def test_inputs_of_a_model_of_which_only_parts_are_called_are_not_asked_for(tmp_
             optimizer.step()
     (told,) = check(recording.run, rules=["data"]).unjudged
     assert (told.setting, told.why) == ("", "the whole model has no input: only parts of it are called")
+
+
+def _ascended(path: Path, loss: Any, *, rate: float) -> list[tuple[Severity, str]]:
+    """The severity and the sentence of what the rule on the loss finds in a training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    with flagged(path, "site=scalar keep=stats") as recording:
+        for _ in range(80):
+            x = torch.randn(32, 4)
+            optimizer.zero_grad()
+            loss(model(x), x[:, :3].argmax(1)).backward()
+            optimizer.step()
+    return [(one.severity, one.what) for one in check(recording.run, rules=["loss"]).findings]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, c: -nn.functional.cross_entropy(y, c),
+        lambda y, c: nn.functional.cross_entropy(y, c) * -0.5 / 4,
+        lambda y, c: -(-1 * nn.functional.mse_loss(y, torch.zeros_like(y))) * -1,
+    ],
+)
+def test_a_loss_with_the_wrong_sign_is_named(tmp_path: Path, loss: Any) -> None:
+    what = "the loss falls without bound: it is the negative of a loss that is never negative"
+    assert _ascended(tmp_path, loss, rate=0.03) == [(Severity.WARNING, what)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda y, c: -nn.functional.cross_entropy(y.tanh(), c), []),  # negative and bounded
+        (lambda y, c: -y.mean(), []),  # as of a critic
+        (lambda y, c: -y.exp().mean(), [(Severity.WARNING, "the loss falls below zero without bound")]),
+    ],
+)
+def test_a_loss_below_zero_may_be_meant(tmp_path: Path, loss: Any, found: list[tuple[Severity, str]]) -> None:
+    assert _ascended(tmp_path, loss, rate=0.03) == found
