@@ -368,8 +368,10 @@ class OptimizerHooks:
             self.name_of(optimizer)  # `name_of` adds the optimizer to `known`
             self._note_rates()
         capture = self._capture
-        # Where no forward is seen, it does not advance the step: hooks are compiled away, or the root takes no hooks.
-        if not capture.has_seen_forward and self._counts(optimizer) and capture.clock.advance_if_stepped():
+        # A forward does not advance the step if it is not seen, because hooks are compiled away or the root takes none,
+        # or if it looked like a validation.
+        is_missed = not capture.has_seen_forward or any(root.clock.is_trained_evaluating for root in capture.roots)
+        if is_missed and self._counts(optimizer) and capture.clock.advance_if_stepped():
             capture.step_changed()
         self._look_at_update(optimizer)
         self._record_rates(optimizer)

@@ -140,6 +140,11 @@ class RootClock:
         """Whether the model's last forward with gradients is of the current step, or none was seen (as in a graph)."""
         return self._latest is None or self._latest.moment.step >= self._clock.step
 
+    @property
+    def is_trained_evaluating(self) -> bool:
+        """Whether a forward in evaluation mode got a gradient since the optimizer's last step: it was no validation."""
+        return self._num_optimizer_steps == self._clock.num_optimizer_steps and "eval" in self._modes_of_gradients
+
     def begin(
         self,
         *,

@@ -740,3 +740,20 @@ def test_calls_of_an_attached_engine_are_steps_beside_the_optimizer_of_another_m
     rows = recorder.open_run(tmp_path / "run").table(columns=["site", "step"]).to_pydict()
     steps = {(site, step) for site, step in zip(rows["site"], rows["step"], strict=True)}
     assert {("output", 0), ("output", 2), ("param", 0)} <= steps
+
+
+def test_a_training_that_goes_on_in_evaluation_mode_has_a_step_for_each_update(tmp_path: Path) -> None:
+    """The first forward in this mode looks like a validation, and is of the step before."""
+    with flagged(tmp_path, "site=output,grad keep=stats") as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            train_step(model, optimizer, step)
+            if step == 2:
+                model.eval()
+                with torch.no_grad():
+                    model(batch(9))
+    grads = recording.rows(site="grad", module_path="first", name="weight")
+    assert grads["step"].tolist() == list(range(6))
+    outputs = recording.rows(site="output", module_path="first")
+    assert outputs[outputs["mode"] == "eval"]["step"].tolist() == [2, 4, 5]

@@ -25,7 +25,6 @@ from ...system.text import listed
 from ..first.first import first_nonfinite, sentence
 from .compare import Tolerance
 from .culprit_findings import Culprit, CulpritFinder
-from .culprit_search import PHASES, START
 from .noise import BeyondNoise
 from .pairs import PairedSteps, Verdicts
 from .probe_culprit import ProbesCompared, compare_probes
@@ -133,7 +132,7 @@ def compare_runs(
     shards = (shard for run in (a, b, *noise) for writer in run.writers for shard in writer.shards)
     damage = [text for shard in shards for text in shard.damage]
     total = comparison.result(common=options.common, damage=damage)._replace(hints=hints)
-    total = _with_probe(total, compare_probes(a, b, options))
+    total = _with_probe(total, compare_probes(a, b, options), a)
     if hints:  # both runs probably have these modules, under different names
         unpaired_names = {name for one in unpaired for name in one.own_names}
         culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]
@@ -161,19 +160,21 @@ def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModul
     return culprit
 
 
-def _with_probe(total: Diff, probes: ProbesCompared) -> Diff:
-    """Add the computation whose number of the probe differs first to the culprits, if it is before all of them."""
+def _with_probe(total: Diff, probes: ProbesCompared, a: Run) -> Diff:
+    """Add the computation whose number of the probe differs first to the culprits, if it is before all of them.
+
+    At a step with rows of the site, the rows tell more.
+    """
     total = total._replace(num_probed=probes.num_compared, num_probes_differing=probes.num_differing)
-    if probes.culprit is None:
+    if (culprit := probes.culprit) is None:
         return total
-    culprits = total.culprits
-    if not culprits or _time(probes.culprit) < _time(culprits[0]):
-        culprits = [probes.culprit, *culprits]
+    first = min((one.step for one in total.culprits), default=culprit.step + 1)
+    is_first = culprit.step < first
+    if culprit.step == first:
+        rows = a.table(["site"], pc.field("site") == culprit.site, steps=(first, first + 1))
+        is_first = not rows.num_rows
+    culprits = [culprit, *total.culprits] if is_first else total.culprits
     return total._replace(culprits=culprits, verdict="different", is_equal=False)
-
-
-def _time(culprit: Culprit) -> tuple[int, int]:
-    return culprit.step, (START, *PHASES).index(culprit.phase)
 
 
 def _with_nonfinite(

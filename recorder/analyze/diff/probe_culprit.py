@@ -19,7 +19,7 @@ from ...run.run import Run
 from ...sites import OF_PARAMETERS
 from ...sites import UPDATE as UPDATE_SITE
 from .culprit_findings import BY_PROBE, Culprit
-from .culprit_search import BACKWARD, FORWARD, OTHER_INPUT, START, UPDATE, are_nearly_all
+from .culprit_search import BACKWARD, FORWARD, OTHER_INPUT, REDUCTION, START, UPDATE, are_nearly_all
 from .step_range import DiffOptions
 
 _PHASES = {"param": START, "input": FORWARD, "output": FORWARD, "grad": BACKWARD, UPDATE_SITE: UPDATE}
@@ -106,8 +106,10 @@ def _culprit(pairs: list[tuple[dict[str, Any], dict[str, Any]]], num_series: int
     ranks = sorted(row["rank"] for row, _ in blamed) if has_ranks else []
     is_of_all = site in (*OF_PARAMETERS, UPDATE_SITE) and are_nearly_all(len(pairs), num_series)
     row, other = blamed[0]
+    # No backward is wrong in all modules at once.
+    phase = REDUCTION if site == "grad" and is_of_all else _PHASES[site]
     return Culprit(
-        step=row["step"], phase=_PHASES[site], root=root, module_path=None if is_of_all else path, site=site, name=name,
+        step=row["step"], phase=phase, root=root, module_path=None if is_of_all else path, site=site, name=name,
         seen_at=path, micro_step=None, call=0, rank=ranks[0] if len(ranks) == 1 else None, ranks=ranks,
         why=OTHER_INPUT if (site, path) == ("input", "") else "", num_params=len(of_value), kind=BY_PROBE,
         statistic="l2", statistic_a=row["l2"], statistic_b=other["l2"],
