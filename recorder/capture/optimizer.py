@@ -24,6 +24,7 @@ from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
 from ..system.processes import live_instances, loaded
 from .core import Capture
+from .hooks.inventory import Optimized
 from .hooks.module import StateTime
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
@@ -424,17 +425,17 @@ class OptimizerHooks:
             if gradient := LastGradient.of(_parameters(optimizer), in_ddp=in_ddp):
                 self._last_gradients[id(optimizer)] = gradient
         if self._is_looking and is_counting:
-            trained = {id(parameter) for live in self._live() for parameter in _parameters(live)}
-            idle = {
-                id(p)
-                for live in self._live()
-                if (self._num_idle(live) or 0) >= _IDLE_UPDATES
-                for p in _parameters(live)
-            }
+            updates = [(self._num_idle(live), {id(p) for p in _parameters(live)}) for live in self._live()]
+            # After some updates, an optimizer that has not stepped with a gradient yet does not count.
+            trained = set[int]().union(*(ids for idle, ids in updates if idle is not None or num < _LOOK_EVERY))
+            unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
+            idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= _IDLE_UPDATES))
+            own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}
+            optimized = Optimized(trained, idle, unstepped, has_copies=not trained <= own)
             for root in capture.roots:
                 # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
                 if root.thread in (None, threading.get_ident()):
-                    root.inventory.look_at_update(trained, idle, capture.clock.step, root.clock.is_trained)
+                    root.inventory.look_at_update(optimized, capture.clock.step, root.clock.is_trained)
 
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""

@@ -138,7 +138,7 @@ class RootClock:
     @property
     def is_trained(self) -> bool:
         """Whether the model's last forward with gradients is of the current step, or none was seen (as in a graph)."""
-        return self._latest is None or self._latest.moment.step >= self._clock.step
+        return self._latest is None or self._latest.moment.step >= self._clock.step or self.is_trained_evaluating
 
     @property
     def is_trained_evaluating(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,6 +46,19 @@ _HIDDEN = {
     "torch.fx traced the model, attach the result of the trace",
 }
 """The warnings about modules whose calls no hook observes. Each warning is logged once."""
+
+
+class Optimized(NamedTuple):
+    """What the optimizers of the process have: the ids of parameters."""
+
+    trained: set[int]
+    """The parameters of optimizers that step."""
+    idle: set[int]
+    """The parameters of optimizers that had gradients and get none any more."""
+    unstepped: set[int]
+    """The parameters that only optimizers have which have never stepped with a gradient."""
+    has_copies: bool
+    """Whether an optimizer has a tensor that is no parameter of a recorded model, as a copy of one is."""
 
 
 class Inventory:
@@ -191,15 +204,15 @@ class Inventory:
             if more:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
-    def look_at_update(self, trained: set[int], idle: set[int], step: int, is_trained: bool) -> None:
+    def look_at_update(self, optimized: Optimized, step: int, is_trained: bool) -> None:
         """Note, before an update, parameters that have a gradient but no optimizer, and modules in evaluation mode.
 
         Args:
-            trained: the ids of the parameters that optimizers have.
-            idle: the ids of those of them whose optimizers had gradients and get none any more.
+            optimized: the parameters that optimizers have.
             step: the step that the update ends.
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
         """
+        trained, idle = optimized.trained, optimized.idle
         untrained: dict[int, list[str]] = {}
         frozen: dict[int, list[str]] = {}
         num_trained, trains_any, own = 0, False, set[int]()
@@ -231,8 +244,11 @@ class Inventory:
             if names != self._modules[i].get("frozen"):
                 self._add(i, {"frozen": names})
         trains_others = num_trained > 0 or not trained or not trained - idle <= own
-        if trains_others and sum(map(len, untrained.values())) >= num_trained:
-            return  # the optimizers have copies of the parameters, as those of mixed precision do
+        # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may
+        # only pass gradients on, as that of a perceptual loss does.
+        may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own)
+        if trains_others and may_be_so and sum(map(len, untrained.values())) >= num_trained:
+            return
         for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
             names = untrained.get(i, described.get("untrained", []))
             if not names:

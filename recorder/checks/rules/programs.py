@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -47,15 +47,34 @@ class _ProgramRule(CheckRule):
 
 class NotOptimized(_ProgramRule):
     name = "not_optimized"
-    sentence = "A parameter has a gradient, and no optimizer has the parameter."
+    sentence = "A parameter has a gradient, and no optimizer that steps has the parameter."
     sites = ("param",)
     advice = "give the parameter to an optimizer, or set its requires_grad to False"
 
     def finish(self) -> Iterator[Finding]:
+        """Report the parameters. Where only the last modules of a model are trained, that may be meant: a note."""
+        of_root = defaultdict(list)
+        for (root, _), facts in self.catalog.modules.items():
+            of_root[root].append(facts)
         for module, facts in self.catalog.modules.items():
             for name in facts.untrained:
-                step = facts.untrained_since or 0
-                yield self.finding_on(module, step, "it has a gradient, and no optimizer has it", name=name)
+                is_held = name in facts.rates
+                are_last = not is_held and _trains_last(of_root[module[0]])
+                what = _NEVER_STEPS if is_held else _NO_OPTIMIZER + _ONLY_LAST * are_last
+                severity = Severity.NOTE if are_last else None
+                one = self.finding_on(module, facts.untrained_since or 0, what, name=name, severity=severity)
+                yield one._replace(advice="call the optimizer's step()") if is_held else one
+
+
+_NEVER_STEPS = "it has a gradient, and the optimizer that has it never steps"
+_NO_OPTIMIZER, _ONLY_LAST = "it has a gradient, and no optimizer has it", "; only modules after it are trained"
+
+
+def _trains_last(modules: Sequence[ModuleFacts]) -> bool:
+    """Return whether optimizers have only the last modules of a model, no more than those that they do not have."""
+    trained = [at for at, one in enumerate(modules) if set(one.rates) - set(one.untrained)]
+    untrained = [at for at, one in enumerate(modules) if one.untrained]
+    return bool(trained) and max(untrained) < min(trained) and len(untrained) >= len(trained)
 
 
 NEGATED = "Neg of "

@@ -132,7 +132,7 @@ def test_an_optimizer_that_is_made_later_has_its_parameters(tmp_path: Path) -> N
                 optimizers[number].step()
             model.zero_grad()
     found = check(recording.run, rules=["not_optimized"]).findings
-    assert [(one.module_path, one.name, one.step) for one in found] == [("2", "weight", 1), ("2", "bias", 1)]
+    assert [(one.module_path, one.name, one.step) for one in found] == [("2", "weight", 0), ("2", "bias", 0)]
 
 
 def test_gradients_that_a_program_writes_over_need_no_clearing(tmp_path: Path) -> None:
@@ -182,8 +182,7 @@ def test_the_step_at_which_evaluation_mode_began_is_named(tmp_path: Path, is_who
             optimizer.zero_grad()
     found = check(recording.run, rules=["evaluation_mode"]).findings
     may_be_earlier = {one.what.endswith("; it may have begun before this step") for one in found}
-    # The first forward in evaluation mode belongs to the step before it, as that of a validation does.
-    assert ({one.step for one in found}, may_be_earlier) == (({20}, {False}) if is_whole else ({32}, {True}))
+    assert ({one.step for one in found}, may_be_earlier) == (({21}, {False}) if is_whole else ({32}, {True}))
 
 
 def test_one_step_of_lbfgs_is_a_search_and_no_large_update(tmp_path: Path) -> None:
@@ -514,3 +513,51 @@ def test_a_loss_with_the_wrong_sign_is_named(tmp_path: Path, loss: Any) -> None:
 )
 def test_a_loss_below_zero_may_be_meant(tmp_path: Path, loss: Any, found: list[tuple[Severity, str]]) -> None:
     assert _ascended(tmp_path, loss, rate=0.03) == found
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x))  # type: ignore[no-any-return]
+
+
+NEVER_STEPS = "it has a gradient, and the optimizer that has it never steps"
+NO_OPTIMIZER = "it has a gradient, and no optimizer has it"
+ONLY_LAST = f"{NO_OPTIMIZER}; only modules after it are trained"
+
+
+@pytest.mark.parametrize(
+    ("stepped", "made", "found"),
+    [
+        (["encoder", "decoder"], [], set()),
+        (["encoder"], ["decoder"], {("decoder", Severity.WARNING, NEVER_STEPS)}),
+        (["encoder"], [], {("decoder", Severity.WARNING, NO_OPTIMIZER)}),
+        (["decoder"], [], {("encoder", Severity.NOTE, ONLY_LAST)}),
+    ],
+)
+@pytest.mark.parametrize("is_one_model", [True, False])
+def test_an_optimizer_that_never_steps_is_named(
+    tmp_path: Path, stepped: list[str], made: list[str], found: Any, is_one_model: bool
+) -> None:
+    torch.manual_seed(0)
+    coder = Coder()
+    first, second = (coder.encoder, coder.decoder) if is_one_model else (Coder().encoder, Coder().decoder)
+    modules = {"encoder": first, "decoder": second}
+    of = {name: torch.optim.SGD(modules[name].parameters(), lr=0.01) for name in (*stepped, *made)}
+    with flagged(tmp_path, "site=grad keep=stats") as recording:
+        for _ in range(40):
+            x = torch.randn(8, 4)
+            (coder(x) if is_one_model else second(first(x))).sub(x).square().mean().backward()
+            for name in stepped:
+                of[name].step()
+            for module in modules.values():
+                module.zero_grad()
+    findings = check(recording.run, rules=["not_optimized"]).findings
+    if is_one_model:
+        assert {(one.module_path.partition(".")[0], one.severity, one.what) for one in findings} == found
+    else:  # a model without an optimizer may only pass gradients on
+        assert bool(findings) is bool(made)
