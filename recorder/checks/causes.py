@@ -12,6 +12,7 @@ from itertools import islice
 from ..sites import GRADIENTS
 from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
+from .rules.comparing import OTHER_RATE
 from .rules.curves import RISEN
 from .rules.values import ALL_IGNORED, SKIPS, Data
 
@@ -77,6 +78,11 @@ def _is_by_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
     return RISEN in cause.detail and one.first_step >= cause.first_step - 1 and _is_of_same_ranks(cause, one)
 
 
+def _has_other_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
+    """Return whether the cause is another learning rate on one rank, and a finding is later or at the same step."""
+    return cause.what.startswith(OTHER_RATE) and cause.root == one.root and one.first_step >= cause.first_step
+
+
 _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, ...]], ...] = (
     ("not_optimized", _is_same, ("unchanged", "no_gradient", "dead")),
     ("initialisation", _is_near, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
@@ -85,6 +91,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("evaluation_mode", _is_later, ("overfitting", "evaluation_output")),
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),
+    ("outlier_rank", _has_other_rate, ("replica", "outlier_rank")),
     ("spike", _is_by_rate, ("update", "nonfinite", "jump", "spike", "loss", "exploding")),
     (
         "update", _is_later,

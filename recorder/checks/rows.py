@@ -110,6 +110,8 @@ class Catalog:
         """By lane (a series on one rank), the rank; -1 for a value that all ranks have in common."""
         self.part_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on a rank), the number of the part of the batch of the rank. Ranks may share a part."""
+        self.data_parallel: set[str] = set()
+        """The roots (models) with a data-parallel wrapper, such as DDP or FSDP."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []

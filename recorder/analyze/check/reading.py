@@ -87,6 +87,8 @@ class RunRows:
         """The number of rows left out because a restart repeated their steps."""
         self._view = run.view()
         self._parts_and_peers = _parts_and_peers(self._view, run)
+        roots = (root for writer in run.writers for root in writer.manifest.roots)
+        self.catalog.data_parallel = {root.name for root in roots if root.data_parallel is not None}
 
     def __iter__(self) -> Iterator[Rows]:
         """Yield the rows of one range of steps after another, each range sorted by step, rank and `seq`."""

@@ -7,13 +7,18 @@ steps. As a result one learning rate is best for all widths. The rule `width` ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 import numpy as np
 
+from ...system.text import number
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
+_SAME_RATE, _RATES = 1e-6, 3
+"""The relative distance up to which learning rates are equal, and the steps in a row for which they must differ."""
+OTHER_RATE = "the learning rate is "
 _LEAST_DEVIATION = 0.01
 """The least standard deviation assumed for the logarithms of peers. Peers agree to better than 1 % only by chance."""
 
@@ -40,7 +45,7 @@ class Replica(CheckRule):
 
 class OutlierRank(StreakRule):
     name = "outlier_rank"
-    sentence = "One rank's activations, local gradients or loss are unlike those of its data-parallel peers."
+    sentence = "One rank's activations, local gradients, loss or learning rate are unlike those of its peers."
     sites, columns = ("output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
     reads_probe = True
     settings = (
@@ -57,9 +62,26 @@ class OutlierRank(StreakRule):
         self._most_ranks = self._most_changes = 0
         self._distance, self._total, self._num = Memory(), Memory(0.0), Memory(0.0)
         """By value and rank, for few ranks: the last distance from the peers, the sum and number of its changes."""
+        self._rates = Streaks()
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.differs_by_batch
+        return key.differs_by_batch or (key.is_rate and key.root in self.catalog.data_parallel)
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        is_rate = rows.where("rate", attrgetter("is_rate"))
+        yield from self._judge_rates(rows.take(is_rate).by_lane())
+        if not is_rate.all():
+            yield from super().add(rows.take(~is_rate))
+
+    def _judge_rates(self, rows: Rows) -> Iterator[Finding]:
+        """Report learning rates that differ between data-parallel ranks, once for each group of an optimizer."""
+        ids, rates = grouped(rows.series, self.catalog.peers_of[rows.lanes], rows.steps)[0], rows["mean"]
+        usual = medians(ids, rates)[ids] if len(rows) else rates
+        is_odd = np.abs(rates - usual) > _SAME_RATE * np.abs(usual)
+        for index, _, since in self._rates.reached(rows.lanes, rows.steps, is_odd, _RATES):
+            what = f"{OTHER_RATE}{number(rates[index])}, and that of its data-parallel peers is {number(usual[index])}"
+            one = self.finding(int(rows.lanes[index]), int(rows.steps[index]), what, "", np.nan, np.nan, since=since)
+            yield one._replace(advice="set one learning rate on all ranks, and step one scheduler on each")
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the distance from the median of the peers, in units of the peers' usual distance.

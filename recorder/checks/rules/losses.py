@@ -35,7 +35,7 @@ _CERTAIN = 5
 
 class LossStuck(CurveRule):
     name = "loss"
-    sentence = "The loss never falls beyond its noise, rises far, leaps and stays up, or has the wrong sign."
+    sentence = "The loss never falls beyond its noise, rises, leaps and stays up, or has the wrong sign."
     sites, columns = ("scalar",), ("mean",)
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),

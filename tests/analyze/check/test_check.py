@@ -310,3 +310,34 @@ def test_ranks_that_hold_parts_of_one_model_are_not_compared(is_of_parts: bool) 
     if is_of_parts:
         said.append(one._replace(rule="replica", what=NEVER_EQUAL))
     assert _without_parts(said) == (said[2:3] if is_of_parts else said)
+
+
+@pytest.mark.parametrize(
+    ("rates", "wrapper", "found"),
+    [
+        ((0.1, 0.1), "ddp", []),
+        ((0.1, 0.3), "", []),  # without a wrapper, each rank may train a model of its own
+        ((0.1, 0.3), "fsdp2", [(1, "the learning rate is 0.3, and that of its data-parallel peers is 0.1")]),
+        ((0.1, 0.1, 0.05), "ddp", [(2, "the learning rate is 0.05, and that of its data-parallel peers is 0.1")]),
+    ],
+)
+def test_a_rank_with_another_learning_rate_is_named(
+    tmp_path: Path, rates: tuple[float, ...], wrapper: str, found: list[tuple[int, str]]
+) -> None:
+    ranks = list(range(len(rates)))
+    run = make_run(tmp_path / "run", world_size=len(rates))
+    for rank, rate in enumerate(rates):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard(
+            [
+                [
+                    make_row(step, rate, rank=rank, step=step, site="scalar", name="lr.SGD.0", module_path="")
+                    for step in range(5)
+                ]
+            ]
+        )
+        parallel = {"data_parallel": {"kind": wrapper, "ranks": ranks}} if wrapper else {}
+        writer.finish(roots=[{"name": "model", "modules": [], **parallel}])
+    findings = check(recorder.open_run(run), ["outlier_rank"]).findings
+    assert [(*one.ranks, one.what) for one in findings] == found
+    assert all(one.first_step == 0 and one.severity is Severity.WARNING for one in findings)
