@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...sites import OBJECTIVE, OBJECTIVE_COSINE, objectives_in
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, grouped, modules_of
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, began, grouped, modules_of
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
@@ -156,7 +156,7 @@ class Exploding(StreakRule):
 class NoGradient(StreakRule):
     name = "no_gradient"
     sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
-    sites, columns = ("grad", "param"), ("zero_count", "numel")
+    sites, columns, more_columns = ("grad", "param"), ("zero_count", "numel"), ("sum_sq",)
     settings = (
         Setting("records", 3, "records", "smdebug's UnchangedTensor"),
         Setting("channels", 0.7, "of the channels of a batch norm", "as `dead_units`"),
@@ -172,6 +172,8 @@ class NoGradient(StreakRule):
         """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
         """By parameter and rank, the number of the parameter's records."""
+        self._began, self._moved = Memory(), Memory(0.0)
+        """By parameter and rank, its first sum of squares, and 1 if a later one is another, as of a moving average."""
         self._largest_sum: dict[tuple[str, str], float] = {}
         """By root and path of a module, the largest sum of its output's gradients in a step, in parts of the most that
         gradients of this length can sum up to."""
@@ -185,6 +187,8 @@ class NoGradient(StreakRule):
         self._note_sums(rows.take(rows.at("grad_output")))
         params = rows.take(rows.at("param")).by_lane()
         self._num_params.sums(params.lanes, np.ones(len(params)))
+        began(params.lanes, params["sum_sq"], self._began)
+        self._moved[params.lanes[params["sum_sq"] != self._began[params.lanes]]] = 1.0
         if not is_grad.any():
             return
         rows = rows.take(is_grad)
@@ -247,6 +251,7 @@ class NoGradient(StreakRule):
                 value=0.0, threshold=0.0, advice="set its requires_grad to True, unless it is frozen on purpose",
             )  # fmt: skip
         called = {(key.root, key.module_path) for key in keys if key.site == "output"}
+        idle = self._idle(having)
         for lane in range(self.catalog.num_lanes):
             key, num = self.catalog.key_of(lane), self._num_params.of(lane)
             module = self.catalog.modules.get((key.root, key.module_path))
@@ -260,6 +265,10 @@ class NoGradient(StreakRule):
                     is_odd = False
                 elif module is not None and key.name in module.frozen:
                     what, is_odd = "never had a gradient: its requires_grad is False", False
+                elif (
+                    not is_odd and not self._moved.of(lane) and (why := idle.get((key.root, key.module_path, key.name)))
+                ):
+                    what, is_odd = f"never had a gradient, {why}", True
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 yield self.finding(lane, 0, what, measure, num, limit, severity)
@@ -267,6 +276,27 @@ class NoGradient(StreakRule):
             is_bias = found.name == "bias" and self._largest_sum.get((found.root, found.module_path), 1.0) < _NO_SUM
             what = f"{found.what}, as only differences of these outputs enter the loss: their gradients sum up to zero"
             yield found._replace(severity=Severity.NOTE, what=what) if is_bias else found
+
+    def _idle(self, having: Set[_Param]) -> dict[_Param, str]:
+        """Return parameters that should have a gradient, because an optimizer has them, each with a further reason.
+
+        A module that is called before the first one with a gradient is cut off from the loss, as by a `detach`.
+        """
+        modules = self.catalog.modules.items()
+        held = {(*of, name): rate.rpartition(".")[0] for of, one in modules for name, rate in one.rates.items()}
+        of_idle = {*held.values()} - {held[one] for one in having & held.keys()}
+        order: dict[tuple[str, str], int] = {}
+        for key in self.catalog.series:
+            if key.site == "output" and key.mode == "train":
+                order.setdefault((key.root, key.module_path), len(order))
+        firsts: dict[str, int] = {}
+        for one in having:
+            if one[:2] in order:
+                firsts[one[0]] = min(firsts.get(one[0], len(order)), order[one[:2]])
+        lacking = {one for one in held if one not in having}
+        found = {one: "nor had any other parameter of its optimizer" for one in lacking if held[one] in of_idle}
+        cut = {one for one in lacking - found.keys() if one[:2] in order and order[one[:2]] < firsts.get(one[0], -1)}
+        return found | dict.fromkeys(cut, "though modules that are called after it have")
 
 
 def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:

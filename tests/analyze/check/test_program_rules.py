@@ -561,3 +561,55 @@ def test_an_optimizer_that_never_steps_is_named(
         assert {(one.module_path.partition(".")[0], one.severity, one.what) for one in findings} == found
     else:  # a model without an optimizer may only pass gradients on
         assert bool(findings) is bool(made)
+
+
+class CutOff(nn.Module):
+    """A model whose head gets no gradient back to the body, unless `is_whole`. A side branch is never used."""
+
+    def __init__(self, *, is_whole: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.side = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4)
+        self.is_whole = is_whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        result: torch.Tensor = self.head(hidden if self.is_whole else hidden.detach())
+        self.side(hidden)
+        return result
+
+
+@pytest.mark.parametrize("name", ["cut off", "whole", "moved", "frozen"])
+def test_a_module_that_is_cut_off_from_the_loss_is_named(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    model = CutOff(is_whole=name == "whole")
+    model.body.requires_grad_(name != "frozen")
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            if name == "moved":  # as the moving average of another model
+                with torch.no_grad():
+                    model.body.weight.mul_(0.9), model.body.bias.mul_(0.9)
+    findings = check(recording.run, rules=["no_gradient"]).findings
+    warned = {one.module_path: one.what for one in findings if one.severity is Severity.WARNING}
+    what = "never had a gradient, though modules that are called after it have"
+    assert warned == ({"body": what} if name == "cut off" else {})
+    assert "side" in {one.module_path for one in findings if one.severity is Severity.NOTE}
+
+
+def test_an_optimizer_whose_parameters_never_have_a_gradient_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made, judge = nn.Linear(4, 3), nn.Linear(3, 1)
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (made, judge)]
+        for _ in range(6):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                judge(made(torch.randn(8, 4)).detach()).square().mean().backward()
+                optimizer.step()
+    findings = check(recording.run, rules=["no_gradient"]).findings
+    assert {(one.root, one.severity, one.what) for one in findings} == {
+        ("model", Severity.WARNING, "never had a gradient, nor had any other parameter of its optimizer")
+    }
