@@ -278,7 +278,7 @@ class StreakRule(CheckRule):
 class PartsRule(CheckRule):
     """A rule made of parts: rules that detect the fault in different ways. All have one name and the same settings."""
 
-    parts: ClassVar[tuple[type[StreakRule], ...]]
+    parts: ClassVar[tuple[type[CheckRule], ...]]
 
     def set_up(self) -> None:
         self._parts = [part(self.catalog, self.thresholds) for part in self.parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
@@ -24,6 +25,7 @@ from ..rows import (
     began,
     begins,
     ends,
+    grouped,
     previous,
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule
@@ -33,6 +35,8 @@ _NARROW = ("bfloat16", "float16", "float8")
 """Types that round small updates away. This is expected and no mistake of the program."""
 _LEAST_ELEMENTS = 16
 """The least number of elements of a weight that is judged. The statistics of fewer elements mean little."""
+_MANY = 256
+"""The least number of elements of a parameter that counts among the weights of a model."""
 _MAX_SKIPPED = 10_000
 
 
@@ -42,7 +46,7 @@ def _tells_skip(key: SeriesKey) -> bool:
 
 class _Update(CheckRule):
     name = "update"
-    sentence = "A step of the optimizer changes a weight by a large part of its norm, or all steps only shrink it."
+    sentence = "Steps of the optimizer change a weight by a large part of its norm, or all steps only shrink it."
     sites, columns, reads_probe = ("param", UPDATE), ("sum_sq", "sum", "numel"), True
     settings = (
         Setting("updates", 3, "first updates, judged by records", "from a random start they are large"),
@@ -51,8 +55,15 @@ class _Update(CheckRule):
         Setting("left", 0.5, "of the norm at first", "the weight has then lost more than half of its norm"),
         Setting("inward", 0.71, "of an update's length", "the rest is less than half of its square"),
         Setting("shrinking", 10, "updates in a row", "ours"),
+        Setting("turnover", 0.08, "of the norm of all weights, in an update", CALIBRATED),
+        Setting("lasting", 20, "updates, of which the median counts", CALIBRATED),
     )  # fmt: skip
     advice = "the learning rate is too high for this weight, warm-up is missing, or something else wrote into it"
+
+    def _is_searched(self, key: SeriesKey) -> bool:
+        """Whether a step of the parameter's optimizer is a search of many updates, as that of LBFGS is."""
+        module = self.catalog.modules.get((key.root, key.module_path))
+        return module is not None and module.rates.get(key.name, "").startswith("lr.LBFGS")
 
 
 class _Large(_Update, StreakRule):
@@ -81,11 +92,6 @@ class _Large(_Update, StreakRule):
         self._look_up(rows, ratio)
         is_large = (ratio > self.thresholds["ratio"]) & is_begun & ~rows.where("searched", self._is_searched)
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
-
-    def _is_searched(self, key: SeriesKey) -> bool:
-        """Whether a step of the parameter's optimizer is a search of many updates, as that of LBFGS is."""
-        module = self.catalog.modules.get((key.root, key.module_path))
-        return module is not None and module.rates.get(key.name, "").startswith("lr.LBFGS")
 
     def _without_first(self, updates: Rows) -> Rows:
         """Leave out the first rows of each parameter on each rank. The rows are sorted by parameter and rank."""
@@ -156,8 +162,43 @@ class _Uphill(_Update, StreakRule):
         return rows["mean"] < 0, rows["mean"]
 
 
+class _Restless(_Update):
+    """A model of which update after update moves all weights together by a large part of their norm."""
+
+    advice = "the learning rate is too high, or its warm-up leads too high"
+
+    def set_up(self) -> None:
+        self._ratios: dict[tuple[str, int], deque[float]] = {}
+        """By root and rank, the sizes of the last updates over the weights; empty once they were found to be large."""
+        self._num = Counter[tuple[str, int]]()
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.site in self.sites and not self._is_searched(key)
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the sizes of the probe. The updates of the beginning may be large, from a small random start."""
+        rows, limit = rows.take(rows["numel"] >= _MANY), self.thresholds["turnover"]
+        lasting, roots = int(self.thresholds["lasting"]), dict[str, int]()
+        of_series = np.array([roots.setdefault(key.root, len(roots)) for key in self.catalog.series], np.int64)
+        ids, firsts = grouped(rows.steps, rows.ranks, of_series[rows.series])
+        weights, moved = (np.bincount(ids, np.nan_to_num(rows["sum_sq"]) * rows.at(site)) for site in self.sites)
+        for first, before, square in zip(firsts.tolist(), weights.tolist(), moved.tolist(), strict=True):
+            lane, step = int(rows.lanes[first]), int(rows.steps[first])
+            whose = self.catalog.key_of(lane).root, int(rows.ranks[first])
+            self._num[whose] += before > 0 and square > 0
+            if self._num[whose] <= lasting or not before or not square:
+                continue
+            ratios = self._ratios.setdefault(whose, deque(maxlen=lasting))
+            ratios.append(math.sqrt(square / before))
+            if len(ratios) == lasting and (usual := float(np.median(ratios))) > limit:
+                self._ratios[whose] = deque(maxlen=0)
+                what, since = "update after update moves the weights of the model far", step - lasting + 1
+                one = self.finding(lane, step, what, "median of update over weights", usual, limit, since=since)
+                yield one._replace(module_path="", site="param", name="")
+
+
 class Update(_Update, PartsRule):
-    parts = (_Large, _Shrinking, _Uphill)
+    parts = (_Large, _Shrinking, _Uphill, _Restless)
 
 
 class Unchanged(StreakRule):

@@ -613,3 +613,22 @@ def test_an_optimizer_whose_parameters_never_have_a_gradient_is_named(tmp_path: 
     assert {(one.root, one.severity, one.what) for one in findings} == {
         ("model", Severity.WARNING, "never had a gradient, nor had any other parameter of its optimizer")
     }
+
+
+@pytest.mark.parametrize(("rate", "is_found"), [(0.1, True), (0.003, False)])
+def test_updates_that_go_too_far_behind_a_warm_up_are_named(tmp_path: Path, rate: float, is_found: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Linear(16, 4))
+    with flagged(tmp_path, "site=param keep=probe") as recording:
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 40))
+        for _ in range(100):
+            x = torch.randn(16, 16)
+            optimizer.zero_grad()
+            model(x).sub(10 * torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    what = "update after update moves the weights of the model far"
+    found = [one for one in check(recording.run, rules=["update"]).findings if one.what == what]
+    assert [(one.module_path, one.severity) for one in found] == [("", Severity.WARNING)] * is_found
+    assert all(20 <= one.first_step <= 60 for one in found)
