@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from ...numerics import distributions
 from ...numerics.keys import by_key
+from ...run.notes import raised
 from ...run.reply import Reply, Table, plain
 from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
@@ -61,6 +62,7 @@ def _members(a: Run, b: Run, result: Diff, limit: int) -> dict[str, Any]:
     runs: dict[str, object] = {}
     for side, run in (("a", a), ("b", b)):
         runs |= {side: str(run.path), f"name_{side}": run.name, f"started_ns_{side}": run.started_ns}
+        runs[f"raised_{side}"] = raised(run)
     return {**runs, **rest, **counts, **shown}
 
 
@@ -90,6 +92,8 @@ def _parts(
         path = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
         yield f"{name}: {path}{f', started {moment(run.started_ns)}' if run.started_ns else ''}{jitter}"
     yield _verdict(result, options)
+    for name, run in (("A", a), ("B", b)):
+        yield from (f"note: in {name} {one}" for one in raised(run))
     if result.verdict == "different":
         yield from unlike_models(a, b, options.renames)
     yield from _reasons(result, most, common=options.common)
