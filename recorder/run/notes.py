@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -25,13 +26,13 @@ from ..globalview.values import GlobalValues, load_sample
 from ..numerics.keys import array_of, by_key, column_of, encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun
-from ..run.finding import shortest_text_of
 from ..read.writers import RecordedWriter
+from ..run.finding import shortest_text_of
 from ..sites import FORMAT_VERSION, SITE_OF
 from ..storage.locations import Location, store_of
 from ..system.text import counted, listed, named, printable, size, span
-from .run import Run, RunDump
 from .probe import probe_size
+from .run import Run, RunDump
 from .selection import Selection
 from .status import CHANGED, UNCHANGED, Proof, RankNow
 
@@ -280,7 +281,6 @@ def damage(run: Run) -> str:
     return f"{first}; and {len(others)} more, which recorder verify names" if others else first
 
 
-def left_out(run: Run) -> str:
 _MAX_RAISED = 4
 
 
@@ -307,6 +307,7 @@ def _newest_step(writer: RecordedWriter) -> int | None:
     return max((one for one in (writer.last_step, probe and probe.last_step) if one is not None), default=None)
 
 
+def left_out(run: Run) -> str:
     """Return a sentence on the rows and ranks that are missing from the run. Empty if nothing is missing."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
@@ -330,8 +331,15 @@ class Problems:
         self._found: dict[str, None] = {}
 
     def add(self, findings: Sequence[RowFinding]) -> None:
-        """Add those findings of the global view that are contradictions between ranks."""
+        """Add those findings of the global view that are contradictions between ranks.
+
+        Where parameters have come apart, activations that do not depend on the batch come apart with them. That is an
+        error of the training, and no contradiction in what was recorded.
+        """
+        apart = [one.step for one in findings if (one.kind, one.site) == ("replicas_differ", "param")]
+        since = min(apart, default=math.inf)
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
+        wrong = [one for one in wrong if one.kind != "layout_changes" or one.step < since]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
         texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
         table = pa.table({name: pa.array(values, pa.string()) for name, values in (columns | {"text": texts}).items()})
