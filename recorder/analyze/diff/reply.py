@@ -14,7 +14,7 @@ from ...numerics.keys import by_key
 from ...run.notes import raised
 from ...run.reply import Reply, Table, plain
 from ...run.run import Run
-from ...system.text import counted, listed, moment, named, number, span
+from ...system.text import counted, listed, model_in_words, moment, named, number, span
 from .compare import Tolerance
 from .culprit_findings import BY_PROBE, ROUNDING_ALONE, Culprit
 from .culprit_search import START
@@ -214,7 +214,7 @@ def _by_reason(problems: Sequence[str]) -> Iterator[str]:
 
 
 def _describe(first: Difference) -> str:
-    value = " ".join(filter(None, (repr(first.module_path), first.site, first.name)))
+    value = " ".join(filter(None, (model_in_words(first.root) + repr(first.module_path), first.site, first.name)))
     when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
     ranks = _rank_cell(first.rank_a, first.rank_b)
     rank = f", rank {ranks}" if ranks else ""
@@ -306,7 +306,8 @@ def accusation(culprit: Culprit, first: Culprit) -> str:
     word = "may follow" if worse and worse == _worse_run(first) and culprit.step > first.step else "culprit"
     stage = "before the step: " if culprit.phase == START else f"{culprit.phase} of "
     shown = ", e.g. " if culprit.phase == START and culprit.module_path is None else ": "
-    return f"{word}: step {culprit.step}, {stage}{_accused(culprit)}{rank}{shown}{_symptom(culprit)}"
+    model = model_in_words(culprit.root)
+    return f"{word}: step {culprit.step}, {model}{stage}{_accused(culprit)}{rank}{shown}{_symptom(culprit)}"
 
 
 def _worse_run(culprit: Culprit) -> str:
