@@ -142,7 +142,9 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
     )
     alone = [f"{num:,} in {name} alone" for name, num in unpaired if num and not options.common]
     answer, why = result.verdict, ""
-    if alone and not result.table.num_rows:
+    if result.num_probes_differing and not result.table.num_rows:
+        answer = "; ".join(["different by the numbers of the probe alone", *alone])
+    elif alone and not result.table.num_rows:
         is_open = result.unread or result.damage or result.num_incomparable or result.left_out
         answer = f"equal {'as far as compared' if is_open else 'where both runs have it'}; {', '.join(alone)}"
     if result.table.num_rows and set(result.table.column("kind").to_pylist()) == {"dtype"}:
