@@ -93,7 +93,7 @@ class Finding(NamedTuple):
     @property
     def model(self) -> str:
         """The name of the model, to be put before a path. Empty for the first model of a process."""
-        return "" if self.root in ("", "model") else f"{self.root}: "
+        return text.model_in_words(self.root)
 
     @property
     def said(self) -> str:

@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, sentence, told_of, where_of
 from ..analyze.doctor.reply import Check
 from ..checks.rule import Finding, Severity
+from ..run.notes import raised
 from ..run.run import Run, RunDump
 from ..system.text import MODEL, counted, listed, named
 from .axes import DrawnSeries
@@ -70,6 +71,9 @@ def top_block(
     check`. `numbers` are further members of the block. While the run `is_growing`, statistics are not searched for
     jumps.
     """
+    ended = [Highlight(f"{one[0].upper()}{one[1:]}", {}, "note") for one in raised(run)]
+    if ended:  # the training is not right, whatever the rules of check found in its rows
+        judged = [*ended, *(one._replace(mark="note") if one.mark == "right" else one for one in judged)]
     listed = [*_of_dumps(run)]
     if collected is not None and not collected.series:
         num_wrong = sum(one.mark == "wrong" for one in judged)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import RunError
 from ..numerics.keys import array_of
-from ..system.text import counted, moment, named, printable, size, span
+from ..system.text import counted, moment, printable, size, span
 from . import finding, notes
 from .finding import Location, find_folder, find_run
 from .reply import LiveTable, Reply, Table
@@ -150,8 +150,7 @@ def _writers_parts(run: Run, summary: dict[str, Any], writers: list[dict[str, An
     if why := notes.damage(run):
         yield f"damaged: {why}"
     yield from run.endings
-    for text, of_ranks in run.exceptions.items():
-        yield f"{named('rank', of_ranks)} ended with an exception: {printable(text)}"
+    yield from notes.raised(run)
 
 
 def _state_words(summary: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -18,16 +19,19 @@ from ..columns import OF_FIRST_PART, note_members
 from ..errors import NotARunError
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
 from ..format.encodings import ENCODING_OF
-from ..format.rundir import parse_shard_name
+from ..format.manifest import EXCEPTION
+from ..format.rundir import Members, parse_shard_name
 from ..globalview.row_groups import RowFinding as RowFinding
 from ..globalview.values import GlobalValues, load_sample
 from ..numerics.keys import array_of, by_key, column_of, encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun
+from ..read.writers import RecordedWriter
 from ..run.finding import shortest_text_of
 from ..sites import FORMAT_VERSION, SITE_OF
 from ..storage.locations import Location, store_of
 from ..system.text import counted, listed, named, printable, size, span
+from .probe import probe_size
 from .run import Run, RunDump
 from .selection import Selection
 from .status import CHANGED, UNCHANGED, Proof, RankNow
@@ -277,6 +281,32 @@ def damage(run: Run) -> str:
     return f"{first}; and {len(others)} more, which recorder verify names" if others else first
 
 
+_MAX_RAISED = 4
+
+
+def raised(run: Run) -> list[str]:
+    """Return a sentence for each exception that ended the program: its ranks, its text, and where their record ends.
+
+    The earliest exception comes first, because the others may follow from it. Of many, the last text says how many.
+    """
+    events = [(one, writer) for writer in run.writers for one in writer.manifest.events if one.kind == EXCEPTION]
+    events.sort(key=lambda pair: Members(dict(pair[0].members)).count("time_ns"))
+    ranks_of = by_key(((one.message, _newest_step(writer)), writer.rank) for one, writer in events)
+    told = [
+        f"{named('rank', ranks)} ended with an exception: {printable(text)}"
+        + ("" if step is None else f"; the record ends in step {step}")
+        for (text, step), ranks in list(ranks_of.items())[:_MAX_RAISED]
+    ]
+    num_more = len(ranks_of) - len(told)
+    return told + ([f"{counted(num_more, 'more exception')}, which recorder doctor names"] if num_more else [])
+
+
+def _newest_step(writer: RecordedWriter) -> int | None:
+    """Return the last step of a writer, with the steps of which it has only numbers of the probe."""
+    probe = probe_size([writer])
+    return max((one for one in (writer.last_step, probe and probe.last_step) if one is not None), default=None)
+
+
 def left_out(run: Run) -> str:
     """Return a sentence on the rows and ranks that are missing from the run. Empty if nothing is missing."""
     run.load_balances()
@@ -301,8 +331,15 @@ class Problems:
         self._found: dict[str, None] = {}
 
     def add(self, findings: Sequence[RowFinding]) -> None:
-        """Add those findings of the global view that are contradictions between ranks."""
+        """Add those findings of the global view that are contradictions between ranks.
+
+        Where parameters have come apart, activations that do not depend on the batch come apart with them. That is an
+        error of the training, and no contradiction in what was recorded.
+        """
+        apart = [one.step for one in findings if (one.kind, one.site) == ("replicas_differ", "param")]
+        since = min(apart, default=math.inf)
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
+        wrong = [one for one in wrong if one.kind != "layout_changes" or one.step < since]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
         texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
         table = pa.table({name: pa.array(values, pa.string()) for name, values in (columns | {"text": texts}).items()})

@@ -122,6 +122,11 @@ def module_in_words(path: str) -> str:
     return repr(path) if path else MODEL
 
 
+def model_in_words(root: str) -> str:
+    """Return the name of a model, to be put before a path. Empty for the first model of a process."""
+    return "" if root in ("", "model") else f"{root}: "
+
+
 def grouped(paths: Sequence[str]) -> list[str]:
     """Return paths in quotes. Paths that differ only in numbers, in all combinations, become one pattern."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}

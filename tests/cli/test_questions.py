@@ -281,6 +281,13 @@ def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_
     assert "alike" in of_rate and follows == "  the update of 'up' differs, too, which may be a consequence"
 
 
+def test_diff_names_the_model_of_a_process_with_several(cli: Cli, tmp_path: Path) -> None:
+    runs = [write(tmp_path / str(n), [make_row(0, [1.0 + n], root="model_1", module_path="up")]) for n in range(2)]
+    lines = cli("diff", *runs, "--brief").out.splitlines()
+    assert lines[-2].startswith("culprit: step 0, model_1: forward of 'up': output ")
+    assert lines[-1].startswith("first difference: step 0, micro_step 0, model_1: 'up' output: ")
+
+
 def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> None:
     a, b = training(tmp_path / "a"), training(tmp_path / "b")
     (b / "rank=00001").rename(tmp_path / "lost")

@@ -274,6 +274,25 @@ class TestCopies:
         layout = run.layout("layers.0", step=3)
         assert (layout.kind, layout.global_shape) == ("layout_changes", None)
 
+    @pytest.mark.parametrize(("params_from", "num_problems"), [(2, 0), (3, 1)])
+    def test_copies_that_come_apart_with_parameters_are_no_contradiction(
+        self, tmp_path: Path, params_from: int, num_problems: int
+    ) -> None:
+        """The record is right: what the model computes from parameters that differ between ranks differs, too."""
+        param: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+        rows: list[list[Row]] = [[], []]
+        positions = values(4, 8)
+        for step in range(4):
+            for rank in range(2):
+                own = [positions if rank == 0 or step < since else values(4, 8) for since in (2, params_from)]
+                rows[rank].append(root_input(3 * step, values(4, 3), step=step))
+                rows[rank].append(row(3 * step + 1, own[0], step=step))
+                rows[rank].append(row(3 * step + 2, own[1], step=step, **param))
+        run = run_of(tmp_path / "run", rows)
+        kinds = {finding.kind for finding in run.view().rows().findings}
+        assert kinds == {"layout_changes", "replicas_differ"}
+        assert len(layout_problems(run) or []) == num_problems
+
     def test_parameters_that_come_apart_are_replicas_that_differ(self, tmp_path: Path) -> None:
         more: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
         run = self.table(tmp_path / "run", [values(4, 8) for _ in "ab"], "statistics", **more)

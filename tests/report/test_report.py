@@ -811,6 +811,49 @@ def test_ranks_are_compared_by_their_gradients(tmp_path: Path, monkeypatch: pyte
     assert {"gradient norm of rank 0", "gradient norm of rank 1"} <= set(drawn)
 
 
+def test_an_exception_that_ended_a_run_is_said_by_check_first_diff_and_the_page(cli: Cli, tmp_path: Path) -> None:
+    errors = ("RuntimeError: connection closed", "KeyError: 'sample_2'")
+    for name in ("sound", "crashed"):
+        run = make_run(tmp_path / name)
+        for rank, error in enumerate(errors):
+            writer = HandmadeWriter(run, rank)
+            rows = [make_row(step, np.ones(4, np.float32), step=step, rank=rank) for step in range(4 - rank)]
+            writer.add_shard([rows])
+            event = {"kind": "exception", "message": error, "time_ns": 9 - rank, "count": 1}
+            writer.finish(events=[event] if name == "crashed" else [])
+    sound, crashed = tmp_path / "sound", tmp_path / "crashed"
+    told = [
+        f"rank {rank} ended with an exception: {errors[rank]}; the record ends in step {3 - rank}" for rank in (1, 0)
+    ]
+    for command in ("check", "first"):
+        assert [line for line in cli(command, crashed).out.splitlines() if "exception" in line] == [
+            f"note: {one}" for one in told
+        ]
+        assert "exception" not in cli(command, sound).out
+    compared = cli("diff", sound, crashed, "--brief")
+    assert compared.out.splitlines()[3:5] == [f"note: in B {one}" for one in told] and compared.exit_code == 0
+    assert cli("diff", crashed, sound, "--json").json["raised_a"] == told
+    found = []
+    for run in (sound, crashed):
+        write_report(recorder.open_run(run), tmp_path / f"{run.name}.html")
+        found.append([one[:3] for one in read_page(tmp_path / f"{run.name}.html")["top"].data["findings"]])
+    ((nothing, _, mark), *_), (*exceptions, last) = found
+    assert (mark, nothing.replace("sound", "crashed")) == ("right", last[0]) and last[2] == "note"
+    assert exceptions == [[f"R{one[1:]}", {}, "note"] for one in told]
+
+
+def test_of_many_exceptions_only_the_first_are_named(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for rank in range(6):
+        event = {"kind": "exception", "message": f"ValueError: {rank}", "time_ns": rank, "count": 1}
+        HandmadeWriter(run, rank).finish(events=[event])
+    lines = cli("ls", run).out.splitlines()
+    assert lines[-2:] == [
+        "rank 3 ended with an exception: ValueError: 3",
+        "2 more exceptions, which recorder doctor names",
+    ]
+
+
 def test_ls_says_that_a_program_ended_with_an_exception(cli: Cli, tmp_path: Path) -> None:
     writer = HandmadeWriter(make_run(tmp_path / "runs" / "run"))
     event = {"kind": "exception", "message": "ValueError: no", "time_ns": 1, "count": 1}

@@ -11,7 +11,7 @@ from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
 from ...system.text import counted
 from ..first.replica_groups import Differing, factor_of
-from ..first.replicas import FINDINGS, ApartByProbe, apart_by_probe, compare_replicas
+from ..first.replicas import FINDINGS, ApartByProbe, ReplicaFinder, apart_by_probe, compare_replicas
 
 _APART = "ranks that share the value hold different values"
 NEVER_EQUAL = "ranks have held different values from the first record on"
@@ -24,7 +24,10 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     search = compare_replicas(run, mapper)
     numbers = Counter(value.site for value in search.values.values())
     probed = {one.key[2]: one for one in apart_by_probe(run, search.equal_values)}
-    findings = [_finding(one, numbers[one.value.site], probed.pop(site, None)) for site, one in search.firsts.items()]
+    findings = [
+        _finding(one, numbers[one.value.site], probed.pop(site, None))._replace(advice=_advice(one, search))
+        for site, one in search.firsts.items()
+    ]
     findings += [_probed_finding(one) for one in probed.values()]
     stale = (one for one in search.buffers if one.is_stale)
     findings += [_finding(one, 1, None, "the program never makes the ranks' buffers equal again") for one in stale]
@@ -32,6 +35,18 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
     notes = [f"replicas: {note}" for note in search.notes()]
     return Replicas(findings, "" if is_compared else f"{Replica.needs}: {why}", notes)
+
+
+def _advice(one: Differing, search: ReplicaFinder) -> str:
+    """Return what to do about replicas that differ. If no gradient was ever equal, nothing reduces the gradients.
+
+    If one rank's gradients are a multiple of the other's, something scaled them after they were reduced.
+    """
+    root, _, site, _ = one.value.key
+    differing = [name for name in search.values if (name[0], name[2]) == (root, site)]
+    were_equal = any((name[0], name[2]) == (root, site) for name in search.equal_values)
+    is_unreduced = site == "grad" and len(differing) > 1 and not (were_equal or one.is_assumed or factor_of(one))
+    return Replica.advice_unreduced if is_unreduced else Replica.advice
 
 
 def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str = _APART) -> Finding:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ...errors import RunError
 from ...numerics.keys import VALUE_KEY, Integers, holds
 from ...numerics.moments import integers
 from ...run.notes import differing_ranks
+from ...sites import is_validation_loss
 from .compare import wide
 from .culprit_events import StepEvent, differing_steps, events, of_steps
 from .culprit_search import START, UPDATE, CulpritSearch, Suspect
@@ -107,6 +109,7 @@ class CulpritFinder:
         of_step: dict[int, list[StepEvent]] = {}
         if steps.has_alone or differs.any():
             a, b, pairs = compared()
+            differs &= ~_are_validation_losses(a.table.take(pa.array(pairs.a)))  # nothing is computed from them
             is_open = differs & _are_unlike(a, b, pairs, judged.kinds == "")
             wrong = differing_steps(a.table, b.table, pairs, differs)
             wanted, kept = of_steps(pairs, a.table, b.table, wrong)
@@ -194,6 +197,11 @@ class RangeSteps(NamedTuple):
         is_given = pc.and_(pc.equal(both["site"], "input"), pc.equal(both["module_path"], ""))
         shown = set(both["step"].filter(pc.invert(pc.or_(is_given, pc.equal(both["site"], "scalar")))).to_pylist())
         return cls(sorted(paired), a.table.column("root").unique().to_pylist(), {*paired} - shown, bool(alone))
+
+
+def _are_validation_losses(table: Any) -> npt.NDArray[np.bool_]:
+    is_scalar = holds(table.column("site"), "scalar".__eq__)
+    return is_scalar & holds(table.column("name"), partial(is_validation_loss, "scalar"))
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -324,7 +324,7 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
                     owner, why = "", _handed(event)  # another stage has sent the module's gradient
                 if (made := forward.open_outputs.get(owner)) is None:
                     yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
-                else:  # no other event explains the difference on these ranks
+                elif not now.differs(("param",), owner):  # no other event explains the difference on these ranks
                     yield Suspect(step, FORWARD, now.root, owner, made)
             bad.add(event)
 

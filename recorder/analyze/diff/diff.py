@@ -16,7 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...columns import note_members
 from ...errors import LookupFailedError
+from ...numerics.keys import holds
 from ...run.finding import shortest_text_of
 from ...run.run import RecordedModule, Run
 from ...run.selection import GlobalOptions, Selection
@@ -38,6 +40,10 @@ _SUMMANDS = (
 _PRINTS = "the values have only fingerprints, which noise changes: record statistics or tensors"
 _ON_OTHER_PARTS = "the values are of single ranks, which worked on different parts of the batch"
 _IN_OTHER_MICRO_STEPS = "the runs divide the same batch into different numbers of micro-steps (gradient accumulation)"
+_FOUND_LOSS = (
+    "the recorder found the loss by itself; such a loss is compared only if it is that of an evaluation, at the same "
+    "steps and ranks of both runs; a loss that the program gives to recorder.scalar is always compared"
+)
 _MAX_LISTED = 6
 
 
@@ -296,7 +302,7 @@ class _Comparison:
         if self._compared:
             return
         selection = options.selection
-        tables = [run.table(["step", "root", "module_path", "site", "name"]) for run in (a, b)]
+        tables = [run.table(["step", "root", "module_path", "site", "name", "note"]) for run in (a, b)]
         tables[1] = options.renames.apply(tables[1])
         for run, table in zip((a, b), tables, strict=True):
             if not table.num_rows:
@@ -327,6 +333,9 @@ class _Comparison:
             one, two = (sorted(table.column(column).to_pylist()) for table in chosen)
             if not set(one) & set(two):
                 return f"{what} are {listed(map(repr, one))} in one run, {listed(map(repr, two))} in the other"
+        notes = [selection.narrow(table).column("note") for table in tables]
+        if any(holds(note, lambda text: "found" in note_members(text)).all() for note in notes):
+            return _FOUND_LOSS
         if self._counts[_ON_OTHER_PARTS]:
             return f"of the common values, {_ON_OTHER_PARTS}"
         if self._counts[_IN_OTHER_MICRO_STEPS]:

@@ -60,9 +60,9 @@ class RunSteps(NamedTuple):
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
-        # A loss that the recorder found itself is left out, because it may find different losses in equal trainings.
-        is_found = holds(table.column("note"), lambda note: "found" in note_members(note))
-        return cls(rows, selection.narrow(table.filter(pa.array(~is_found))))
+        # A training loss that the recorder found is left out: in equal trainings it may find different losses.
+        left_out = holds(table.column("note"), lambda note: note_members(note).get("found") not in (None, "evaluation"))
+        return cls(rows, selection.narrow(table.filter(pa.array(~left_out))))
 
     def without(self, rows: Flags) -> RunSteps:
         """Return these steps without the flagged rows of `table`."""
@@ -378,10 +378,12 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, list[int], list[int], int]:
     """Leave out the rows of two runs that cannot be compared with each other.
 
-    These are values that ranks pass to each other, recomputed rows and micro-steps of a batch, as the following
-    functions say. Returns the rows of both runs that remain, how many rows of each run were passed on and recomputed,
-    and the number of values of the first run that are left out with their micro-steps.
+    These are losses of evaluations that the recorder found in one run alone, values that ranks pass to each other,
+    recomputed rows and micro-steps of a batch, as the following functions say. Returns the rows of both runs that
+    remain, how many rows of each run were passed on and recomputed, and the number of values of the first run that are
+    left out with their micro-steps.
     """
+    a, b = (side.without(flags) for side, flags in zip((a, b), _found_in_one(a, b), strict=True))
     nums: list[list[int]] = []
     for marked_in in (_handed_on, _recomputed, _in_other_micro_steps):
         marked = marked_in(a, b)
@@ -389,6 +391,16 @@ def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, list[int],
         nums.append([int(flags.sum()) for flags in marked])
         a, b = a.without(marked[0]), b.without(marked[1])
     return a, b, nums[0], nums[1], group_rows(left_out, VALUE_KEY).num_groups
+
+
+def _found_in_one(a: RunSteps, b: RunSteps) -> list[Flags]:
+    """Flag the losses of evaluations that the recorder found in one run alone, or in one run as a mean over ranks.
+
+    Such a mean need not be the mean over all samples, because the ranks' batches may have different sizes.
+    """
+    keys = common_ids(a.table, b.table, ("step", "root", "name", "rank", "note"))
+    found = [holds(side.table.column("note"), lambda note: "found" in note_members(note)) for side in (a, b)]
+    return [flags & ~np.isin(own, keys[1 - i]) for i, (flags, own) in enumerate(zip(found, keys, strict=True))]
 
 
 def _handed_on(a: RunSteps, b: RunSteps) -> list[Flags]:

@@ -108,10 +108,11 @@ def _culprit(pairs: list[tuple[dict[str, Any], dict[str, Any]]], num_series: int
     row, other = blamed[0]
     # No backward is wrong in all modules at once.
     phase = REDUCTION if site == "grad" and is_of_all else _PHASES[site]
+    why = OTHER_INPUT if row["mode"] == "train" else f"{OTHER_INPUT} in an evaluation"
     return Culprit(
         step=row["step"], phase=phase, root=root, module_path=None if is_of_all else path, site=site, name=name,
         seen_at=path, micro_step=None, call=0, rank=ranks[0] if len(ranks) == 1 else None, ranks=ranks,
-        why=OTHER_INPUT if (site, path) == ("input", "") else "", num_params=len(of_value), kind=BY_PROBE,
+        why=why if (site, path) == ("input", "") else "", num_params=len(of_value), kind=BY_PROBE,
         statistic="l2", statistic_a=row["l2"], statistic_b=other["l2"],
         nonfinite_a=_num_nonfinite(row), nonfinite_b=_num_nonfinite(other),
     )  # fmt: skip

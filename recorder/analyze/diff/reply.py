@@ -11,9 +11,10 @@ import pyarrow.compute as pc
 
 from ...numerics import distributions
 from ...numerics.keys import by_key
+from ...run.notes import raised
 from ...run.reply import Reply, Table, plain
 from ...run.run import Run
-from ...system.text import counted, listed, moment, named, number, span
+from ...system.text import counted, listed, model_in_words, moment, named, number, span
 from .compare import Tolerance
 from .culprit_findings import BY_PROBE, ROUNDING_ALONE, Culprit
 from .culprit_search import START
@@ -61,6 +62,7 @@ def _members(a: Run, b: Run, result: Diff, limit: int) -> dict[str, Any]:
     runs: dict[str, object] = {}
     for side, run in (("a", a), ("b", b)):
         runs |= {side: str(run.path), f"name_{side}": run.name, f"started_ns_{side}": run.started_ns}
+        runs[f"raised_{side}"] = raised(run)
     return {**runs, **rest, **counts, **shown}
 
 
@@ -90,6 +92,8 @@ def _parts(
         path = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
         yield f"{name}: {path}{f', started {moment(run.started_ns)}' if run.started_ns else ''}{jitter}"
     yield _verdict(result, options)
+    for name, run in (("A", a), ("B", b)):
+        yield from (f"note: in {name} {one}" for one in raised(run))
     if result.verdict == "different":
         yield from unlike_models(a, b, options.renames)
     yield from _reasons(result, most, common=options.common)
@@ -138,7 +142,9 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
     )
     alone = [f"{num:,} in {name} alone" for name, num in unpaired if num and not options.common]
     answer, why = result.verdict, ""
-    if alone and not result.table.num_rows:
+    if result.num_probes_differing and not result.table.num_rows:
+        answer = "; ".join(["different by the numbers of the probe alone", *alone])
+    elif alone and not result.table.num_rows:
         is_open = result.unread or result.damage or result.num_incomparable or result.left_out
         answer = f"equal {'as far as compared' if is_open else 'where both runs have it'}; {', '.join(alone)}"
     if result.table.num_rows and set(result.table.column("kind").to_pylist()) == {"dtype"}:
@@ -210,7 +216,7 @@ def _by_reason(problems: Sequence[str]) -> Iterator[str]:
 
 
 def _describe(first: Difference) -> str:
-    value = " ".join(filter(None, (repr(first.module_path), first.site, first.name)))
+    value = " ".join(filter(None, (model_in_words(first.root) + repr(first.module_path), first.site, first.name)))
     when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
     ranks = _rank_cell(first.rank_a, first.rank_b)
     rank = f", rank {ranks}" if ranks else ""
@@ -302,7 +308,8 @@ def accusation(culprit: Culprit, first: Culprit) -> str:
     word = "may follow" if worse and worse == _worse_run(first) and culprit.step > first.step else "culprit"
     stage = "before the step: " if culprit.phase == START else f"{culprit.phase} of "
     shown = ", e.g. " if culprit.phase == START and culprit.module_path is None else ": "
-    return f"{word}: step {culprit.step}, {stage}{_accused(culprit)}{rank}{shown}{_symptom(culprit)}"
+    model = model_in_words(culprit.root)
+    return f"{word}: step {culprit.step}, {model}{stage}{_accused(culprit)}{rank}{shown}{_symptom(culprit)}"
 
 
 def _worse_run(culprit: Culprit) -> str:

@@ -185,6 +185,7 @@ class Difference(NamedTuple):
     """One value that differs between two runs."""
 
     step: int
+    root: str
     module_path: str
     site: str
     name: str

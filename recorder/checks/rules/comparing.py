@@ -30,6 +30,10 @@ class Replica(CheckRule):
     sites, columns = ("param", "grad", "optim", "buffer"), ()
     needs = "it needs parameters, gradients or optimizer states of several ranks"
     advice = "find what one rank did without the others; `recorder first` shows what each rank holds"
+    advice_unreduced = (
+        "nothing reduces the gradients over these ranks: call the wrapper, `ddp(x)` and not `ddp.module(x)`, and run "
+        "the last forward and backward before each update outside of `no_sync()`"
+    )
 
     def add(self, rows: Rows) -> Iterable[Finding]:
         """Report nothing: statistics cannot prove that bits are equal. `finish` reports the caller's comparison."""

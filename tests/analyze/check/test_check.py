@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from recorder.analyze.check import reading
 from recorder.analyze.check.check import _without_parts, check
 from recorder.analyze.check.replicas import NEVER_EQUAL
 from recorder.checks.rule import Finding, Severity
+from recorder.checks.rules.comparing import Replica
 from recorder.checks.rules.values import ONE_BATCH
 from recorder.errors import ConfigError
 from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_row, make_run
@@ -188,6 +190,30 @@ def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool
     assert not any(unjudged.rule == "replica" for unjudged in checked.unjudged)
     ((told, _),) = module.told_of([one])
     assert module.command_of("some run", told) == "recorder first 'some run'"
+
+
+@pytest.mark.parametrize(
+    ("from_step", "of_rank_1", "is_unreduced"),
+    [(0, [2.0, 1.0], True), (1, [2.0, 1.0], False), (0, [2.0, 4.0], False)],
+)
+def test_gradients_that_never_agree_are_not_reduced(
+    tmp_path: Path, from_step: int, of_rank_1: list[float], is_unreduced: bool
+) -> None:
+    """Those that agreed before, and those that one rank has multiplied, were reduced."""
+    run = make_run(tmp_path / "run", world_size=2)
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        rows: list[Row] = []
+        for step, name in itertools.product(range(3), ("weight", "bias")):
+            own = of_rank_1 if rank == 1 and step >= from_step else [1.0, 2.0]
+            about = {"site": "grad", "name": name, "phase": "optimizer", "module_path": "up", "rank": rank}
+            rows.append(make_row(len(rows), own, encoding=None, step=step, fingerprint=f"{int(own[1]):032x}", **about))
+        writer.add_shard([rows])
+        ddp = {"kind": "ddp", "ranks": [0, 1]}
+        writer.finish(roots=[{"name": "model", "class": "Net", "modules": [], "data_parallel": ddp}])
+    (one,) = check(recorder.open_run(run), ["replica"]).findings
+    assert (one.step, one.site) == (from_step, "grad")
+    assert one.advice == (Replica.advice_unreduced if is_unreduced else Replica.advice)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 import recorder
 from recorder.analyze.diff import culprit_findings, pairs
+from recorder.analyze.diff.culprit_events import StepEvent
+from recorder.analyze.diff.culprit_search import CulpritSearch
 from recorder.analyze.diff.diff import diff, payload_bytes
 from recorder.analyze.diff.reply import _by_reason, accusations
 from recorder.errors import LookupFailedError
@@ -498,6 +501,55 @@ def test_nothing_in_common_says_why(tmp_path: Path, columns: dict[str, Any], rea
     with pytest.raises(LookupFailedError, match="have no value in common: ") as error:
         diff(a, b)
     assert f"have no value in common: {reason}" in str(error.value)
+
+
+def with_losses(path: Path, losses: dict[int, float], *, name: str = "eval_loss", weight: float = 1.0) -> recorder.Run:
+    """A parameter at steps 0, 1 and 5, which is `weight` at step 5, and losses by step that the recorder found."""
+    rows = [
+        make_row(step, [weight if step == 5 else 1.0] * 4, step=step, **PARAM) | {"module_path": "up"}
+        for step in (0, 1, 5)
+    ]
+    of_scalar: dict[str, Any] = {"site": "scalar", "name": name, "module_path": "", "micro_step": None}
+    note = json.dumps({"found": "evaluation" if name == "eval_loss" else "backward"})
+    rows += [make_row(9 + step, loss, step=step, note=note, **of_scalar) for step, loss in losses.items()]
+    return write(path, sorted(rows, key=lambda one: int(one["step"])))
+
+
+def test_losses_of_evaluations_that_the_recorder_found_in_both_runs_are_compared(tmp_path: Path) -> None:
+    a = with_losses(tmp_path / "a", {1: 0.5, 5: 0.25})
+    found = diff(a, with_losses(tmp_path / "b", {1: 0.5, 5: 0.75}))
+    assert found.table.select(["step", "name"]).to_pylist() == [{"step": 5, "name": "eval_loss"}]
+    assert (found.verdict, found.culprits) == ("different", [])
+    found = diff(a, with_losses(tmp_path / "c", {1: 0.5}))
+    assert found.is_equal and found.num_compared == 4, "a loss that only one run has is no difference"
+
+
+def test_a_loss_of_an_evaluation_hides_no_culprit(tmp_path: Path) -> None:
+    a, b = with_losses(tmp_path / "a", {1: 0.5}), with_losses(tmp_path / "b", {1: 0.75}, weight=2.0)
+    (one,) = diff(a, b).culprits
+    assert (one.step, one.phase, one.site) == (5, "start", "param")
+
+
+def test_a_training_loss_that_the_recorder_found_is_not_compared_and_diff_says_why(tmp_path: Path) -> None:
+    a, b = (with_losses(tmp_path / str(loss), {1: loss}, name="loss") for loss in (0.5, 0.75))
+    assert diff(a, b).is_equal
+    with pytest.raises(LookupFailedError, match="in common: the recorder found the loss by itself"):
+        diff(a, b, site="scalar")
+
+
+def test_parameters_that_came_apart_explain_an_output_that_ranks_had_alike() -> None:
+    """A backward that differs is not taken for the forward of the module before it, whose parameters differ."""
+    about = ("model", "pos", "output", "", "forward", "train", 0, 0, None, None, False, (), -1)
+    made = StepEvent(1.0, 2, *about)._replace(is_open=True)
+    tok = made._replace(order=0.0, path="tok", is_open=False)
+    back: dict[str, Any] = {"site": "grad_output", "phase": "backward"}
+    events = [tok, made, made._replace(order=2.0, **back), tok._replace(order=3.0, differs=True, **back)]
+    param = tok._replace(order=4.0, path="pos", site="param", name="weight", phase="optimizer", differs=True)
+    for more, wanted in (([], [("forward", "pos")]), ([param], [])):
+        search = CulpritSearch()
+        search.equal_step(0, ["model"])
+        told = [(one.phase, one.path) for one in search.step(2, [*events, *more])]
+        assert [one for one in told if one[0] == "forward"] == wanted
 
 
 def test_nothing_selected_says_what_there_is(tmp_path: Path) -> None:

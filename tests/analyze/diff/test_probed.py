@@ -14,6 +14,9 @@ from recorder.analyze.diff.culprit_findings import BY_PROBE
 from recorder.analyze.diff.reply import accusations, unlike_models
 from recorder.config import DEFAULT_RULES
 from tests.rigs.capturing import flagged
+from tests.rigs.command_line import Cli, cli
+
+__all__ = ["cli"]
 
 BAD_STEP = 15
 """A step of which the default rules keep nothing but scalars and the numbers of the probe."""
@@ -122,3 +125,24 @@ def test_modules_that_only_one_run_evaluates_are_told(sound: Run, tmp_path: Path
 
     lines = list(unlike_models(sound, train(tmp_path, always)))
     assert lines == ["the models differ: in B alone modules are in evaluation mode while the model is trained ('1')"]
+
+
+def evaluated_on(factor: float) -> Spoil:
+    def spoil(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+        if step == BAD_STEP:
+            model.eval()
+            with torch.no_grad():
+                model(x * factor)
+            model.train()
+        return x
+
+    return spoil
+
+
+def test_runs_that_only_the_probe_tells_apart_are_different_by_it_alone(cli: Cli, tmp_path: Path) -> None:
+    a, b = (train(tmp_path / str(factor), evaluated_on(factor)) for factor in (1.0, 1.01))
+    _, _, verdict, probed, culprit, *_ = cli("diff", a.path, b.path).out.splitlines()
+    assert verdict.startswith("different by the numbers of the probe alone: ") and " 0 differ " in verdict
+    assert probed.startswith("keep=probe, ")
+    where = f"step {BAD_STEP - 1}"  # an evaluation belongs to the training step before it
+    assert f"{where}, forward of '' (the root was called with another input in an evaluation): " in culprit
