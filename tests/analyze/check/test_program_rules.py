@@ -619,7 +619,7 @@ def test_an_optimizer_whose_parameters_never_have_a_gradient_is_named(tmp_path: 
 def test_updates_that_go_too_far_behind_a_warm_up_are_named(tmp_path: Path, rate: float, is_found: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Linear(16, 4))
-    with flagged(tmp_path, "site=param keep=probe") as recording:
+    with flagged(tmp_path, "site=param,grad keep=probe") as recording:
         optimizer = torch.optim.Adam(model.parameters(), lr=rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 40))
         for _ in range(100):
