@@ -271,9 +271,12 @@ def test_a_batch_in_another_order_at_each_step_is_full_batch_training(still: int
     ],
 )
 def test_labels_of_equally_many_samples_of_each_class_may_stay(labels: Any, severity: Severity) -> None:
-    """As those of the episodes of few-shot learning."""
-    found = probed(batches(lambda step, rank: {"x": noise(step), LABELS: labels}, steps=60, dtype="int64"))
-    assert [(one.what, one.severity) for one in found] == [("the labels never change", severity)]
+    """As those of the episodes of few-shot learning, but not those of a classifier."""
+    made = batches(lambda step, rank: {"x": noise(step), LABELS: labels}, steps=60, dtype="int64")
+    made.add(0, "encoder", noise(0, shape=(40, 64)))
+    assert [(one.what, one.severity) for one in probed(made)] == [("the labels never change", severity)]
+    made.add(0, "head", noise(0, shape=(len(labels), int(labels.max()) + 1)))
+    assert [one.severity for one in probed(made)] == [Severity.WARNING]
 
 
 @pytest.mark.parametrize(

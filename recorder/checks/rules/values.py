@@ -262,7 +262,7 @@ class Data(CheckRule):
         self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
         """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
         self._balanced = Memory(0.0)
-        """By rank: 1 if the last recorded labels have each class equally often."""
+        """By rank: the number of classes if the last recorded labels have each class equally often; else 0."""
         self._last_order, self._last_l2, self._reordered, self._unmoved = Memory(), Memory(), Memory(), Memory()
         """By rank: hash and l2 of the last recorded batch or labels; the last step at which they came in a new order,
         and the last at which they came in the order of the record before."""
@@ -309,7 +309,7 @@ class Data(CheckRule):
                 more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
                 if one.what == _AGAIN and (is_kept or (more and self._is_shuffled(lane, one.first_step))):
                     severity, more, one = Severity.NOTE, _KEPT if is_kept else _SHUFFLED, one._replace(advice=_MEANT)
-                if one.what == _SAME_LABELS and self._balanced.of(lane) == 1:
+                if one.what == _SAME_LABELS and self._are_of_episode(lane):
                     severity, one = Severity.NOTE, one._replace(advice=_EPISODE)
                 if one.what.startswith(_ONE_CLASS):
                     one = one._replace(advice=_SHUFFLE)
@@ -320,6 +320,15 @@ class Data(CheckRule):
     def _is_shuffled(self, lane: int, since: int) -> bool:
         """Return whether all records from a step on had the elements of the record before in another order."""
         return self._reordered.of(lane) > since and not self._unmoved.of(lane) >= since
+
+    def _are_of_episode(self, lane: int) -> bool:
+        """Return whether labels have each class equally often, and no module scores these classes.
+
+        In the episodes of few-shot learning, distances between outputs score the classes.
+        """
+        num_scores = self._balanced.of(lane) * math.prod(self.catalog.about_of(lane).shape)
+        shapes = self._shapes(self.catalog.key_of(lane).root, "output").values()
+        return num_scores > 0 and all(math.prod(shape) != num_scores for shape in shapes)
 
     def _shapes(self, root: str, site: str) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shapes of outputs or of their gradients in training, by module path and name."""
@@ -440,7 +449,7 @@ class Data(CheckRule):
         is_mixed = np.where(is_float, rows["std"] > 0, np.abs(roots - np.round(roots)) > 1e-6 * roots)
         self._mixed[rows.lanes[is_mixed]] = rows.steps[is_mixed].astype(np.float64)
         self._numbered[rows.lanes[distance >= 0]] = (is_even & (distance >= 1))[distance >= 0].astype(np.float64)
-        self._balanced[rows.lanes[distance >= 0]] = _are_balanced(rows)[distance >= 0].astype(np.float64)
+        self._balanced[rows.lanes[distance >= 0]] = _balanced(rows)[distance >= 0]
         is_same = sizes == previous(rows.lanes, sizes, self._last)
         self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
         is_same &= is_mixed | (is_float & is_told & (sizes > 0))
@@ -490,13 +499,16 @@ def _are_of_one_class(rows: Rows) -> Flags:
     return np.asarray((low == _IGNORED) & (high >= 0) & is_of_two & (num_high >= _LEAST_ELEMENTS))
 
 
-def _are_balanced(rows: Rows) -> Flags:
-    """Return, for each row of labels, whether its statistics show each of the numbers 0 to k - 1 equally often."""
-    num, middle = rows["max"] + 1, rows["max"] / 2
+def _balanced(rows: Rows) -> Floats:
+    """Return the number k of classes for each row of labels whose statistics are those of 0 to k - 1 equally often.
+
+    For other rows, return 0.
+    """
+    num = rows["max"] + 1
     with np.errstate(all="ignore"):
         is_even = np.abs(12 * rows["std"] ** 2 / (num**2 - 1) - 1) < 1e-6
-        is_even &= (np.abs(rows["mean"] - middle) < 1e-6 * num) & (np.mod(rows["numel"], num) == 0)
-    return np.asarray(is_even & (rows["min"] == 0) & (num < rows["numel"]) & ~rows.are_float())
+        is_even &= (np.abs(2 * rows["mean"] - num + 1) < 1e-6 * num) & (np.mod(rows["numel"], num) == 0)
+    return np.where(is_even & (rows["min"] == 0) & (num < rows["numel"]) & ~rows.are_float(), num, 0.0)
 
 
 def _sizes(rows: Rows) -> Floats:
