@@ -88,7 +88,7 @@ class ModuleFacts(NamedTuple):
     uncleared: int | None = None
     """The first known step at which a gradient of the module was added to that of the step before."""
     given_again: int | None = None
-    """The first known step by which the model's first argument had been one and the same tensor for many calls."""
+    """The step since which the model's first argument is one of a few tensors, if it is so for many calls."""
     rates: Mapping[str, str] = MappingProxyType({})
     """For each parameter of an optimizer, the scalar that records its learning rate."""
 

@@ -7,7 +7,7 @@ few numbers for each lane (a value on one rank). This module must never open a f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, NamedTuple
@@ -303,8 +303,8 @@ class PartsRule(CheckRule):
 class WaitingFindings:
     """Findings held back until the end of the run. A finding whose condition has ended by then becomes a note."""
 
-    def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
-        """Take the words to add if a condition has ended, and the `Spells`, one of which `keep` selects by `number`."""
+    def __init__(self, ended: Callable[[int], str], spells: Sequence[Spells]) -> None:
+        """Take the words to add if a lane's condition has ended, and the `Spells`, which `keep` selects by `number`."""
         self._ended, self._spells = ended, spells
         self._findings: dict[tuple[int, int], Finding] = {}
 
@@ -318,5 +318,5 @@ class WaitingFindings:
     def finish(self) -> Iterator[Finding]:
         for (number, lane), one in self._findings.items():
             if self._spells[number].has_ended(lane):
-                one = one._replace(severity=Severity.NOTE, what=one.what + self._ended)
+                one = one._replace(severity=Severity.NOTE, what=one.what + self._ended(lane))
             yield one

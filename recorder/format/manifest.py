@@ -99,7 +99,7 @@ class RecordedModule:
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
     given_again: int | None = None
-    """The first step seen by which the root's first argument had been one and the same tensor for 16 calls."""
+    """The step since which the root's first argument is one of at most four tensors, if it is so for 16 calls."""
     members: Mapping[str, Any] = field(default_factory=dict)
     """The module's JSON in the manifest, for code that writes it again."""
 

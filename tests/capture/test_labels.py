@@ -183,6 +183,33 @@ def test_the_manifest_says_if_the_model_was_always_given_one_tensor(tmp_path: Pa
     assert (module.given_again is not None) is is_kept
 
 
+@pytest.mark.parametrize(("is_new", "since"), [(lambda step: False, 0), (lambda step: step == 9, 9), (bool, None)])
+def test_the_manifest_says_since_when_a_model_was_given_a_few_tensors_by_turns(
+    tmp_path: Path, is_new: Callable[[int], bool], since: int | None
+) -> None:
+    model, kept = net(), [torch.randn(3, 4) for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        for step in range(70):
+            given = torch.randn(3, 4) if is_new(step) else kept[1]
+            (model(kept[0]).square().mean() + model(given).mean()).backward()
+            optimizer.step()
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.given_again == since
+
+
+@pytest.mark.parametrize("num_new", [0, 40])
+def test_the_manifest_takes_back_that_a_model_is_given_one_tensor(tmp_path: Path, num_new: int) -> None:
+    model, x = net(), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        for step in range(40 + num_new):
+            model(x if step < 40 else torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.given_again == (None if num_new else 0)
+
+
 @pytest.mark.parametrize(("rule", "is_asked"), [("name=loss.labels keep=tensor", True), ("keep=tensor", False)])
 def test_a_rule_that_names_them_is_enough_and_one_without_a_name_is_not(
     tmp_path: Path, rule: str, is_asked: bool

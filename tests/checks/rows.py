@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from recorder.checks.engine import Engine, Verdict
-from recorder.checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
+from recorder.checks.rows import IS_PROBE, About, Catalog, ModuleFacts, Rows, SeriesKey
 from recorder.checks.rule import CheckRule
 
 Made = list[tuple[int, int, dict[str, float]]]
@@ -24,7 +24,10 @@ class Recorded:
         self._rows: Made = []
 
     def add(self, step: int, module_path: str, values: Any, *, rank: int = 0, **more: Any) -> None:
-        """A row with the statistics of an array, with `whole`, the elements of all ranks, of a chunk."""
+        """A row with the statistics of an array, with `whole`, the elements of all ranks, of a chunk.
+
+        `numbers` are further columns. With `is_probe`, it is a row of the probe, which has the norm alone.
+        """
         array = np.asarray(values, np.float64)
         words = {"root": "model", "site": "output", "name": "", "mode": "train", "phase": "forward", "scope": ""}
         key = SeriesKey(module_path=module_path, **(words | {name: more[name] for name in words if name in more}))
@@ -41,6 +44,10 @@ class Recorded:
         if finite.size:
             numbers |= {"mean": finite.mean(), "std": finite.std(), "min": finite.min(), "max": finite.max()}
             numbers |= {"absmax": np.abs(finite).max(), "l2": np.sqrt((finite**2).sum())}
+        if more.get("is_probe"):
+            kept = ("numel", "sum_sq", "l2", "nan_count", "inf_count")
+            numbers = {name: value for name, value in numbers.items() if name in kept} | {IS_PROBE: 1}
+        numbers |= more.get("numbers", {})
         self._rows.append((step, int(lane[0]), {name: float(value) for name, value in numbers.items()}))
 
     def rows(self, made: Made) -> Rows:

@@ -232,6 +232,53 @@ def test_one_batch_at_every_step_may_be_full_batch_training(is_kept: bool) -> No
     assert judged(lambda step, rank: {"x": signs, "y": noise(1)}) == [("y", word, False)], "nothing tells x apart"
 
 
+@pytest.mark.parametrize(("given", "severity"), [(0, Severity.NOTE), (30, Severity.WARNING), (None, Severity.WARNING)])
+def test_tensors_that_the_model_was_given_all_along_are_no_stuck_loader(given: int | None, severity: Severity) -> None:
+    """Also where the number of calls in a step changes, as with LBFGS."""
+    recorded = Recorded()
+    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), given_again=given)
+    for step in range(40):
+        for call in range(2 if step < 30 else 2 + step % 5):
+            recorded.add(step, "", noise(call % 2), site="input", name="x")
+    (one,) = said(recorded, Data)
+    assert (one.severity, "the very same tensors" in one.what) == (severity, given == 0)
+
+
+@pytest.mark.parametrize("still", [None, 3, 30])
+def test_a_batch_in_another_order_at_each_step_is_full_batch_training(still: int | None) -> None:
+    recorded = Recorded()
+    for step in range(40):
+        is_known = step < 10 or step % 10 == 0 or step in (29, 30)  # the others are numbers of the probe
+        order = {"fingerprint.hash": float(step - (step == still))} if is_known else {}
+        values = np.random.default_rng(step).permutation(noise(0).ravel())
+        recorded.add(step, "", values, site="input", name="x", numbers=order, is_probe=not is_known)
+    (one,) = said(recorded, Data)
+    assert one.severity is (Severity.NOTE if still is None else Severity.WARNING)
+    assert ("in another order" in one.what) is (still is None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "severity"),
+    [
+        (np.arange(5).repeat(5), Severity.NOTE),
+        (np.arange(12) % 3, Severity.NOTE),
+        (np.arange(10) // 5, Severity.NOTE),
+        (np.arange(5).repeat(5) + 1, Severity.WARNING),
+        (2 * np.arange(5).repeat(5), Severity.WARNING),
+        (np.r_[np.arange(5).repeat(5)[:-1], 3], Severity.WARNING),
+        (np.r_[np.zeros(7), np.ones(5)], Severity.WARNING),
+        (np.arange(32) % 5, Severity.WARNING),
+    ],
+)
+def test_labels_of_equally_many_samples_of_each_class_may_stay(labels: Any, severity: Severity) -> None:
+    """As those of the episodes of few-shot learning, but not those of a classifier."""
+    made = batches(lambda step, rank: {"x": noise(step), LABELS: labels}, steps=60, dtype="int64")
+    made.add(0, "encoder", noise(0, shape=(40, 64)))
+    assert [(one.what, one.severity) for one in probed(made)] == [("the labels never change", severity)]
+    made.add(0, "head", noise(0, shape=(len(labels), int(labels.max()) + 1)))
+    assert [one.severity for one in probed(made)] == [Severity.WARNING]
+
+
 @pytest.mark.parametrize(
     "values, is_said",
     [

@@ -497,6 +497,83 @@ def test_a_bias_of_which_only_differences_enter_the_loss_has_no_gradient_and_tha
     assert ("only differences of these outputs enter the loss" in one.what) is is_of_differences
 
 
+@pytest.mark.parametrize("is_of_differences", [False, True])
+@pytest.mark.parametrize("is_in_two", [False, True])
+def test_what_others_send_back_through_a_critic_is_no_gradient_of_its_bias(
+    is_of_differences: bool, is_in_two: bool
+) -> None:
+    """The loss of a WGAN: in two backwards or in one, after those of a penalty and of the generator, at each fifth
+    step, and at the end of the training once more."""
+
+    def scores(recorded: Recorded, step: int, micro_step: int, values: Any) -> None:
+        numbers = {"micro_step": micro_step}
+        recorded.add(step, "score", values, site="grad_output", phase="backward", numbers=numbers)
+
+    recorded = Recorded()
+    for step in range(20):
+        if step % 5 == 4 or step == 19:
+            scores(recorded, step, 0, np.full(16, 1 / 16))
+        if step == 19:
+            break
+        scores(recorded, step, 1, np.ones(16))
+        for call in range(2):
+            gradient = noise(step, shape=(16, 1)) * (-1 if call and is_of_differences else 1)
+            scores(recorded, step, 2 + call * is_in_two, gradient)
+        recorded.add(step, "score", noise(step, 1), **OPTIMIZER, site="grad")
+        recorded.add(step, "score", np.zeros(1), **OPTIMIZER | {"name": "bias"}, site="grad")
+    (one,) = said(recorded, NoGradient)
+    assert one.severity is (Severity.NOTE if is_of_differences else Severity.WARNING)
+    assert ("only differences of these outputs enter the loss" in one.what) is is_of_differences
+    assert one.advice.startswith("nothing is wrong") is is_of_differences
+
+
+@pytest.mark.parametrize("flows", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gradients_that_are_zeroed_behind_the_backward_are_said_to_be(flows: bool, has_bias: bool) -> None:
+    """Where only weights have gradients of zeros, their inputs may be zeros."""
+    recorded = Recorded()
+    for step in range(6):
+        for path in ("up", "down"):
+            gradient = noise(step, scale=1.0 if flows else 0.0)
+            recorded.add(step, path, gradient, site="grad_output", phase="backward")
+            for name in ("weight", "bias")[: 1 + has_bias]:
+                recorded.add(step, path, np.zeros(4), **OPTIMIZER | {"name": name}, site="grad")
+        recorded.add(step, "up", noise(step), **OPTIMIZER, site="grad", scope="local")
+    found = said(recorded, NoGradient)
+    assert len(found) == 2 + 2 * has_bias
+    for one in found:
+        assert one.severity is Severity.WARNING
+        assert ("between the backward and the update" in one.what) is (flows and has_bias)
+        assert ("zero_grad" in one.advice) is (flows and has_bias)
+    recorded.add(6, "other", noise(6), **OPTIMIZER, site="grad")
+    assert not any("between the backward" in one.what for one in said(recorded, NoGradient))
+
+
+@pytest.mark.parametrize("between", [0.0, 1.0])
+def test_a_gradient_that_flows_between_two_records_is_not_zero_since_the_first(between: float) -> None:
+    """As with a loss that has a margin."""
+    recorded = Recorded({"norm": "BatchNorm2d"})
+    for step in range(40):
+        is_zero, is_probe = step % 10 == 0 and step > 0, step % 10 > 0
+        values = noise(step, scale=0.0 if is_zero else between if step > 9 else 1.0)
+        recorded.add(step, "up", values, **OPTIMIZER, site="grad", is_probe=is_probe)
+        channels = noise(step, 1, shape=(8,)) * (np.arange(8) >= 7)
+        recorded.add(step, "norm", channels, **OPTIMIZER | {"name": "bias"}, site="grad", is_probe=is_probe)
+    found = {one.module_path: (one.since, one.severity) for one in said(recorded, NoGradient)}
+    expected = {"norm": (0, Severity.WARNING)} | ({} if between else {"up": (10, Severity.WARNING)})
+    assert found == expected, "a norm does not tell how many channels are dead"
+
+
+@pytest.mark.parametrize(("is_rare", "words"), [(True, " in most records"), (False, ", but not later")])
+def test_a_gradient_that_is_there_now_and_then_is_said_to_be_zero_in_most_records(is_rare: bool, words: str) -> None:
+    recorded = Recorded()
+    for step in range(40):
+        values = noise(step, scale=float(step > 5 and (step % 8 == 0 or not is_rare)))
+        recorded.add(step, "up", values, **OPTIMIZER, site="grad", is_probe=step % 10 > 0 and step > 5)
+    (one,) = said(recorded, NoGradient)
+    assert (one.what, one.severity) == (f"the gradient is zero in all elements{words}", Severity.NOTE)
+
+
 def test_a_sparse_gradient_is_a_gradient_and_its_indices_are_none() -> None:
     recorded = Recorded()
     for step in range(6):

@@ -31,7 +31,7 @@ from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
 _OFTEN_GIVEN = 16
-"""The fewest calls in a row with one tensor as first argument after which the manifest says so."""
+"""The fewest calls in a row with one of a few tensors as first argument after which the manifest says so."""
 _RATES = ("dropout", "drop_prob", "dropout_p", "attention_dropout", "attn_dropout")
 """The attributes in which a module keeps the rate of a dropout that the module applies itself."""
 _OTHERS = "parameters, gradients and optimizer state are"
@@ -232,8 +232,9 @@ class Inventory:
                     num_trained += 1
                 else:
                     untrained.setdefault(i, []).append(name)
-            if hooked.times_given >= _OFTEN_GIVEN and "given_again" not in described:
-                self._add(i, {"given_again": step})
+            given = hooked.given_since if hooked.times_given >= _OFTEN_GIVEN else None
+            if given != described.get("given_again"):
+                self._add(i, {"given_again": given})
         if not is_trained or trains_any:
             self._evaluated_since = None
         elif self._evaluated_since is None:  # a validation between a backward and its update, perhaps

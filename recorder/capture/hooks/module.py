@@ -34,6 +34,8 @@ _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
 _UNKNOWN = None, NOTHING, False
 _MAX_LEAVES = 4096
+_MOST_GIVEN = 4
+"""The most tensors that a model is given by turns where they are told from tensors that are new at each call."""
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
 
@@ -57,6 +59,7 @@ class HookedModule:
         "_disarmed",
         "_first",
         "_given",
+        "_given_before",
         "_handles",
         "_has_after",
         "_is_callable",
@@ -71,6 +74,7 @@ class HookedModule:
         "_wants_local",
         "capture",
         "class_name",
+        "given_since",
         "has_entered",
         "is_expert",
         "is_hidden",
@@ -112,8 +116,10 @@ class HookedModule:
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
         self._given: Callable[[], torch.Tensor | None] = lambda: None
-        self.times_given = 0
-        """For how many calls in training, one after the other, the model's first argument has been one tensor."""
+        self._given_before: tuple[Callable[[], torch.Tensor | None], ...] = ()
+        self.times_given, self.given_since = 0, 0
+        """For how many calls in training, in a row, the first argument has been one of a few tensors, and since which
+        step."""
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, tree.Hook]] = []
         """The hooks that were taken off because they have nothing to record now, each with its handle."""
@@ -251,9 +257,17 @@ class HookedModule:
         is_first = not self.node_path and slice_.moment.mode == "train" and phase == "forward"
         for name, tensor in leaves:
             if is_first:
-                is_first, self.times_given = False, self.times_given + 1 if self._given() is tensor else 1
-                self._given = weakref.ref(tensor)
+                is_first = False
+                self._note_given(tensor, slice_.moment.step)
             self._see("input", name, tensor, entered, value_mask, gradient_mask)
+
+    def _note_given(self, tensor: torch.Tensor, step: int) -> None:
+        self._given = weakref.ref(tensor)
+        if any(known() is tensor for known in self._given_before):
+            self.times_given += 1
+        else:
+            self.times_given, self.given_since = 1, step
+            self._given_before = (*self._given_before[1 - _MOST_GIVEN :], self._given)
 
     def keep_of_labels(self) -> int:
         """Return what to keep of the labels of a loss at this step, as bits of KEEP_*."""

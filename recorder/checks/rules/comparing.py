@@ -306,7 +306,7 @@ class Unusual(BaselineRule):
     def set_up(self) -> None:
         super().set_up()
         self._spells = [Spells() for _ in STATISTICS]
-        self._waiting = WaitingFindings(", and returned to normal", self._spells)
+        self._waiting = WaitingFindings(lambda _: ", and returned to normal", self._spells)
         self._first_step: int | None = None
 
     def add(self, rows: Rows) -> Iterator[Finding]:

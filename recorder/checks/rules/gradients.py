@@ -15,7 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...sites import OBJECTIVE, OBJECTIVE_COSINE, objectives_in
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, began, grouped, modules_of
+from ..rows import (
+    IS_PROBE,
+    Catalog,
+    Flags,
+    Floats,
+    Integers,
+    Memory,
+    Rows,
+    SeriesKey,
+    Spells,
+    began,
+    grouped,
+    modules_of,
+)  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
@@ -24,6 +37,10 @@ _Param = tuple[str, str, str]
 """A parameter: the root, the module path and the name."""
 _NO_SUM = 1e-3
 """A sum of gradients below this part of the largest possible sum is zero but for rounding."""
+_OF_DIFFERENCES = ", as only differences of these outputs enter the loss: their gradients sum up to zero"
+_KEEP = "nothing is wrong if only the differences of these outputs are meant to be learnt"
+_ZEROED = "something zeroes the gradients between the backward and the update"
+_CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
@@ -156,7 +173,8 @@ class Exploding(StreakRule):
 class NoGradient(StreakRule):
     name = "no_gradient"
     sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
-    sites, columns, more_columns = ("grad", "param"), ("zero_count", "numel"), ("sum_sq",)
+    sites, columns, reads_probe = ("grad", "param"), ("zero_count", "numel"), True
+    more_columns = ("sum_sq", "micro_step")
     settings = (
         Setting("records", 3, "records", "smdebug's UnchangedTensor"),
         Setting("channels", 0.7, "of the channels of a batch norm", "as `dead_units`"),
@@ -167,7 +185,9 @@ class NoGradient(StreakRule):
 
     def set_up(self) -> None:
         self._spells = Spells(weight=1e6)
-        self._waiting = WaitingFindings(", but not later", [self._spells])
+        self._waiting = WaitingFindings(self._ended, [self._spells])
+        self._num, self._num_zero = Memory(0.0), Memory(0.0)
+        """By gradient and rank, the number of steps at which its norm is known, and of those at which it is zero."""
         self._first_step: int | None = None
         """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
@@ -183,18 +203,23 @@ class NoGradient(StreakRule):
         return is_gradient or key.site == "grad_output"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        is_grad = rows.at("grad")
-        self._note_sums(rows.take(rows.at("grad_output")))
-        params = rows.take(rows.at("param")).by_lane()
+        recorded = rows.without_probe()
+        self._note_sums(recorded)
+        params = recorded.take(recorded.at("param")).by_lane()
         self._num_params.sums(params.lanes, np.ones(len(params)))
         began(params.lanes, params["sum_sq"], self._began)
         self._moved[params.lanes[params["sum_sq"] != self._began[params.lanes]]] = 1.0
-        if not is_grad.any():
-            return
-        rows = rows.take(is_grad)
         if self._first_step is None:
-            self._first_step = int(rows.steps[0])
+            if not (is_grad := recorded.at("grad")).any():
+                return
+            self._first_step = int(recorded.steps[is_grad][0])
+        rows = rows.take(rows.at("grad"))
         rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
+        size = rows.over_chunks(rows["sum_sq"])
+        self._num.sums(rows.lanes, np.ones(len(rows)))
+        self._num_zero.sums(rows.lanes, (size == 0).astype(np.float64))
+        # Between two records, the probe shows that a gradient flows. Its norm does not tell which channels are dead.
+        rows = rows.take((rows[IS_PROBE] != 1) | ((size > 0) & ~self._are_of_channels(rows)))
         flags, values = self.judge(rows)
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
@@ -204,25 +229,47 @@ class NoGradient(StreakRule):
             one = self.finding(lane, step, what, self.measure, values[row], 1.0, since=since)
             yield from self._waiting.keep(lane, one)
 
+    def _ended(self, lane: int) -> str:
+        return " in most records" if self._num_zero.of(lane) > self._num.of(lane) / 2 else ", but not later"
+
     def _note_sums(self, rows: Rows) -> None:
-        """Note the sums of the gradients of modules' outputs over the calls of a step: the gradient of a bias."""
+        """Note the sums of the gradients of a module's output, at the steps at which its parameters have gradients.
+
+        A bias has the sum over some micro-steps of the step, one after the other. The others are thrown away, as those
+        in which a critic gets the loss of the generator, or a call of `torch.autograd.grad`. The nearest sum to zero
+        counts.
+        """
         modules, known = modules_of(rows)
-        ids, firsts = grouped(modules, rows.ranks, rows.steps)
-        total, squares, num = (np.bincount(ids, np.nan_to_num(rows[name])) for name in ("sum", "sum_sq", "numel"))
-        with np.errstate(all="ignore"):
-            share = np.nan_to_num(np.abs(total) / np.sqrt(num * squares), nan=1.0)
-        for module, one in zip(modules[firsts].tolist(), share.tolist(), strict=True):
+        places = grouped(modules, rows.ranks, rows.steps)[0]
+        chosen = rows.at("grad_output") & (rows["sum_sq"] > 0) & np.isin(places, places[rows.at("grad")])
+        rows, modules, places = rows.take(chosen), modules[chosen], places[chosen]
+        ids, firsts = grouped(places, np.nan_to_num(rows["micro_step"]).astype(np.int64))
+        values = np.array([np.bincount(ids, np.nan_to_num(rows[name])) for name in ("sum", "sum_sq", "numel")])
+        places, least = places[firsts], np.full(len(firsts), np.inf)
+        sums, starts, length = np.zeros_like(values), np.arange(len(firsts)), 0
+        while len(starts):  # as many rounds as a step has micro-steps
+            sums[:, starts] += values[:, starts + length]
+            total, squares, num = sums[:, starts]
+            least[starts] = np.minimum(least[starts], np.abs(total) / np.sqrt(num * squares))
+            length += 1
+            starts = starts[starts + length < len(firsts)]
+            starts = starts[places[starts] == places[starts + length]]
+        _, begins = np.unique(places, return_index=True)
+        shares = np.minimum.reduceat(least, begins) if len(begins) else least
+        for module, one in zip(modules[firsts][begins].tolist(), shares.tolist(), strict=True):
             self._largest_sum[known[module]] = max(self._largest_sum.get(known[module], 0.0), one)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
         share = np.nan_to_num(zeros / np.maximum(numel, 1))
         # A batch norm's channel has values above and below its bias, so that a few samples do not close it by chance.
-        is_bias = rows.where(
+        least = np.where(self._are_of_channels(rows), self.thresholds["channels"], 1.0)
+        return ((share >= 1) | (share > least)) & (numel > 0), share
+
+    def _are_of_channels(self, rows: Rows) -> Flags:
+        return rows.where(
             "bias of channels", lambda key: key.name == "bias" and "BatchNorm" in self.catalog.class_of(key)
         )
-        least = np.where(is_bias, self.thresholds["channels"], 1.0)
-        return ((share >= 1) | (share > least)) & (numel > 0), share
 
     def finish(self) -> Iterator[Finding]:
         """Report the parameters that never had a gradient, and the gradients that are zero in all elements.
@@ -236,6 +283,7 @@ class NoGradient(StreakRule):
         # The gradient of an embedding may be sparse, and is then recorded as `weight.values`.
         having = {(key.root, key.module_path, key.name.partition(".")[0]) for key in keys if key.site == "grad"}
         alike = {(root, template(path), name) for root, path, name in having}
+        zeroed = {root for root, path, name in having if "bias" in name and self._sum_of(root, path, 0.0) > _NO_SUM}
         frozen = {(*of, name) for of, facts in self.catalog.modules.items() for name in facts.frozen}
         params = frozen | {(key.root, key.module_path, key.name) for key in keys if key.site == "param"}
         alone = frozen & _alone(params, having)
@@ -254,6 +302,8 @@ class NoGradient(StreakRule):
         idle = self._idle(having)
         for lane in range(self.catalog.num_lanes):
             key, num = self.catalog.key_of(lane), self._num_params.of(lane)
+            if self._num_zero.of(lane) < self._num.of(lane) and key.scope != "local":  # which the backward makes
+                zeroed.discard(key.root)
             module = self.catalog.modules.get((key.root, key.module_path))
             is_asked = module is None or "grad" in module.sites
             never = key.site == "param" and (key.root, key.module_path, key.name) not in having
@@ -273,9 +323,14 @@ class NoGradient(StreakRule):
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 yield self.finding(lane, 0, what, measure, num, limit, severity)
         for found in self._waiting.finish():
-            is_bias = found.name == "bias" and self._largest_sum.get((found.root, found.module_path), 1.0) < _NO_SUM
-            what = f"{found.what}, as only differences of these outputs enter the loss: their gradients sum up to zero"
-            yield found._replace(severity=Severity.NOTE, what=what) if is_bias else found
+            if found.root in zeroed:
+                found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)
+            elif found.name == "bias" and self._sum_of(found.root, found.module_path, 1.0) < _NO_SUM:
+                found = found._replace(severity=Severity.NOTE, what=found.what + _OF_DIFFERENCES, advice=_KEEP)
+            yield found
+
+    def _sum_of(self, root: str, path: str, otherwise: float) -> float:
+        return self._largest_sum.get((root, path), otherwise)
 
     def _idle(self, having: Set[_Param]) -> dict[_Param, str]:
         """Return parameters that should have a gradient, because an optimizer has them, each with a further reason.

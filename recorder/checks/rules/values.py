@@ -225,6 +225,10 @@ _COPIES = "unless the model is to copy or to sort, shift the labels, so that eac
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
 _SHUFFLE = "look whether the data set is sorted by class, and whether the loader shuffles it"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
+_SHUFFLED = "; the same samples come in another order each time, as in full-batch training with a loader that shuffles"
+_KEPT = "; these are the very same tensors each time: this is full-batch training, or a batch that was drawn once"
+_MEANT = "nothing is wrong if each step is meant to see all samples"
+_EPISODE = "nothing is wrong if each batch is made of equally many samples of each class, in this order"
 
 
 class Data(CheckRule):
@@ -257,8 +261,11 @@ class Data(CheckRule):
         """The findings that later records may contradict or explain, each with the input and rank."""
         self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
         """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
-        self._last_order, self._last_l2, self._reordered = Memory(), Memory(), Memory()
-        """By rank: hash and l2 of the last recorded labels; the last step at which they came in a new order."""
+        self._balanced = Memory(0.0)
+        """By rank: the number of classes if the last recorded labels have each class equally often; else 0."""
+        self._last_order, self._last_l2, self._reordered, self._unmoved = Memory(), Memory(), Memory(), Memory()
+        """By rank: hash and l2 of the last recorded batch or labels; the last step at which they came in a new order,
+        and the last at which they came in the order of the record before."""
         self._had_values = Memory()
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
         self._first_of: dict[str, str] = {}
@@ -276,8 +283,8 @@ class Data(CheckRule):
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at) > 1:
                 yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
-        sizes = told["l2"].astype(np.float32).astype(np.float64) + 0.0  # the probe has only the digits of a float32
-        self._judge_repeats(*_batches(told, sizes.view(np.uint64)))
+        self._judge_repeats(*_batches(told, (_sizes(told) + 0.0).view(np.uint64)))
+        self._note_order(rows.take(rows["fingerprint.hash"] >= 0).by_lane())
         firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
         yield from self._emptied(firsts)
         yield from self._judge_size(firsts.without_probe())
@@ -295,15 +302,33 @@ class Data(CheckRule):
             is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
             is_void |= one.what == _SAME_LABELS and self._reordered.of(lane) > one.first_step
             is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
-            is_kept = root is not None and root.given_again is not None and of_lane[lane] not in changed
+            given = None if root is None else root.given_again
+            is_kept = given is not None and (of_lane[lane] not in changed or given <= one.first_step)
             severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
             if not is_void:
                 more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
+                if one.what == _AGAIN and (is_kept or (more and self._is_shuffled(lane, one.first_step))):
+                    severity, more, one = Severity.NOTE, _KEPT if is_kept else _SHUFFLED, one._replace(advice=_MEANT)
+                if one.what == _SAME_LABELS and self._are_of_episode(lane):
+                    severity, one = Severity.NOTE, one._replace(advice=_EPISODE)
                 if one.what.startswith(_ONE_CLASS):
                     one = one._replace(advice=_SHUFFLE)
                 if one.what.startswith(_ONE_CLASS) and self._are_ranked(lane):
                     severity, more = Severity.NOTE, _RANKED
                 yield one._replace(severity=severity, what=one.what + more)
+
+    def _is_shuffled(self, lane: int, since: int) -> bool:
+        """Return whether all records from a step on had the elements of the record before in another order."""
+        return self._reordered.of(lane) > since and not self._unmoved.of(lane) >= since
+
+    def _are_of_episode(self, lane: int) -> bool:
+        """Return whether labels have each class equally often, and no module scores these classes.
+
+        In the episodes of few-shot learning, distances between outputs score the classes.
+        """
+        num_scores = self._balanced.of(lane) * math.prod(self.catalog.about_of(lane).shape)
+        shapes = self._shapes(self.catalog.key_of(lane).root, "output").values()
+        return num_scores > 0 and all(math.prod(shape) != num_scores for shape in shapes)
 
     def _shapes(self, root: str, site: str) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shapes of outputs or of their gradients in training, by module path and name."""
@@ -406,9 +431,16 @@ class Data(CheckRule):
                 one = self.finding(lane, step, what, "root mean square", rms[index], limit, Severity.NOTE, since)
                 yield one._replace(advice=_NORMALISE)
 
+    def _note_order(self, rows: Rows) -> None:
+        hashes, sizes = rows["fingerprint.hash"], _sizes(rows)
+        is_moved = hashes != previous(rows.lanes, hashes, self._last_order)
+        is_same = sizes == previous(rows.lanes, sizes, self._last_l2)
+        for memory, flags in ((self._reordered, is_moved & is_same), (self._unmoved, ~is_moved)):
+            memory[rows.lanes[flags]] = rows.steps[flags].astype(np.float64)
+
     def _judge_labels(self, rows: Rows) -> None:
         """Look for labels, of several classes, that are those of the record before. The probe has their l2 alone."""
-        sizes = rows["l2"].astype(np.float32).astype(np.float64)
+        sizes = _sizes(rows)
         with np.errstate(all="ignore"):
             roots, numel = sizes / np.sqrt(rows["numel"]), rows["numel"]
             distance = (rows["max"] - rows["min"]) / (numel - 1)
@@ -417,11 +449,7 @@ class Data(CheckRule):
         is_mixed = np.where(is_float, rows["std"] > 0, np.abs(roots - np.round(roots)) > 1e-6 * roots)
         self._mixed[rows.lanes[is_mixed]] = rows.steps[is_mixed].astype(np.float64)
         self._numbered[rows.lanes[distance >= 0]] = (is_even & (distance >= 1))[distance >= 0].astype(np.float64)
-        known = rows.take(rows["fingerprint.hash"] >= 0)
-        hashes = known["fingerprint.hash"]
-        is_moved = hashes != previous(known.lanes, hashes, self._last_order)
-        is_moved &= known["l2"] == previous(known.lanes, known["l2"], self._last_l2)
-        self._reordered[known.lanes[is_moved]] = known.steps[is_moved].astype(np.float64)
+        self._balanced[rows.lanes[distance >= 0]] = _balanced(rows)[distance >= 0]
         is_same = sizes == previous(rows.lanes, sizes, self._last)
         self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
         is_same &= is_mixed | (is_float & is_told & (sizes > 0))
@@ -469,6 +497,22 @@ def _are_of_one_class(rows: Rows) -> Flags:
         is_of_two = np.abs(rows["l2"] ** 2 / numel - (low + high) * mean + low * high) <= 1e-9 * low * low
         num_high = np.round(numel * (mean - low) / (high - low))
     return np.asarray((low == _IGNORED) & (high >= 0) & is_of_two & (num_high >= _LEAST_ELEMENTS))
+
+
+def _balanced(rows: Rows) -> Floats:
+    """Return the number k of classes for each row of labels whose statistics are those of 0 to k - 1 equally often.
+
+    For other rows, return 0.
+    """
+    num = rows["max"] + 1
+    with np.errstate(all="ignore"):
+        is_even = np.abs(12 * rows["std"] ** 2 / (num**2 - 1) - 1) < 1e-6
+        is_even &= (np.abs(2 * rows["mean"] - num + 1) < 1e-6 * num) & (np.mod(rows["numel"], num) == 0)
+    return np.where(is_even & (rows["min"] == 0) & (num < rows["numel"]) & ~rows.are_float(), num, 0.0)
+
+
+def _sizes(rows: Rows) -> Floats:
+    return rows["l2"].astype(np.float32).astype(np.float64)  # the probe has only the digits of a float32
 
 
 def _tells_apart(rows: Rows) -> Flags:
