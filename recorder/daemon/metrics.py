@@ -66,7 +66,7 @@ _DROP_REASONS = (
 )
 """The reasons whose counts of dropped rows are served as 0 before a row is dropped. FORMAT.md allows more reasons."""
 
-_LIVE_RULES = (("nonfinite", "error", ""), ("spike", "warning", ""), ("jump", "warning", ""))
+_LIVE_RULES = (("nonfinite", "error", ""), ("spike", "warning", ""), ("jump", "error", ""), ("data", "warning", ""))
 """Findings in training (rule, severity, module) whose counts are served as 0 before there is a finding."""
 
 _Value = str | Callable[[WriterShipper], float | None]
