@@ -14,6 +14,7 @@ from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
 from .rules.comparing import OTHER_RATE
 from .rules.curves import RISEN
+from .rules.losses import WRONG_SIGN
 from .rules.values import ALL_IGNORED, SKIPS, Data
 
 _MAX_CAUSES = 100
@@ -83,6 +84,11 @@ def _has_other_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
     return cause.what.startswith(OTHER_RATE) and cause.root == one.root and one.first_step >= cause.first_step
 
 
+def _has_wrong_sign(cause: Finding, one: Finding, _: _Seen) -> bool:
+    """Return whether the cause is a loss of the wrong sign, which is found after much of what follows from it."""
+    return WRONG_SIGN in cause.what and cause.root == one.root and _is_of_same_ranks(cause, one)
+
+
 _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, ...]], ...] = (
     ("not_optimized", _is_same, ("unchanged", "no_gradient", "dead")),
     ("initialisation", _is_near, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
@@ -92,6 +98,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),
     ("outlier_rank", _has_other_rate, ("replica", "outlier_rank")),
+    ("loss", _has_wrong_sign, ("spike", "jump", "update", "exploding", "saturated", "dead", "nonfinite")),
     ("spike", _is_by_rate, ("update", "nonfinite", "jump", "spike", "loss", "exploding")),
     (
         "update", _is_later,

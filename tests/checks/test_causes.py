@@ -8,6 +8,7 @@ from typing import Any
 from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rows import About, Catalog, SeriesKey
 from recorder.checks.rule import Finding, Severity
+from recorder.checks.rules.losses import WRONG_SIGN
 from recorder.checks.rules.values import ALL_IGNORED
 
 PATHS = ("blocks.0.up", "blocks.0.act", "blocks.1.up", "blocks.1.act")
@@ -114,3 +115,9 @@ def test_a_nan_that_comes_after_skipped_steps_is_no_consequence_of_them() -> Non
     assert causes(skipped, again, real) == {
         ("nonfinite", 0, (0,)): "", ("nonfinite", 5, (0,)): words_of(skipped), ("nonfinite", 137, (0,)): "",
     }  # fmt: skip
+
+
+def test_what_came_before_a_wrong_sign_was_found_follows_from_it() -> None:
+    sign, early = finding("loss", 55, what=f"the loss falls below zero {WRONG_SIGN}"), finding("spike", 34)
+    assert causes(early, sign) == {("loss", 55, (0,)): "", ("spike", 34, (0,)): words_of(sign)}
+    assert causes(early, sign._replace(what="the loss has risen"))["spike", 34, (0,)] == ""

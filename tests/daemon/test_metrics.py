@@ -122,7 +122,7 @@ def test_counters_are_there_before_they_count_anything(shown: dict[str, str]) ->
         'recorder_daemon_errors_total{kind="internal"} 0.0',
         "recorder_daemon_lost_objects_total 0.0",
         'recorder_rows_dropped_total{name="run-a",rank="0",reason="disk_full",run="run-a"} 0.0',
-        'recorder_live_findings_total{module="",name="run-a",rank="0",rule="jump",run="run-a",severity="warning"} 0.0',
+        'recorder_live_findings_total{module="",name="run-a",rank="0",rule="jump",run="run-a",severity="error"} 0.0',
     ):
         assert line in shown["/metrics"]
 

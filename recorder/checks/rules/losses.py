@@ -25,8 +25,9 @@ _SAME_IN_BOTH = (
 _GAP = "validation over training, less 1"
 _MAX_SEEN = 4_096
 _STAYS = ", and stays up"
-_BOTTOMLESS = " falls below zero without bound"
-_NEGATED = " falls without bound: it is the negative of a loss that is never negative"
+WRONG_SIGN = "without bound"
+_BOTTOMLESS = f" falls below zero {WRONG_SIGN}"
+_NEGATED = f" falls {WRONG_SIGN}: it is the negative of a loss that is never negative"
 _MAX_TARGETS = 256
 _FEWEST_TARGETS = 3
 _CERTAIN = 5
@@ -85,7 +86,7 @@ class LossStuck(CurveRule):
             if changed := self._changed_targets(one):
                 severity = Severity.NOTE if one.what.endswith(_STAYS) else one.severity
                 one = one._replace(severity=severity, detail=changed)
-            if one.what.endswith((_NEGATED, _BOTTOMLESS)):
+            if WRONG_SIGN in one.what:
                 one = one._replace(advice="look at the sign of the loss and of each of its terms")
             else:
                 self._risen[one] = self.reported
