@@ -17,16 +17,16 @@ from ..sites import SITES
 from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import CheckRule, Finding, Replicas, Setting, Severity, StreakRule
-from .rules import activations, comparing, curves, gradients, losses, parameters, programs, values
+from .rules import activations, comparing, curves, data, gradients, losses, no_gradient, parameters, programs, values
 
 RULES: tuple[type[CheckRule], ...] = (
     values.NonFinite, values.Skipped, curves.Jump, curves.Spike, losses.LossStuck, losses.Overfitting,
-    gradients.Vanishing, gradients.Exploding, gradients.NoGradient, parameters.Unchanged, parameters.Update,
+    gradients.Vanishing, gradients.Exploding, no_gradient.NoGradient, parameters.Unchanged, parameters.Update,
     programs.NotOptimized, programs.NotCleared, programs.LossArgument, programs.EvaluationMode,
     activations.EvaluationOutput,
     parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, gradients.Objectives,
     gradients.Flip, programs.Clipping,
-    comparing.OutlierRank, comparing.Replica, values.Data, comparing.RunningStatistics, activations.DeadUnits,
+    comparing.OutlierRank, comparing.Replica, data.Data, comparing.RunningStatistics, activations.DeadUnits,
     activations.OutlierUnits, activations.LowPrecision, comparing.Width, comparing.Unusual, comparing.Invariant,
 )  # fmt: skip
 """All rules that come with the recorder. A user may add others."""

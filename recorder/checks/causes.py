@@ -14,8 +14,9 @@ from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
 from .rules.comparing import OTHER_RATE
 from .rules.curves import RISEN
+from .rules.data import ALL_IGNORED, Data
 from .rules.losses import WRONG_SIGN
-from .rules.values import ALL_IGNORED, SKIPS, Data
+from .rules.values import SKIPS
 
 _MAX_CAUSES = 100
 """The most findings of one rule that are considered as causes, the earliest first."""

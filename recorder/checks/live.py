@@ -34,8 +34,9 @@ from .engine import Engine
 from .rows import IS_PROBE, About, Catalog, Floats, Integers, ModuleFacts, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding
 from .rules.curves import Jump, Spike
+from .rules.data import EmptyBatch
 from .rules.programs import PROGRAM_RULES, EvaluationMode
-from .rules.values import EmptyBatch, NonFinite
+from .rules.values import NonFinite
 
 LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump, EmptyBatch)
 """The cheap rules: a rule costs a few additions per record, and remembers a few numbers per value."""

@@ -21,7 +21,7 @@ from ..capture.staging.pool import Pool, RingMemory
 from ..checks.book import check_settings
 from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding, Severity
-from ..checks.rules.values import EmptyBatch
+from ..checks.rules.data import EmptyBatch
 from ..config import Loaded, Settings
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command

@@ -8,8 +8,8 @@ from typing import Any
 from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rows import About, Catalog, SeriesKey
 from recorder.checks.rule import Finding, Severity
+from recorder.checks.rules.data import ALL_IGNORED
 from recorder.checks.rules.losses import WRONG_SIGN
-from recorder.checks.rules.values import ALL_IGNORED
 
 PATHS = ("blocks.0.up", "blocks.0.act", "blocks.1.up", "blocks.1.act")
 

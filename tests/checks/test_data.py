@@ -9,7 +9,7 @@ import pytest
 
 from recorder.checks.rows import IS_PROBE, ModuleFacts
 from recorder.checks.rule import Severity
-from recorder.checks.rules.values import Data
+from recorder.checks.rules.data import Data
 from recorder.sites import LABELS
 from recorder.system.text import counted, number
 from tests.checks.rows import Recorded

@@ -15,11 +15,13 @@ from recorder.checks.rules import gradients as gradient_rules
 from recorder.checks.rules.activations import Attention, Dead, EvaluationOutput, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
 from recorder.checks.rules.curves import Jump, Spike
-from recorder.checks.rules.gradients import Exploding, Flip, NoGradient, Objectives, Vanishing
+from recorder.checks.rules.data import Data
+from recorder.checks.rules.gradients import Exploding, Flip, Objectives, Vanishing
 from recorder.checks.rules.losses import LossStuck, Overfitting
+from recorder.checks.rules.no_gradient import NoGradient
 from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
 from recorder.checks.rules.programs import Clipping
-from recorder.checks.rules.values import Data, NonFinite, Skipped
+from recorder.checks.rules.values import NonFinite, Skipped
 from recorder.sites import LABELS, UPDATE
 from tests.checks.rows import Recorded
 

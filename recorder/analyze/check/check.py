@@ -21,9 +21,9 @@ from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Width
+from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.parameters import Unchanged
 from ...checks.rules.programs import NotCleared
-from ...checks.rules.values import ONE_BATCH, Data
 from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS

@@ -1,4 +1,4 @@
-"""Rules on gradients: vanishing, exploding and missing ones, and those of several objectives.
+"""Rules on gradients: vanishing and exploding ones, and those of several objectives.
 
 `recorder.objective(name, tensor)` returns a view of a shared tensor for one objective, so that the gradient through the
 view is the gradient of this objective alone. The rule `objectives` compares the gradients of the objectives of one
@@ -9,38 +9,23 @@ strongly the objective acts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...sites import OBJECTIVE, OBJECTIVE_COSINE, objectives_in
 from ..rows import (
-    IS_PROBE,
     Catalog,
     Flags,
     Floats,
     Integers,
-    Memory,
     Rows,
     SeriesKey,
-    Spells,
-    began,
     grouped,
     modules_of,
 )  # fmt: skip
-from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
-
-_LASTING = 0.1
-"""A gradient is reported if it has been zero for at least this fraction of the steps so far."""
-_Param = tuple[str, str, str]
-"""A parameter: the root, the module path and the name."""
-_NO_SUM = 1e-3
-"""A sum of gradients below this part of the largest possible sum is zero but for rounding."""
-_OF_DIFFERENCES = ", as only differences of these outputs enter the loss: their gradients sum up to zero"
-_KEEP = "nothing is wrong if only the differences of these outputs are meant to be learnt"
-_ZEROED = "something zeroes the gradients between the backward and the update"
-_CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
+from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
@@ -168,215 +153,6 @@ class Exploding(StreakRule):
             growth[named] = np.nan_to_num(10 ** (of_first - of_last))
         flags[named] = (growth[named] > self.thresholds["growth"]) & (counts >= self.thresholds["layers"])
         return flags, growth
-
-
-class NoGradient(StreakRule):
-    name = "no_gradient"
-    sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
-    sites, columns, reads_probe = ("grad", "param"), ("zero_count", "numel"), True
-    more_columns = ("sum_sq", "micro_step")
-    settings = (
-        Setting("records", 3, "records", "smdebug's UnchangedTensor"),
-        Setting("channels", 0.7, "of the channels of a batch norm", "as `dead_units`"),
-    )
-    what = "the gradient is zero in all elements"
-    measure, limit = "share of zeros", "records"
-    advice = "look for a detach, requires_grad=False, a layer that is not called, or units that are all dead"
-
-    def set_up(self) -> None:
-        self._spells = Spells(weight=1e6)
-        self._waiting = WaitingFindings(self._ended, [self._spells])
-        self._num, self._num_zero = Memory(0.0), Memory(0.0)
-        """By gradient and rank, the number of steps at which its norm is known, and of those at which it is zero."""
-        self._first_step: int | None = None
-        """The first step at which any gradient was recorded."""
-        self._num_params = Memory(0.0)
-        """By parameter and rank, the number of the parameter's records."""
-        self._began, self._moved = Memory(), Memory(0.0)
-        """By parameter and rank, its first sum of squares, and 1 if a later one is another, as of a moving average."""
-        self._largest_sum: dict[tuple[str, str], float] = {}
-        """By root and path of a module, the largest sum of its output's gradients in a step, in parts of the most that
-        gradients of this length can sum up to."""
-
-    def wants(self, key: SeriesKey) -> bool:
-        is_gradient = key.site in self.sites and not key.name.endswith("indices")  # of a sparse gradient
-        return is_gradient or key.site == "grad_output"
-
-    def add(self, rows: Rows) -> Iterator[Finding]:
-        recorded = rows.without_probe()
-        self._note_sums(recorded)
-        params = recorded.take(recorded.at("param")).by_lane()
-        self._num_params.sums(params.lanes, np.ones(len(params)))
-        began(params.lanes, params["sum_sq"], self._began)
-        self._moved[params.lanes[params["sum_sq"] != self._began[params.lanes]]] = 1.0
-        if self._first_step is None:
-            if not (is_grad := recorded.at("grad")).any():
-                return
-            self._first_step = int(recorded.steps[is_grad][0])
-        rows = rows.take(rows.at("grad"))
-        rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
-        size = rows.over_chunks(rows["sum_sq"])
-        self._num.sums(rows.lanes, np.ones(len(rows)))
-        self._num_zero.sums(rows.lanes, (size == 0).astype(np.float64))
-        # Between two records, the probe shows that a gradient flows. Its norm does not tell which channels are dead.
-        rows = rows.take((rows[IS_PROBE] != 1) | ((size > 0) & ~self._are_of_channels(rows)))
-        flags, values = self.judge(rows)
-        lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
-        for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
-            lane, step = int(rows.lanes[row]), int(rows.steps[row])
-            of_norm = "the gradient is zero in most channels of a batch norm: they are dead"
-            what = self.what if values[row] == 1 else of_norm
-            one = self.finding(lane, step, what, self.measure, values[row], 1.0, since=since)
-            yield from self._waiting.keep(lane, one)
-
-    def _ended(self, lane: int) -> str:
-        return " in most records" if self._num_zero.of(lane) > self._num.of(lane) / 2 else ", but not later"
-
-    def _note_sums(self, rows: Rows) -> None:
-        """Note the sums of the gradients of a module's output, at the steps at which its parameters have gradients.
-
-        A bias has the sum over some micro-steps of the step, one after the other. The others are thrown away, as those
-        in which a critic gets the loss of the generator, or a call of `torch.autograd.grad`. The nearest sum to zero
-        counts.
-        """
-        modules, known = modules_of(rows)
-        places = grouped(modules, rows.ranks, rows.steps)[0]
-        chosen = rows.at("grad_output") & (rows["sum_sq"] > 0) & np.isin(places, places[rows.at("grad")])
-        rows, modules, places = rows.take(chosen), modules[chosen], places[chosen]
-        ids, firsts = grouped(places, np.nan_to_num(rows["micro_step"]).astype(np.int64))
-        values = np.array([np.bincount(ids, np.nan_to_num(rows[name])) for name in ("sum", "sum_sq", "numel")])
-        places, least = places[firsts], np.full(len(firsts), np.inf)
-        sums, starts, length = np.zeros_like(values), np.arange(len(firsts)), 0
-        while len(starts):  # as many rounds as a step has micro-steps
-            sums[:, starts] += values[:, starts + length]
-            total, squares, num = sums[:, starts]
-            least[starts] = np.minimum(least[starts], np.abs(total) / np.sqrt(num * squares))
-            length += 1
-            starts = starts[starts + length < len(firsts)]
-            starts = starts[places[starts] == places[starts + length]]
-        _, begins = np.unique(places, return_index=True)
-        shares = np.minimum.reduceat(least, begins) if len(begins) else least
-        for module, one in zip(modules[firsts][begins].tolist(), shares.tolist(), strict=True):
-            self._largest_sum[known[module]] = max(self._largest_sum.get(known[module], 0.0), one)
-
-    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
-        share = np.nan_to_num(zeros / np.maximum(numel, 1))
-        # A batch norm's channel has values above and below its bias, so that a few samples do not close it by chance.
-        least = np.where(self._are_of_channels(rows), self.thresholds["channels"], 1.0)
-        return ((share >= 1) | (share > least)) & (numel > 0), share
-
-    def _are_of_channels(self, rows: Rows) -> Flags:
-        return rows.where(
-            "bias of channels", lambda key: key.name == "bias" and "BatchNorm" in self.catalog.class_of(key)
-        )
-
-    def finish(self) -> Iterator[Finding]:
-        """Report the parameters that never had a gradient, and the gradients that are zero in all elements.
-
-        An expert that gets no sample for a while has a gradient again later, and the finding becomes a note.
-        """
-        if self._first_step is None:
-            self.why_not_judged = "needs keep=stats: there are no rows of grad"
-            return
-        keys = self.catalog.series
-        # The gradient of an embedding may be sparse, and is then recorded as `weight.values`.
-        having = {(key.root, key.module_path, key.name.partition(".")[0]) for key in keys if key.site == "grad"}
-        alike = {(root, template(path), name) for root, path, name in having}
-        zeroed = {root for root, path, name in having if "bias" in name and self._sum_of(root, path, 0.0) > _NO_SUM}
-        frozen = {(*of, name) for of, facts in self.catalog.modules.items() for name in facts.frozen}
-        params = frozen | {(key.root, key.module_path, key.name) for key in keys if key.site == "param"}
-        alone = frozen & _alone(params, having)
-        last = _last([*self.catalog.modules], frozen, having)
-        having |= alone | last
-        for one in sorted(alone | last):
-            severity, others = self.severity, "the layers around it, alike,"
-            if one in last:
-                severity, others = Severity.NOTE, "all other layers"
-            what = f"never had a gradient: its requires_grad is False, and that of {others} is True"
-            yield Finding(
-                self.name, severity, 0, one[0], one[1], "param", one[2], ranks=(), what=what, measure="",
-                value=0.0, threshold=0.0, advice="set its requires_grad to True, unless it is frozen on purpose",
-            )  # fmt: skip
-        called = {(key.root, key.module_path) for key in keys if key.site == "output"}
-        idle = self._idle(having)
-        for lane in range(self.catalog.num_lanes):
-            key, num = self.catalog.key_of(lane), self._num_params.of(lane)
-            if self._num_zero.of(lane) < self._num.of(lane) and key.scope != "local":  # which the backward makes
-                zeroed.discard(key.root)
-            module = self.catalog.modules.get((key.root, key.module_path))
-            is_asked = module is None or "grad" in module.sites
-            never = key.site == "param" and (key.root, key.module_path, key.name) not in having
-            if never and is_asked and num >= self.thresholds["records"]:
-                is_odd = (key.root, template(key.module_path), key.name) in alike
-                what = "never had a gradient" + (", while this parameter of other layers has" if is_odd else "")
-                if module is not None and "output" in module.sites and (key.root, key.module_path) not in called:
-                    what += ": its module is never called"
-                    is_odd = False
-                elif module is not None and key.name in module.frozen:
-                    what, is_odd = "never had a gradient: its requires_grad is False", False
-                elif (
-                    not is_odd and not self._moved.of(lane) and (why := idle.get((key.root, key.module_path, key.name)))
-                ):
-                    what, is_odd = f"never had a gradient, {why}", True
-                severity = Severity.WARNING if is_odd else Severity.NOTE
-                measure, limit = "records without a gradient", self.thresholds["records"]
-                yield self.finding(lane, 0, what, measure, num, limit, severity)
-        for found in self._waiting.finish():
-            if found.root in zeroed:
-                found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)
-            elif found.name == "bias" and self._sum_of(found.root, found.module_path, 1.0) < _NO_SUM:
-                found = found._replace(severity=Severity.NOTE, what=found.what + _OF_DIFFERENCES, advice=_KEEP)
-            yield found
-
-    def _sum_of(self, root: str, path: str, otherwise: float) -> float:
-        return self._largest_sum.get((root, path), otherwise)
-
-    def _idle(self, having: Set[_Param]) -> dict[_Param, str]:
-        """Return parameters that should have a gradient, because an optimizer has them, each with a further reason.
-
-        A module that is called before the first one with a gradient is cut off from the loss, as by a `detach`.
-        """
-        modules = self.catalog.modules.items()
-        held = {(*of, name): rate.rpartition(".")[0] for of, one in modules for name, rate in one.rates.items()}
-        of_idle = {*held.values()} - {held[one] for one in having & held.keys()}
-        order: dict[tuple[str, str], int] = {}
-        for key in self.catalog.series:
-            if key.site == "output" and key.mode == "train":
-                order.setdefault((key.root, key.module_path), len(order))
-        firsts: dict[str, int] = {}
-        for one in having:
-            if one[:2] in order:
-                firsts[one[0]] = min(firsts.get(one[0], len(order)), order[one[:2]])
-        lacking = {one for one in held if one not in having}
-        found = {one: "nor had any other parameter of its optimizer" for one in lacking if held[one] in of_idle}
-        cut = {one for one in lacking - found.keys() if one[:2] in order and order[one[:2]] < firsts.get(one[0], -1)}
-        return found | dict.fromkeys(cut, "though modules that are called after it have")
-
-
-def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
-    """Return parameters without a gradient, if three or more like layers have one, and the layer is not first or last.
-
-    If layers are frozen on purpose, they are the first ones, or all but the last one.
-    """
-    kinds: dict[_Param, list[_Param]] = {}
-    for root, path, name in params:
-        kinds.setdefault((root, template(path), name), []).append((root, path, name))
-    alone: set[_Param] = set()
-    for alike in kinds.values():
-        lacking = [one for one in alike if one not in having]
-        if len(alike) > 3 and len(lacking) == 1:
-            alike.sort(key=lambda one: [int(part) for part in one[1].split(".") if part.isdecimal()])
-            alone.update(one for one in lacking if one in alike[1:-1])
-    return alone
-
-
-def _last(modules: list[tuple[str, str]], frozen: Set[_Param], having: Set[_Param]) -> set[_Param]:
-    """Return the frozen parameters if these are of the model's last layer alone, such as a head, unlike all others."""
-    known = {one[:2] for one in frozen | having}
-    of = [module for module in modules if module in known]
-    is_head = len(of) > 3 and template(of[-1][1]) not in [template(path) for _, path in of[:-1]]
-    return set(frozen) if is_head and {one[:2] for one in frozen} == {of[-1]} and not frozen & having else set()
 
 
 class Objectives(StreakRule):

@@ -17,7 +17,7 @@ from recorder.analyze.check.check import _without_parts, check
 from recorder.analyze.check.replicas import NEVER_EQUAL
 from recorder.checks.rule import Finding, Severity
 from recorder.checks.rules.comparing import Replica
-from recorder.checks.rules.values import ONE_BATCH
+from recorder.checks.rules.data import ONE_BATCH
 from recorder.errors import ConfigError
 from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_row, make_run
 

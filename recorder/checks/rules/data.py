@@ -1,0 +1,349 @@
+"""The rule on what a model is given: batches that repeat or are empty, and the labels of its loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import sites
+from ...system.text import counted, number
+from ..rows import (
+    Flags,
+    Floats,
+    Integers,
+    Memory,
+    Rows,
+    SeriesKey,
+    Streaks,
+    as_exact_floats,
+    began,
+    grouped,
+    modules_of,
+    previous,
+)  # fmt: skip
+from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
+
+ONE_BATCH = "the batch is that of rank"
+_BATCH = ("mean", "std", "absmax", "l2")
+"""The statistics that two different batches hardly ever have in common."""
+_IGNORED = -100
+"""The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
+_LEAST_ELEMENTS = 8
+"""The least number of elements of a tensor that is judged. The elements of a smaller tensor may be equal by chance."""
+_SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
+ALL_IGNORED = f"all labels are {_IGNORED}, which the loss ignores"
+_RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
+_AGAIN = "the batch repeats that of 1 record before, again and again"
+_COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
+_NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
+_SHUFFLE = "look whether the data set is sorted by class, and whether the loader shuffles it"
+_FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
+_SHUFFLED = "; the same samples come in another order each time, as in full-batch training with a loader that shuffles"
+_KEPT = "; these are the very same tensors each time: this is full-batch training, or a batch that was drawn once"
+_MEANT = "nothing is wrong if each step is meant to see all samples"
+_EPISODE = "nothing is wrong if each batch is made of equally many samples of each class, in this order"
+
+
+class Data(CheckRule):
+    name = "data"
+    sentence = (
+        "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels are "
+        "constant, the labels are those of the input, or an input is not normalised."
+    )
+    sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
+    more_columns = ("fingerprint.hash",)
+    settings = (
+        Setting("records", 3, "records", "a missing sampler repeats every batch"),
+        Setting("repeats", 20, "records", CALIBRATED),
+        Setting("period", 4, "records", "a shorter cycle is no training set"),
+        Setting("size", 4.0, "root mean squares", CALIBRATED),
+    )
+    advice = "look at the data loader: its sampler, its seed on each rank, and whether its batches change"
+
+    def set_up(self) -> None:
+        self._same: dict[tuple[int, int], tuple[int, int]] = {}
+        """By pair of inputs on two ranks with equal batches: for how many records in a row, and since which step."""
+        self._reported: set[int] = set()
+        self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
+        """By first input of a rank, hashes of the rank's last batches. The first memory has the latest batch's hash."""
+        self._repeats, self._sizes = Streaks(), Streaks()
+        self._last, reported = Memory(), Memory(0.0)
+        self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
+        self._copies = Streaks()
+        self._held: list[tuple[int, Finding]] = []
+        """The findings that later records may contradict or explain, each with the input and rank."""
+        self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
+        """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
+        self._balanced = Memory(0.0)
+        """By rank: the number of classes if the last recorded labels have each class equally often; else 0."""
+        self._last_order, self._last_l2, self._reordered, self._unmoved = Memory(), Memory(), Memory(), Memory()
+        """By rank: hash and l2 of the last recorded batch or labels; the last step at which they came in a new order,
+        and the last at which they came in the order of the record before."""
+        self._had_values = Memory()
+        """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
+        self._first_of: dict[str, str] = {}
+        """By root, the name of the first argument that is not a label."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        """Return whether a series is an input of the complete model in training. A validation may repeat samples."""
+        return key.site == "input" and not key.module_path and key.mode == "train"
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        is_label = rows.where("labels", _holds_labels)
+        told = rows.take(_tells_apart(rows) & ~is_label & ~(rows.are_float() & (rows["l2"] == 0)))
+        recorded = told.without_probe()
+        steps, lanes, totals = _batches(recorded, recorded.fingerprints(_BATCH))
+        for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
+            if len(at) > 1:
+                yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
+        self._judge_repeats(*_batches(told, (_sizes(told) + 0.0).view(np.uint64)))
+        self._note_order(rows.take(rows["fingerprint.hash"] >= 0).by_lane())
+        firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
+        yield from self._emptied(firsts)
+        yield from self._judge_size(firsts.without_probe())
+        yield from self._copied(rows.without_probe())
+        self._judge_labels(rows.take(is_label).by_lane())
+        self._judge_flat(rows.without_probe().by_lane())
+
+    def finish(self) -> Iterator[Finding]:
+        """Yield the held findings that no later record contradicts."""
+        of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
+        changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
+        full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed
+        for lane, one in self._held:
+            root = self.catalog.modules.get((of_lane[lane][0], ""))
+            is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
+            is_void |= one.what == _SAME_LABELS and self._reordered.of(lane) > one.first_step
+            is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
+            given = None if root is None else root.given_again
+            is_kept = given is not None and (of_lane[lane] not in changed or given <= one.first_step)
+            severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
+            if not is_void:
+                more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
+                if one.what == _AGAIN and (is_kept or (more and self._is_shuffled(lane, one.first_step))):
+                    severity, more, one = Severity.NOTE, _KEPT if is_kept else _SHUFFLED, one._replace(advice=_MEANT)
+                if one.what == _SAME_LABELS and self._are_of_episode(lane):
+                    severity, one = Severity.NOTE, one._replace(advice=_EPISODE)
+                if one.what.startswith(_ONE_CLASS):
+                    one = one._replace(advice=_SHUFFLE)
+                if one.what.startswith(_ONE_CLASS) and self._are_ranked(lane):
+                    severity, more = Severity.NOTE, _RANKED
+                yield one._replace(severity=severity, what=one.what + more)
+
+    def _is_shuffled(self, lane: int, since: int) -> bool:
+        """Return whether all records from a step on had the elements of the record before in another order."""
+        return self._reordered.of(lane) > since and not self._unmoved.of(lane) >= since
+
+    def _are_of_episode(self, lane: int) -> bool:
+        """Return whether labels have each class equally often, and no module scores these classes.
+
+        In the episodes of few-shot learning, distances between outputs score the classes.
+        """
+        num_scores = self._balanced.of(lane) * math.prod(self.catalog.about_of(lane).shape)
+        shapes = self._shapes(self.catalog.key_of(lane).root, "output").values()
+        return num_scores > 0 and all(math.prod(shape) != num_scores for shape in shapes)
+
+    def _shapes(self, root: str, site: str) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Return the shapes of outputs or of their gradients in training, by module path and name."""
+        about = zip(self.catalog.series, self.catalog.about, strict=True)
+        known = {key: one.shape for key, one in about if (key.root, key.site, key.mode) == (root, site, "train")}
+        return {(key.module_path, key.name): shape for key, shape in known.items() if shape}
+
+    def _are_ranked(self, lane: int) -> bool:
+        """Return whether a model scores or encodes several candidates for each label, so that labels are no classes."""
+        root, labels = self.catalog.key_of(lane).root, self.catalog.about_of(lane)
+        outputs, gradients = self._shapes(root, "output"), self._shapes(root, "grad_output")
+        num, scores = math.prod(labels.shape), {math.prod(shape) for shape in outputs.values() if shape[-1] == 1}
+        of_root = {shape for (path, _), shape in outputs.items() if not path}
+        is_scored = bool(of_root) and all(num < math.prod(shape) in scores for shape in of_root)
+        # If a module is called twice, the first output and the first gradient are those of two calls.
+        both = ((at[0], *sorted((shape, gradients.get(at, shape)), key=len)) for at, shape in outputs.items())
+        is_encoded = any(
+            one == (num, *many[2:]) and many[0] == num and (not path or (num, many[1]) in of_root)
+            for path, one, many in both
+            if len(one) < len(many)
+        )
+        return "int" in labels.dtype and (is_scored or is_encoded)
+
+    def _in_a_row(self, lane: int, step: int, what: str, num: int, limit: str, since: int | None) -> Finding:
+        return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
+
+    def _shared(self, step: int, lanes: Integers, totals: Integers) -> Iterator[Finding]:
+        order = np.argsort(totals, kind="stable")
+        parts = self.catalog.part_of[lanes]
+        going_on = {}
+        for index in np.flatnonzero((np.diff(totals[order]) == 0) & (np.diff(parts[order]) != 0)).tolist():
+            first, second = sorted((int(lanes[order[index]]), int(lanes[order[index + 1]])))
+            before, since = self._same.get((first, second), (0, step))
+            num = before + 1
+            going_on[first, second] = num, since
+            if num >= self.thresholds["records"] and second not in self._reported:
+                self._reported.add(second)
+                what = f"{ONE_BATCH} {int(self.catalog.rank_of[first])}"
+                yield self._in_a_row(second, step, what, num, "records", since)
+        self._same = going_on
+
+    def _judge_repeats(self, steps: Integers, lanes: Integers, totals: Integers) -> None:
+        order = np.argsort(lanes, kind="stable")
+        steps, lanes = steps[order], lanes[order]
+        hashes = as_exact_floats(totals[order].view(np.uint64))
+        was, period = hashes, np.zeros(len(hashes), np.int64)
+        for back, memory in enumerate(self._before, 1):
+            was = previous(lanes, was.copy(), memory)
+            period = np.where((period == 0) & (was == hashes), back, period)
+        self._num_new.sums(lanes, (period != 1).astype(np.float64))
+        for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
+            what = f"the batch repeats that of {counted(int(period[index]), 'record')} before, again and again"
+            lane = int(lanes[index])
+            self._held.append((lane, self._in_a_row(lane, int(steps[index]), what, num, "repeats", since)))
+
+    def _is_first(self, key: SeriesKey) -> bool:
+        """Return whether a series is the first argument. A mask, state or condition after it may well be zero."""
+        is_batch = self.wants(key) and not _holds_labels(key)
+        return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
+
+    def _emptied(self, rows: Rows) -> Iterator[Finding]:
+        """Report inputs that are all zeros, if an input had other values before, or has others on another rank."""
+        has_values = (np.nan_to_num(rows["l2"], nan=1.0) != 0) | (rows["nan_count"] + rows["inf_count"] > 0)
+        began(rows.lanes[has_values], rows.steps[has_values].astype(np.float64), self._had_values)
+        ids, _ = grouped(rows.series, rows.steps)
+        is_elsewhere = np.bincount(ids, has_values)[ids] > 0
+        is_empty = ~has_values & (rows["numel"] >= _LEAST_ELEMENTS)
+        is_empty &= is_elsewhere | (self._had_values[rows.lanes] < rows.steps)
+        what = "all elements of the input are zero"
+        for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
+            yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
+
+    def _copied(self, rows: Rows) -> Iterator[Finding]:
+        """Report a loss whose whole-numbered labels have the elements of the first argument, as for an autoencoder.
+
+        Labels that are an argument of the model may well be its input: Hugging Face's models shift them inside.
+        """
+        rows = rows.take(~rows.are_float() & (rows["std"] > 0)).by_lane()
+        ids, firsts = grouped(rows.steps, rows.ranks, modules_of(rows)[0])
+        hashes = as_exact_floats(rows.fingerprints(("mean", "l2", "min", "max"))) + rows["numel"]
+        is_first, given = rows.where("first argument", self._is_first), np.full(len(firsts), np.nan)
+        given[ids[is_first]] = hashes[is_first]
+        is_copy = (hashes == given[ids]) & rows.where("of the loss", lambda key: key.name == sites.LABELS)
+        for index, num, since in self._copies.reached(rows.lanes, rows.steps, is_copy, self.thresholds["records"]):
+            lane, step = int(rows.lanes[index]), int(rows.steps[index])
+            one = self._in_a_row(lane, step, "the labels have the same elements as the input", num, "records", since)
+            yield one._replace(severity=Severity.NOTE, advice=_COPIES)
+
+    def _judge_size(self, rows: Rows) -> Iterator[Finding]:
+        """Look, on rank 0, for a first argument whose elements are far larger than layers expect, but for norms."""
+        rms, limit = rows.rms, self.thresholds["size"]
+        is_far = (rms > limit) & rows.are_float() & (rows["std"] > 0) & (rows.ranks <= 0)
+        for index, _, since in self._sizes.reached(rows.lanes, rows.steps, is_far, self.thresholds["records"]):
+            lane, step = int(rows.lanes[index]), int(rows.steps[index])
+            of_root = (one for one in self.catalog.series if one.root == self.catalog.key_of(lane).root)
+            first = next((one for one in of_root if one.site == "output" and one.module_path), None)
+            if first is None or "norm" not in self.catalog.class_of(first).lower():
+                mean, std = (number(float(rows[name][index])) for name in ("mean", "std"))
+                what = f"the input is not normalised; its mean is {mean} and its standard deviation {std}"
+                one = self.finding(lane, step, what, "root mean square", rms[index], limit, Severity.NOTE, since)
+                yield one._replace(advice=_NORMALISE)
+
+    def _note_order(self, rows: Rows) -> None:
+        hashes, sizes = rows["fingerprint.hash"], _sizes(rows)
+        is_moved = hashes != previous(rows.lanes, hashes, self._last_order)
+        is_same = sizes == previous(rows.lanes, sizes, self._last_l2)
+        for memory, flags in ((self._reordered, is_moved & is_same), (self._unmoved, ~is_moved)):
+            memory[rows.lanes[flags]] = rows.steps[flags].astype(np.float64)
+
+    def _judge_labels(self, rows: Rows) -> None:
+        """Look for labels, of several classes, that are those of the record before. The probe has their l2 alone."""
+        sizes = _sizes(rows)
+        with np.errstate(all="ignore"):
+            roots, numel = sizes / np.sqrt(rows["numel"]), rows["numel"]
+            distance = (rows["max"] - rows["min"]) / (numel - 1)
+            is_even = np.abs(12 * rows["std"] ** 2 / (numel + 1) / (numel - 1) - distance**2) < 1e-6 * distance**2
+        is_float, is_told = rows.are_float(), rows["std"] != 0
+        is_mixed = np.where(is_float, rows["std"] > 0, np.abs(roots - np.round(roots)) > 1e-6 * roots)
+        self._mixed[rows.lanes[is_mixed]] = rows.steps[is_mixed].astype(np.float64)
+        self._numbered[rows.lanes[distance >= 0]] = (is_even & (distance >= 1))[distance >= 0].astype(np.float64)
+        self._balanced[rows.lanes[distance >= 0]] = _balanced(rows)[distance >= 0]
+        is_same = sizes == previous(rows.lanes, sizes, self._last)
+        self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
+        is_same &= is_mixed | (is_float & is_told & (sizes > 0))
+        self._hold(rows, self._constant_labels, is_same, np.full(len(rows), _SAME_LABELS))
+
+    def _judge_flat(self, rows: Rows) -> None:
+        is_label = rows.where("labels", _holds_labels)
+        is_judged = is_label | rows.where("first argument", self._is_first)
+        is_masked = is_label & _are_of_one_class(rows)
+        is_ignored = (rows["max"] == _IGNORED) & ~rows.are_float()
+        is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
+        of_masked = f"{_ONE_CLASS}, except labels {_IGNORED}, which the loss ignores"
+        of_label = np.where(is_ignored, ALL_IGNORED, _ONE_CLASS)
+        what = np.where(is_label, np.where(is_masked, of_masked, of_label), "all elements of the input are equal")
+        self._hold(rows, self._flat, is_flat, what)
+
+    def _hold(self, rows: Rows, streaks: Streaks, flags: Flags, what: npt.NDArray[np.str_]) -> None:
+        is_note = rows.where("made", lambda key: key.name == sites.LABELS) & rows.are_float()
+        is_note |= ~rows.where("labels", _holds_labels) & ~rows.are_float()  # kinds or classes may be of one kind
+        for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
+            lane = int(rows.lanes[index])
+            found = self._in_a_row(lane, int(rows.steps[index]), str(what[index]), num, "repeats", since)
+            # The targets of two nets that train against each other are of one value, on purpose.
+            self._held.append((lane, found._replace(severity=Severity.NOTE) if is_note[index] else found))
+
+
+class EmptyBatch(Data):
+    """The part of the rule `data` that runs in training: inputs that become all zeros."""
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        yield from self._emptied(rows.take(rows.where("first argument", self._is_first)).by_lane())
+
+
+def _holds_labels(key: SeriesKey) -> bool:
+    return sites.is_labels(key.name) is not None
+
+
+def _are_of_one_class(rows: Rows) -> Flags:
+    """Return, for each row of labels, whether all labels that the loss does not ignore are equal.
+
+    Only two different elements, `low` and `high`, have a mean square of (low + high) mean - low high.
+    """
+    low, high, mean, numel = rows["min"], rows["max"], rows["mean"], rows["numel"]
+    with np.errstate(all="ignore"):
+        is_of_two = np.abs(rows["l2"] ** 2 / numel - (low + high) * mean + low * high) <= 1e-9 * low * low
+        num_high = np.round(numel * (mean - low) / (high - low))
+    return np.asarray((low == _IGNORED) & (high >= 0) & is_of_two & (num_high >= _LEAST_ELEMENTS))
+
+
+def _balanced(rows: Rows) -> Floats:
+    """Return the number k of classes for each row of labels whose statistics are those of 0 to k - 1 equally often.
+
+    For other rows, return 0.
+    """
+    num = rows["max"] + 1
+    with np.errstate(all="ignore"):
+        is_even = np.abs(12 * rows["std"] ** 2 / (num**2 - 1) - 1) < 1e-6
+        is_even &= (np.abs(2 * rows["mean"] - num + 1) < 1e-6 * num) & (np.mod(rows["numel"], num) == 0)
+    return np.where(is_even & (rows["min"] == 0) & (num < rows["numel"]) & ~rows.are_float(), num, 0.0)
+
+
+def _sizes(rows: Rows) -> Floats:
+    return rows["l2"].astype(np.float32).astype(np.float64)  # the probe has only the digits of a float32
+
+
+def _tells_apart(rows: Rows) -> Flags:
+    """Return, for each row, whether its statistics can tell its batch from another batch.
+
+    Batches of one-hot rows, of signs, or of rows of length 1 have equal l2: numel over l2 squared is a whole number.
+    """
+    with np.errstate(all="ignore"):
+        ratio = np.nan_to_num(rows["numel"] / rows["l2"] ** 2, posinf=0.0)
+    return (ratio < 0.5) | (np.abs(ratio - np.round(ratio)) > 1e-6 * ratio)
+
+
+def _batches(rows: Rows, hashes: npt.NDArray[np.uint64]) -> tuple[Integers, Integers, Integers]:
+    samples, firsts = grouped(rows.steps, rows.ranks)
+    totals = np.zeros(len(firsts), np.int64)
+    with np.errstate(over="ignore"):
+        np.add.at(totals, samples, (hashes ^ rows.series.astype(np.uint64)).view(np.int64))
+    return rows.steps[firsts], rows.lanes[firsts], totals
