@@ -27,6 +27,7 @@ from ...system.text import listed
 from ..first.first import first_nonfinite, sentence
 from .compare import Tolerance
 from .culprit_findings import Culprit, CulpritFinder
+from .culprit_search import PHASES, START
 from .noise import BeyondNoise
 from .pairs import PairedSteps, Verdicts
 from .probe_culprit import ProbesCompared, compare_probes
@@ -160,7 +161,10 @@ def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModul
         return culprit
     other = "B" if culprit.alone_in == "a" else "A"
     if culprit.name in module.untrained:
-        return culprit._replace(why=f"no optimizer of {other} has {culprit.name}")
+        steps = f"the optimizer of {other} that has {culprit.name} never steps"
+        return culprit._replace(
+            why=steps if culprit.name in module.rates else f"no optimizer of {other} has {culprit.name}"
+        )
     if culprit.name in module.frozen:
         return culprit._replace(why=f"{culprit.name} requires no gradient in {other}")
     return culprit
@@ -169,18 +173,22 @@ def _explained(culprit: Culprit, lacking: Mapping[tuple[str, str], RecordedModul
 def _with_probe(total: Diff, probes: ProbesCompared, a: Run) -> Diff:
     """Add the computation whose number of the probe differs first to the culprits, if it is before all of them.
 
-    At a step with rows of the site, the rows tell more.
+    The rows of a step tell more, if there are rows of the site, or of what the same computation was given.
     """
     total = total._replace(num_probed=probes.num_compared, num_probes_differing=probes.num_differing)
     if (culprit := probes.culprit) is None:
         return total
-    first = min((one.step for one in total.culprits), default=culprit.step + 1)
-    is_first = culprit.step < first
-    if culprit.step == first:
-        rows = a.table(["site"], pc.field("site") == culprit.site, steps=(first, first + 1))
-        is_first = not rows.num_rows
+    first = min(map(_time, total.culprits), default=(culprit.step + 1, 0))
+    is_first = _time(culprit) < first
+    if is_first and culprit.step == first[0]:
+        step = culprit.step
+        is_first = not a.table(["site"], pc.field("site") == culprit.site, steps=(step, step + 1)).num_rows
     culprits = [culprit, *total.culprits] if is_first else total.culprits
     return total._replace(culprits=culprits, verdict="different", is_equal=False)
+
+
+def _time(culprit: Culprit) -> tuple[int, int]:
+    return culprit.step, (START, *PHASES).index(culprit.phase)
 
 
 def _with_nonfinite(

@@ -250,7 +250,7 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
 _FACTS = {
     "is_evaluated": "modules are in evaluation mode while the model is trained",
     "frozen": "parameters require no gradient",
-    "untrained": "parameters get a gradient and have no optimizer",
+    "untrained": "parameters get a gradient, and no optimizer that steps has them",
     "loss_argument": "the loss gets an argument that it does not expect, or is negated",
     "is_uncleared": "gradients are not cleared before the next backward",
 }

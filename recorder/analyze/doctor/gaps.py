@@ -76,7 +76,7 @@ REASONS = (
            False, True),
     Reason("tied", "another name of a parameter that is recorded once, under its first name", False, True),
     Reason("no_update", "no optimizer stepped at these steps", False, True),
-    Reason("in_no_optimizer", "in no optimizer, though it has a gradient", False, True),
+    Reason("in_no_optimizer", "in no optimizer that steps, though it has a gradient", False, True),
     Reason("not_optimized", "not updated by an optimizer that stepped: frozen, shared and recorded elsewhere, or "
            "updated through a copy", False, True),
     Reason("no_param_gradient", "the parameter had no gradient: unused in these steps, or frozen", False, True),

@@ -213,6 +213,9 @@ class Inventory:
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
         """
         trained, idle = optimized.trained, optimized.idle
+        # A frozen model may be in evaluation mode, also inside of a model that is trained.
+        of_root = (one for hooked in self._hooked for _, one in hooked.own("_parameters"))
+        is_trained = is_trained and any(one.requires_grad for one in of_root)
         untrained: dict[int, list[str]] = {}
         frozen: dict[int, list[str]] = {}
         num_trained, trains_any, own = 0, False, set[int]()

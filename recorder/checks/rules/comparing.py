@@ -84,8 +84,13 @@ class OutlierRank(StreakRule):
         is_odd = np.abs(rates - usual) > _SAME_RATE * np.abs(usual)
         for index, _, since in self._rates.reached(rows.lanes, rows.steps, is_odd, _RATES):
             what = f"{OTHER_RATE}{number(rates[index])}, and that of its data-parallel peers is {number(usual[index])}"
+            ranks = sorted(rows.ranks[ids == ids[index]].tolist())
+            if len(ranks) == 2:  # either may be wrong
+                own, other = (number(rates[(ids == ids[index]) & (rows.ranks == rank)][0]) for rank in ranks)
+                what = f"{OTHER_RATE}{own} on rank {ranks[0]} and {other} on rank {ranks[1]}, which are data-parallel"
             one = self.finding(int(rows.lanes[index]), int(rows.steps[index]), what, "", np.nan, np.nan, since=since)
-            yield one._replace(advice="set one learning rate on all ranks, and step one scheduler on each")
+            one = one._replace(advice="set one learning rate on all ranks, and step one scheduler on each")
+            yield one._replace(ranks=tuple(ranks)) if len(ranks) == 2 else one
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the distance from the median of the peers, in units of the peers' usual distance.

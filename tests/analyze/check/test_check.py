@@ -343,12 +343,16 @@ def test_ranks_that_hold_parts_of_one_model_are_not_compared(is_of_parts: bool) 
     [
         ((0.1, 0.1), "ddp", []),
         ((0.1, 0.3), "", []),  # without a wrapper, each rank may train a model of its own
-        ((0.1, 0.3), "fsdp2", [(1, "the learning rate is 0.3, and that of its data-parallel peers is 0.1")]),
-        ((0.1, 0.1, 0.05), "ddp", [(2, "the learning rate is 0.05, and that of its data-parallel peers is 0.1")]),
+        (
+            (0.1, 0.3),
+            "fsdp2",
+            [((0, 1), "the learning rate is 0.1 on rank 0 and 0.3 on rank 1, which are data-parallel")],
+        ),
+        ((0.1, 0.1, 0.05), "ddp", [((2,), "the learning rate is 0.05, and that of its data-parallel peers is 0.1")]),
     ],
 )
 def test_a_rank_with_another_learning_rate_is_named(
-    tmp_path: Path, rates: tuple[float, ...], wrapper: str, found: list[tuple[int, str]]
+    tmp_path: Path, rates: tuple[float, ...], wrapper: str, found: list[tuple[tuple[int, ...], str]]
 ) -> None:
     ranks = list(range(len(rates)))
     run = make_run(tmp_path / "run", world_size=len(rates))
@@ -365,5 +369,5 @@ def test_a_rank_with_another_learning_rate_is_named(
         parallel = {"data_parallel": {"kind": wrapper, "ranks": ranks}} if wrapper else {}
         writer.finish(roots=[{"name": "model", "modules": [], **parallel}])
     findings = check(recorder.open_run(run), ["outlier_rank"]).findings
-    assert [(*one.ranks, one.what) for one in findings] == found
+    assert [(one.ranks, one.what) for one in findings] == found
     assert all(one.first_step == 0 and one.severity is Severity.WARNING for one in findings)
