@@ -281,15 +281,17 @@ def test_a_frozen_norm_may_be_in_evaluation_mode(tmp_path: Path, is_frozen: bool
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_a_frozen_model_may_be_in_evaluation_mode_inside_of_a_trained_one(tmp_path: Path, is_frozen: bool) -> None:
     torch.manual_seed(0)
-    body, first, second = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), nn.Linear(8, 2), nn.Linear(8, 2)
+    body, first = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), nn.Linear(8, 2)
+    whole = nn.Sequential(body, nn.Linear(8, 2))
     with flagged(tmp_path, RULES) as recording:
         optimizer = torch.optim.SGD([*body.parameters(), *first.parameters()], lr=0.01)
         for step in range(60):
             if step == 20:  # the body was a model of its own before
                 body.eval().requires_grad_(not is_frozen)
-                optimizer = torch.optim.SGD(second.parameters() if is_frozen else optimizer.param_groups[0]["params"])
+                optimizer = torch.optim.SGD(whole[1].parameters() if is_frozen else whole.parameters(), lr=0.01)
             optimizer.zero_grad()
-            (first if step < 20 else second)(body(torch.randn(8, 4))).square().mean().backward()
+            x = torch.randn(8, 4)
+            (first(body(x)) if step < 20 else whole(x)).square().mean().backward()
             optimizer.step()
     found = check(recording.run, rules=["evaluation_mode"]).findings
     assert [one.module_path for one in found] == ([] if is_frozen else ["1"])
