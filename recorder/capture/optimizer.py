@@ -42,6 +42,8 @@ _IDLE_UPDATES = 2
 """After so many updates of an optimizer without a gradient, models to record are searched again."""
 _LOOK_EVERY = 16
 """The number of steps between two calls of `_look_at_update`, which is also called at the steps in `_EARLY_LOOKS`."""
+_LONG = 128
+"""An optimizer may wait for so many updates of another one before it steps, as in the warm-up of an adversary."""
 HERE_ALONE = '{"of_one_rank":true}'
 """The note of optimizer state that only this rank has: ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
@@ -427,7 +429,7 @@ class OptimizerHooks:
         if self._is_looking and is_counting:
             updates = [(self._num_idle(live), {id(p) for p in _parameters(live)}) for live in self._live()]
             # After some updates, an optimizer that has not stepped with a gradient yet does not count.
-            trained = set[int]().union(*(ids for idle, ids in updates if idle is not None or num < _LOOK_EVERY))
+            trained = set[int]().union(*(ids for idle, ids in updates if idle is not None or num < _LONG))
             unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
             idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= _IDLE_UPDATES))
             own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}

@@ -89,6 +89,8 @@ class ModuleFacts(NamedTuple):
     """The first known step at which a gradient of the module was added to that of the step before."""
     given_again: int | None = None
     """The step since which the model's first argument is one of a few tensors, if it is so for many calls."""
+    graphless: bool = False
+    """Whether all calls of the module were made with gradients disabled."""
     rates: Mapping[str, str] = MappingProxyType({})
     """For each parameter of an optimizer, the scalar that records its learning rate."""
 
@@ -110,8 +112,8 @@ class Catalog:
         """By lane (a series on one rank), the rank; -1 for a value that all ranks have in common."""
         self.part_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on a rank), the number of the part of the batch of the rank. Ranks may share a part."""
-        self.data_parallel: set[str] = set()
-        """The roots (models) with a data-parallel wrapper, such as DDP or FSDP."""
+        self.shared_rates: set[tuple[str, str]] = set()
+        """By root, the learning rates that are of the same parameters on all data-parallel ranks."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []

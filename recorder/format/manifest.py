@@ -98,6 +98,8 @@ class RecordedModule:
     """The step at which this argument was seen first."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
+    graphless: bool = False
+    """Whether all calls of the module so far were made with gradients disabled, as under ``torch.no_grad``."""
     given_again: int | None = None
     """The step since which the root's first argument is one of at most four tensors, if it is so for 16 calls."""
     members: Mapping[str, Any] = field(default_factory=dict)

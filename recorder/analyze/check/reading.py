@@ -87,8 +87,7 @@ class RunRows:
         """The number of rows left out because a restart repeated their steps."""
         self._view = run.view()
         self._parts_and_peers = _parts_and_peers(self._view, run)
-        roots = (root for writer in run.writers for root in writer.manifest.roots)
-        self.catalog.data_parallel = {root.name for root in roots if root.data_parallel is not None}
+        self.catalog.shared_rates = _shared_rates(run)
 
     def __iter__(self) -> Iterator[Rows]:
         """Yield the rows of one range of steps after another, each range sorted by step, rank and `seq`."""
@@ -249,6 +248,15 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
             peer = peers[id(group)].get(writer.rank, 0)
             pairs[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
     return pairs
+
+
+def _shared_rates(run: Run) -> set[tuple[str, str]]:
+    """Return the learning rates, by root and name, that are those of the same parameters on all data-parallel ranks."""
+    of_root: dict[str, set[frozenset[tuple[str, str, str]]]] = {}
+    for root in (root for writer in run.writers for root in writer.manifest.roots if root.data_parallel is not None):
+        rates = ((one.path, name, rate) for one in root.modules for name, rate in one.rates.items())
+        of_root.setdefault(root.name, set()).add(frozenset(rates))
+    return {(name, rate) for name, some in of_root.items() if len(some) == 1 for _, _, rate in next(iter(some))}
 
 
 def _dead_share(units: ManyUnits) -> Floats:

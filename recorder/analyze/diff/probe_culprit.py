@@ -19,12 +19,13 @@ from ...run.run import Run
 from ...sites import OF_PARAMETERS
 from ...sites import UPDATE as UPDATE_SITE
 from .culprit_findings import BY_PROBE, Culprit
-from .culprit_search import BACKWARD, FORWARD, OTHER_INPUT, REDUCTION, START, UPDATE, are_nearly_all
+from .culprit_search import BACKWARD, FORWARD, OTHER_INPUT, START, UPDATE, are_nearly_all
 from .step_range import DiffOptions
 
 _PHASES = {"param": START, "input": FORWARD, "output": FORWARD, "grad": BACKWARD, UPDATE_SITE: UPDATE}
 """For each site, the computation at fault if a number of the site differs first. The sites are in the order of a step,
 because the number of a parameter is from before its update."""
+_OF_ALL = "the loss, the reduction over ranks, or a clip"
 _VALUE = ("root", "module_path", "name")
 _SERIES = (*_VALUE, "site", "phase", "mode", "scope", "dtype")
 _NUMBERS = ("l2", "nan_count", "inf_count", "numel")
@@ -106,13 +107,12 @@ def _culprit(pairs: list[tuple[dict[str, Any], dict[str, Any]]], num_series: int
     ranks = sorted(row["rank"] for row, _ in blamed) if has_ranks else []
     is_of_all = site in (*OF_PARAMETERS, UPDATE_SITE) and are_nearly_all(len(pairs), num_series)
     row, other = blamed[0]
-    # No backward is wrong in all modules at once.
-    phase = REDUCTION if site == "grad" and is_of_all else _PHASES[site]
-    why = OTHER_INPUT if row["mode"] == "train" else f"{OTHER_INPUT} in an evaluation"
+    other_input = OTHER_INPUT if row["mode"] == "train" else f"{OTHER_INPUT} in an evaluation"
+    why = other_input if (site, path) == ("input", "") else _OF_ALL if site == "grad" and is_of_all else ""
     return Culprit(
-        step=row["step"], phase=phase, root=root, module_path=None if is_of_all else path, site=site, name=name,
+        step=row["step"], phase=_PHASES[site], root=root, module_path=None if is_of_all else path, site=site, name=name,
         seen_at=path, micro_step=None, call=0, rank=ranks[0] if len(ranks) == 1 else None, ranks=ranks,
-        why=why if (site, path) == ("input", "") else "", num_params=len(of_value), kind=BY_PROBE,
+        why=why, num_params=len(of_value), kind=BY_PROBE,
         statistic="l2", statistic_a=row["l2"], statistic_b=other["l2"],
         nonfinite_a=_num_nonfinite(row), nonfinite_b=_num_nonfinite(other),
     )  # fmt: skip

@@ -321,6 +321,8 @@ def culprit_notes(culprits: Sequence[Culprit], limit: int = 0) -> Iterator[str]:
     """Yield notes on the certainty of the culprits. The first `limit` culprits are shown; 0 means all culprits."""
     if len(culprits) > 1 and culprits[0].why != ROUNDING_ALONE:
         yield "note: of several culprits only the first is certain; the others may follow from it"
+    if any(one.kind == BY_PROBE for one in culprits[: limit or None]):
+        yield "note: keep=probe has the norm alone: what comes before may differ, and have the same norm"
     if any(one.why == ROUNDING_ALONE for one in culprits[: limit or None]):
         yield "note: a gradient of mere rounding may change updates in sound trainings, since Adam divides by it"
 
@@ -354,7 +356,7 @@ def _symptom(culprit: Culprit) -> str:
         return f"{value} differs by up to {number(culprit.max_abs)}{of_max}{noise}"
     if culprit.statistic is not None:
         text_a, text_b = _statistic_texts(culprit._asdict())
-        by = " (by keep=probe; all numbers before it are equal)" if culprit.kind == BY_PROBE else ""
+        by = " (by keep=probe; all norms before it are equal)" if culprit.kind == BY_PROBE else ""
         return f"{value} differs: {culprit.statistic.removesuffix('_count')} {text_a} in A, {text_b} in B{by}"
     return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
 

@@ -235,6 +235,8 @@ class Inventory:
                     num_trained += 1
                 else:
                     untrained.setdefault(i, []).append(name)
+            if (is_graphless := hooked.has_entered and not hooked.has_graph) != described.get("graphless", False):
+                self._add(i, {"graphless": is_graphless})
             given = hooked.given_since if hooked.times_given >= _OFTEN_GIVEN else None
             if given != described.get("given_again"):
                 self._add(i, {"given_again": given})

@@ -76,6 +76,7 @@ class HookedModule:
         "class_name",
         "given_since",
         "has_entered",
+        "has_graph",
         "is_expert",
         "is_hidden",
         "module",
@@ -112,7 +113,7 @@ class HookedModule:
         whether a rule of the set is limited to some calls."""
         self._open_calls: dict[int, list[_Call]] = {}
         """By thread, the module's calls that have begun and not returned: several if the module calls itself."""
-        self.has_entered = False
+        self.has_entered = self.has_graph = False
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
         self._given: Callable[[], torch.Tensor | None] = lambda: None
@@ -210,6 +211,8 @@ class HookedModule:
         slice_, phase = self.root.slice_now()
         call = slice_.enter(phase, self._call_key)
         self.has_entered = True
+        if not self.has_graph:
+            self.has_graph = torch.is_grad_enabled()
         masks = self.capture.masks
         graph = None
         if masks[self.rule_sets["grad_output"]] or masks[self.rule_sets["grad_input"]]:

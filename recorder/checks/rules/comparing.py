@@ -69,7 +69,7 @@ class OutlierRank(StreakRule):
         self._rates = Streaks()
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.differs_by_batch or (key.is_rate and key.root in self.catalog.data_parallel)
+        return key.differs_by_batch or (key.root, key.name) in self.catalog.shared_rates
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_rate = rows.where("rate", attrgetter("is_rate"))

@@ -211,7 +211,8 @@ class NoGradient(StreakRule):
         for one in having:
             if one[:2] in order:
                 firsts[one[0]] = min(firsts.get(one[0], len(order)), order[one[:2]])
-        lacking = {one for one in held if one not in having}
+        graphless = {of for of, facts in modules if facts.graphless}  # under no_grad, on purpose
+        lacking = {one for one in held if one not in having and one[:2] not in graphless}
         found = {one: "nor had any other parameter of its optimizer" for one in lacking if held[one] in of_idle}
         cut = {one for one in lacking - found.keys() if one[:2] in order and order[one[:2]] < firsts.get(one[0], -1)}
         return found | dict.fromkeys(cut, "though modules that are called after it have")

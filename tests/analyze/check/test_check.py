@@ -343,6 +343,7 @@ def test_ranks_that_hold_parts_of_one_model_are_not_compared(is_of_parts: bool) 
     [
         ((0.1, 0.1), "ddp", []),
         ((0.1, 0.3), "", []),  # without a wrapper, each rank may train a model of its own
+        ((0.1, 0.3), "groups", []),
         (
             (0.1, 0.3),
             "fsdp2",
@@ -367,7 +368,11 @@ def test_a_rank_with_another_learning_rate_is_named(
             ]
         )
         parallel = {"data_parallel": {"kind": wrapper, "ranks": ranks}} if wrapper else {}
-        writer.finish(roots=[{"name": "model", "modules": [], **parallel}])
+        module = {"path": "", "class": "Linear", "params": ["weight"], "rates": {"weight": "lr.SGD.0"}}
+        # The group of this number may have other parameters on another rank.
+        other = module | {"rates": {"bias": "lr.SGD.0"}}
+        is_other = rank == 1 and wrapper == "groups"
+        writer.finish(roots=[{"name": "model", "modules": [other if is_other else module], **parallel}])
     findings = check(recorder.open_run(run), ["outlier_rank"]).findings
     assert [(one.ranks, one.what) for one in findings] == found
     assert all(one.first_step == 0 and one.severity is Severity.WARNING for one in findings)

@@ -568,7 +568,7 @@ def test_an_optimizer_that_never_steps_is_named(
     modules = {"encoder": first, "decoder": second}
     of = {name: torch.optim.SGD(modules[name].parameters(), lr=0.01) for name in (*stepped, *made)}
     with flagged(tmp_path, "site=grad keep=stats") as recording:
-        for _ in range(40):
+        for _ in range(160):
             x = torch.randn(8, 4)
             (coder(x) if is_one_model else second(first(x))).sub(x).square().mean().backward()
             for name in stepped:
@@ -585,22 +585,23 @@ def test_an_optimizer_that_never_steps_is_named(
 class CutOff(nn.Module):
     """A model whose head gets no gradient back to the body, unless `is_whole`. A side branch is never used."""
 
-    def __init__(self, *, is_whole: bool) -> None:
+    def __init__(self, *, is_whole: bool, has_graph: bool = True) -> None:
         super().__init__()
         self.body, self.head, self.side = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4)
-        self.is_whole = is_whole
+        self.is_whole, self.has_graph = is_whole, has_graph
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.body(x)
+        with torch.set_grad_enabled(self.has_graph):
+            hidden = self.body(x)
         result: torch.Tensor = self.head(hidden if self.is_whole else hidden.detach())
         self.side(hidden)
         return result
 
 
-@pytest.mark.parametrize("name", ["cut off", "whole", "moved", "frozen"])
+@pytest.mark.parametrize("name", ["cut off", "whole", "moved", "frozen", "no_grad"])
 def test_a_module_that_is_cut_off_from_the_loss_is_named(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
-    model = CutOff(is_whole=name == "whole")
+    model = CutOff(is_whole=name == "whole", has_graph=name != "no_grad")
     model.body.requires_grad_(name != "frozen")
     with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

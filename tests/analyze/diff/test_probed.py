@@ -93,7 +93,7 @@ def test_the_first_number_of_the_probe_that_differs_is_the_culprit(
     assert culprit.kind == BY_PROBE and all(one.step > BAD_STEP for one in later)
     assert found.verdict == "different" and not found.is_equal
     assert 0 < found.num_probes_differing < found.num_probed
-    assert "(by keep=probe; all numbers before it are equal)" in next(iter(accusations(found.culprits, 0)))
+    assert "(by keep=probe; all norms before it are equal)" in next(iter(accusations(found.culprits, 0)))
 
 
 def test_equal_trainings_have_equal_numbers(sound: Run, tmp_path: Path) -> None:
