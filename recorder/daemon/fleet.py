@@ -63,8 +63,11 @@ def _draw(path: Path, host: str) -> None:
     temporary = path.with_name(f"{NODE}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         temporary.write_text(f"{host}-{os.urandom(6).hex()}\n")
-        with contextlib.suppress(FileExistsError):
-            os.replace(temporary, path) if path.exists() else os.link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            if _kept_name(str(path.parent)) is None:  # else another daemon has drawn a name since this one looked
+                os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

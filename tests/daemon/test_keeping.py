@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -217,3 +218,17 @@ def test_a_watched_folder_that_takes_no_file_still_has_a_name_of_its_own(tmp_pat
         (tmp_path / name / NODE).symlink_to("/etc/passwd")
     first, again, other = (node_name([str(tmp_path / name)]) for name in ("a", "a", "b"))
     assert first == again != other
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_of_two_daemons_that_begin_at_once_the_first_names_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    """The second looks before the first has drawn a name, and draws afterwards."""
+    first = f"host-{0:012x}\n"
+    (tmp_path / NODE).write_text(first if is_whole else "host-")
+    kept, looks = fleet._kept_name, itertools.count()
+    monkeypatch.setattr(fleet, "_kept_name", lambda folder: kept(folder) if next(looks) else None)
+    name = node_name([str(tmp_path)])
+    assert (tmp_path / NODE).read_text() == f"{name}\n"
+    assert (f"{name}\n" == first) is is_whole
