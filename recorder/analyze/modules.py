@@ -18,7 +18,7 @@ from ..numerics.keys import by_key
 from ..numerics.units import Units
 from ..rules import hint
 from ..run.finding import shortest_text_of
-from ..run.notes import dump_members, dump_note, jitter_note, sent_note
+from ..run.notes import dump_members, dump_note, facts_of, jitter_note, sent_note
 from ..run.reply import Reply, Table
 from ..run.run import Run
 from ..run.selection import Selection
@@ -38,6 +38,7 @@ _DROPS = ("min", "max", "std", "values", "l2", "zero", "micro_step", "repeat", "
 _SERIES_DROPS = ("dtype", "histogram", "rows", "shape", "root", "scope", "mode", "phase", "steps")
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _DEAD = "dead units"
+_FACTS = "facts"
 _MAX_UNIT_STEPS = 1000
 """Units (channels, neurons) are read only at this many last steps. They are read step by step, to save memory."""
 _LIBRARY = "site-packages/torch/"
@@ -118,20 +119,22 @@ def _modules_reply(run: Run, wanted: Selection, statistic: str) -> Reply:
 
 
 def _modules_parts(run: Run, modules: Sequence[Row], bad: Row | None, statistic: str) -> Iterator[str | Table]:
-    has_roots = len({module["root"] for module in modules}) > 1
+    has_roots, has_facts = len({module["root"] for module in modules}) > 1, any(module[_FACTS] for module in modules)
     lines = [
         [module["root"]] * has_roots
         + [module["module"] or "''", module["class"], " ".join(module["sites"]), str(module["rows"])]
         + [str(module["last_step"]), number(module[f"last_{statistic}"])]
-        + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"]), _text(module[WHY])]
+        + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"])]
+        + ["; ".join(module[_FACTS])] * has_facts
+        + [_text(module[WHY])]
         for module in modules
     ]
     titles = ["root"] * has_roots + ["module", "class", "sites", "rows", "last step", statistic]
-    titles += ["nan", "inf", "first bad", WHY]
+    titles += ["nan", "inf", "first bad", *[_FACTS] * has_facts, WHY]
     counts = counted(len(modules), "module")
     summary = f"{run.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
     subtitle = "" if bad is None else _say_bad(bad)
-    texts = ("root", "module", "class", "sites", WHY)
+    texts = ("root", "module", "class", "sites", _FACTS, WHY)
     yield _table(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
     if (note := sent_note(run)) is not None:
         yield note
@@ -153,19 +156,23 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=order)
 
+    info = next((one for (_, its_path), one in run.modules.items() if its_path == module_path), None)
+
     def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
             del row["histogram"]  # JSON cannot contain bytes
         described = [member.key | {"rows": member.rows} for member in series]
-        return {"run": str(run.path), "module": module_path, "series": described}
+        facts = list(facts_of(info)) if info is not None else []
+        return {"run": str(run.path), "module": module_path, _FACTS: facts, "series": described}
 
     def parts() -> Iterator[str | Table]:
         title = f"{run.name}: {module_path!r}"
-        info = next((one for (_, its_path), one in run.modules.items() if its_path == module_path), None)
         if info is not None:
             is_of_torch = _LIBRARY in info.source.replace("\\", "/")
             title += f", {info.class_name if is_of_torch else f'{info.class_name} {info.source}'.strip()}"
         yield title
+        if info is not None:
+            yield from facts_of(info)
         if run.jitter:
             yield jitter_note(run)
         yield _series_table(series, statistic)
@@ -263,7 +270,7 @@ def _table(
     return Table(
         titles, lines, numbers=[name for name in titles if name not in texts],
         whole=("trend", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
-        prose=("sites", WHY), drops=drops, title=title, subtitle=subtitle,
+        prose=("sites", _FACTS, WHY), drops=drops, title=title, subtitle=subtitle,
         dull={name.removesuffix("_count"): "0" for name in COUNTS} if dull else {},
     )  # fmt: skip
 
@@ -342,6 +349,7 @@ def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Ro
                 "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
                 "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
                 "first_bad": bad[name]["step"] if name in bad else None,
+                _FACTS: list(facts_of(info)) if info else [],
             }
         )  # fmt: skip
     return sorted(entries, key=lambda module: (module["root"], order[module["module"]]))

@@ -637,6 +637,13 @@ class OptimizerHooks:
         for root in self._capture.roots:
             root.inventory.note_rates(rates)
 
+    def note_unstepped(self) -> None:
+        """Note the parameters of all optimizers, unless an optimizer has stepped. Called after many backwards."""
+        if not self.num_steps:
+            self._note_rates()
+            for root in self._capture.roots:
+                root.inventory.note_unstepped(self._capture.clock.step)
+
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
         root = next((o.root_name for o in map(self._rows_of, _parameters(optimizer)) if o is not None), None)

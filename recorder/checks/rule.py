@@ -114,7 +114,7 @@ class Finding(NamedTuple):
 
 
 _SIZES = {
-    "loss": ": it is {0}, where {3}", "update over weight, at least": " (the update is at least {0} times as large)",
+    "loss": ": it is {0}, where {3}", "update over weight, at least": " (its norm is at least {0} times the weight's)",
     "norm of all gradients": ": it is {0}, where {3}", "larger over smaller root mean square": ", by a factor of {0}",
     "validation over training, less 1": " (it is {2} above the loss in training)", "share of values": " ({2} of them)",
     "NaN elements": " (NaN in {0} of its elements)", "infinite elements": " (infinite in {0} of its elements)",

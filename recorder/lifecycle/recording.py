@@ -37,9 +37,11 @@ from .signals import blocked_in_new_threads
 
 _logger = logging.getLogger("recorder")
 _MANY_SLICES = 256
+"""More forwards with a backward each than programs accumulate gradients over without an optimizer step."""
+_MANY_SLICES_IN_ALL = 64
+"""As `_MANY_SLICES`, for a program that has ended."""
 _WAIT_FOR_RANKS_S = 1.0
 """The most seconds that the last line of rank 0 waits for the findings of the other ranks."""
-"""More forwards with a backward each than programs accumulate gradients over without an optimizer step."""
 _START_PATIENCE_S = 1.0
 """The longest wait of the first forward for the writer to make its directory, if the settings allow a wait."""
 
@@ -265,6 +267,8 @@ class Recording:
         if why := self._why_never_moved():
             level = logging.WARNING if self.optimizers.num_steps else logging.INFO
             self._events.add("step_never_advanced", f"{why}; recorder.step(n) names steps", level=level)
+            if any(root.clock.num_slices >= _MANY_SLICES_IN_ALL for root in capture.roots):
+                self.optimizers.note_unstepped()
         for root in capture.roots:
             root.say_if_nothing_moved()
             root.inventory.look_for_foreign_hooks()
@@ -340,6 +344,7 @@ class Recording:
         if not self._is_step_missed and any(root.clock.num_slices >= _MANY_SLICES for root in self.capture.roots):
             self._is_step_missed = True
             if why := self._why_never_moved():
+                self.optimizers.note_unstepped()
                 self._events.add(
                     "step_never_advanced",
                     f"after {_MANY_SLICES} forwards with a backward each, {why}; what the rules keep of a step is kept "

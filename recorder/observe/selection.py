@@ -73,11 +73,14 @@ class RuleSelection:
         self.rule_set_of: dict[Hashable, int] = {}
         """The rule set of each recorded parameter and gradient, by its origin."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
+        self._without_module: Mapping[str, int] | None = None
+        """For each site, the rule set of values that belong to no module. None until a value asks."""
         self.extend(rules)
 
     def extend(self, rules: Sequence[Rule]) -> None:
         """Append rules. A module uses them once it asks for its `rule_sets` again."""
         self._rules = (*self._rules, *rules)
+        self._without_module = None
         self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]
         self._matched += [False] * len(rules)
         self._active += [0] * len(rules)
@@ -143,7 +146,9 @@ class RuleSelection:
 
     def rule_set_of_name(self, site: str, name: str) -> int:
         """Return the rule set of a tap (a tensor that the program names) or a scalar. Both belong to no module."""
-        return self.narrow(self.rule_sets("", "", False)[site], name)
+        if self._without_module is None:
+            self._without_module = self.rule_sets("", "", False)
+        return self.narrow(self._without_module[site], name)
 
     def _intern(self, members: tuple[int, ...]) -> int:
         known = self._sets.get(members)

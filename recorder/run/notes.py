@@ -19,7 +19,7 @@ from ..columns import OF_FIRST_PART, note_members
 from ..errors import NotARunError
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
 from ..format.encodings import ENCODING_OF
-from ..format.manifest import EXCEPTION
+from ..format.manifest import EXCEPTION, RecordedModule
 from ..format.rundir import Members, parse_shard_name
 from ..globalview.row_groups import RowFinding as RowFinding
 from ..globalview.values import GlobalValues, load_sample
@@ -42,6 +42,20 @@ def jitter_note(run: Run) -> str:
     if run.jitter_moved == ():
         return f"note: jitter = {run.jitter} was set, but no value of the model was changed: this run is no twin"
     return f"note: the model's inputs were changed in the last place on purpose (jitter = {run.jitter})"
+
+
+def facts_of(module: RecordedModule) -> Iterator[str]:
+    """Yield what is noteworthy about how the program treats a module, such as ``frozen: weight, bias``."""
+    if module.evaluated is not None:
+        yield f"in evaluation mode while the model is trained, since step {module.evaluated}"
+    if module.untrained:
+        yield f"no optimizer that steps has {listed(module.untrained)}, since step {module.untrained_since or 0}"
+    if module.frozen:
+        yield f"frozen: {listed(module.frozen)}"
+    if module.graphless:
+        yield "called without gradients"
+    if module.uncleared is not None:
+        yield f"gradients not cleared, since step {module.uncleared}"
 
 
 def proof_state(proof: Proof) -> str:

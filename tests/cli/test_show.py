@@ -40,6 +40,33 @@ def test_the_last_step_of_a_module_is_that_of_any_of_its_values(cli: Cli, tmp_pa
     assert [one["last_step"] for one in cli("show", tmp_path / "run", "--json").json["modules"]] == [9]
 
 
+def test_what_the_program_does_with_a_module_is_said(cli: Cli, tmp_path: Path) -> None:
+    writer = HandmadeWriter(make_run(tmp_path / "run"), 0)
+    paths = ("drop", "plain", "up")
+    writer.add_shard([[make_row(seq, np.ones(2), module_path=path) for seq, path in enumerate(paths)]])
+    known = {
+        "drop": {"evaluated": 73, "graphless": True},
+        "up": {"frozen": ["bias"], "untrained": ["weight"], "untrained_since": 16, "uncleared": 1},
+    }
+    described = [{"path": path, "class": "Net", "sites": ["output"], **known.get(path, {})} for path in paths]
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": described}])
+    expected = {
+        "drop": ["in evaluation mode while the model is trained, since step 73", "called without gradients"],
+        "plain": [],
+        "up": [
+            "no optimizer that steps has weight, since step 16", "frozen: bias", "gradients not cleared, since step 1",
+        ],
+    }  # fmt: skip
+    found = cli("show", tmp_path / "run", "--json").json["modules"]
+    assert {one["module"]: one["facts"] for one in found} == expected
+    _, titles, *lines = cli("show", tmp_path / "run").out.splitlines()
+    assert titles.endswith("facts")
+    assert [line.partition("  -  ")[2] for line in lines] == ["; ".join(expected[path]) or "-" for path in paths]
+    for path in paths:
+        assert cli("show", tmp_path / "run", path, "--json").json["facts"] == expected[path]
+        assert cli("show", tmp_path / "run", path).out.splitlines()[1:][: len(expected[path])] == expected[path]
+
+
 def layer_rows(run: Path, **equal: Any) -> list[dict[str, Any]]:
     rows = open_run(run).table().to_pylist()
     wanted = {"module_path": "layers.0", "site": "output"} | equal

@@ -22,8 +22,9 @@ from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Width
 from ...checks.rules.data import ONE_BATCH, Data
-from ...checks.rules.parameters import Unchanged
-from ...checks.rules.programs import NotCleared
+from ...checks.rules.no_gradient import NoGradient
+from ...checks.rules.parameters import Unchanged, Update
+from ...checks.rules.programs import EvaluationMode, NotCleared, NotOptimized
 from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
@@ -470,11 +471,14 @@ def command_of(typed: str, one: JoinedFindings) -> str:
         return ""
     if worst.rule == Replica.name:
         return shlex.join(["recorder", "first", typed])
-    if worst.site == "param" and not worst.measure:  # no row has the parameter; this command names each parameter
-        return shlex.join(["recorder", "check", typed, "--rule", worst.rule, "--json"])
-    # `not_cleared` concerns all gradients, and the root may have none of its own.
-    where = [] if worst.rule == NotCleared.name else [worst.module_path]
-    words = ["recorder", "stats", typed, *where, "--site", worst.site]
+    where = [worst.module_path]
+    is_missing = worst.rule == NoGradient.name and worst.site == "param"
+    if is_missing or worst.rule in (EvaluationMode.name, NotOptimized.name):  # no row has what the program did
+        return shlex.join(["recorder", "show", typed, *where[: len(one.paths) == 1]])
+    if worst.rule == NotCleared.name or (worst.rule == Update.name and not worst.module_path):
+        where = []  # the rule concerns all parameters, and the root may have none of its own
+    site = f"{worst.site},{UPDATE}" if worst.rule == Update.name and worst.site == "param" else worst.site
+    words = ["recorder", "stats", typed, *where, "--site", site]
     is_by_name = worst.site == "scalar" or (worst.site == "input" and is_labels(worst.name))
     words += ["--name", worst.name] if is_by_name and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []

@@ -280,6 +280,14 @@ class Inventory:
             if own and own != self._modules[i].get("rates"):
                 self._add(i, {"rates": own})
 
+    def note_unstepped(self, step: int) -> None:
+        """Note the parameters that optimizers have, of which none has stepped at the end of `step`."""
+        for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
+            names = [name for name, one in hooked.own("_parameters") if one.requires_grad and name in described.get("rates", ())]
+            if names:
+                self._suspects.setdefault(i, step)
+                self._add(i, {"untrained": names, "untrained_since": step})
+
     def note_loss_argument(self, argument: str, step: int) -> None:
         """Note which function of a loss got, at `step`, an argument that it does not expect."""
         if self._modules and "loss_argument" not in self._modules[0]:

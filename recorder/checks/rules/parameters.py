@@ -67,7 +67,7 @@ class _Update(CheckRule):
 
 
 class _Large(_Update, StreakRule):
-    what = "one step changed the weight by a large part of its norm"
+    what = "one update changed the weight by a large part of its norm"
     measure, limit = "update over weight, at least", "ratio"
 
     def set_up(self) -> None:

@@ -37,11 +37,11 @@ class _ProgramRule(CheckRule):
     def finding_on(
         self, module: tuple[str, str], step: int, what: str, *, name: str = "", severity: Severity | None = None
     ) -> Finding:
-        """Return a finding on a module, or on its parameter `name`."""
+        """Return a finding on a module, or on its parameter `name`, that holds since `step`."""
         root, path = module
         return Finding(
             self.name, self.severity if severity is None else severity, step, root, path, "param" if name else "output",
-            name, ranks=(), what=what, measure="", value=math.nan, threshold=math.nan, advice=self.advice,
+            name, ranks=(), what=what, measure="", value=math.nan, threshold=math.nan, advice=self.advice, since=step,
         )  # fmt: skip
 
 

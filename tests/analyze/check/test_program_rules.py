@@ -375,7 +375,7 @@ def test_what_is_left_out_by_an_optimizer_of_frozen_parameters_is_named(tmp_path
     named = {(one.module_path, one.name) for one in findings}
     if findings:
         typed = command_of("RUN", next(iter(told_of(findings)))[0])
-        assert typed == "recorder check RUN --rule not_optimized --json", "no row has the parameter"
+        assert typed == "recorder show RUN 1", "no row has the parameter"
     assert named == (set() if has_copies else {("1", "weight"), ("1", "bias")})
 
 
@@ -556,6 +556,7 @@ ONLY_LAST = f"{NO_OPTIMIZER}; only modules after it are trained"
         (["encoder"], ["decoder"], {("decoder", Severity.WARNING, NEVER_STEPS)}),
         (["encoder"], [], {("decoder", Severity.WARNING, NO_OPTIMIZER)}),
         (["decoder"], [], {("encoder", Severity.NOTE, ONLY_LAST)}),
+        ([], ["encoder", "decoder"], {(name, Severity.WARNING, NEVER_STEPS) for name in ("encoder", "decoder")}),
     ],
 )
 @pytest.mark.parametrize("is_one_model", [True, False])
