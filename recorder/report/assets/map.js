@@ -86,14 +86,16 @@ class Choices {
     return (run.byModule.get(number) ?? []).filter(
       (one) => one.site === site && one.mode === mode && (name === null || one.name === name) && this.isOfModel(one));
   }
+  siteText([site, mode]) {
+    return site + (mode === "train" ? "" : ` (${mode})`);
+  }
   bar() {
     const { app } = this, { state, run } = app;
-    const siteText = ([site, mode]) => site + (mode === "train" ? "" : ` (${mode})`);
     const [site, mode] = this.siteAndMode;
     const names = this.names;
     return el("div", { class: "bar", role: "toolbar", "aria-label": "what is drawn" },
       this.root !== null && choice("model", this.roots.map((one) => [one, one]), this.root, (value) => state.set({ root: value, pins: null }), { id: "choose-root" }),
-      choice("value", this.sitesAndModes.map((one) => [one.join(" "), siteText(one)]), `${site} ${mode}`, (value) => {
+      choice("value", this.sitesAndModes.map((one) => [one.join(" "), this.siteText(one)]), `${site} ${mode}`, (value) => {
         const [newSite, newMode] = this.sitesAndModes.find((one) => one.join(" ") === value);
         state.set({ site: newSite, mode: newMode, name: null });
       }, { id: "choose-site" }),
@@ -276,7 +278,11 @@ class MapPanel extends Panel {
       const hidden = modules.paths.filter((path) => !modules.below(modules.node(path)).some(isShown)).length; // a container of what is shown has a row
       if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.siteAndMode[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);
     }
-    return texts.map((text) => el("span", {}, text + " "));
+    const [site, mode] = choices.siteAndMode;
+    const others = choices.sitesAndModes.filter((one) => one[0] === site && one[1] !== mode).map((one) =>
+      el("a", { href: state.address({ ...state.values, view: "map", site, mode: one[1], name: null }) }, choices.siteText(one)));
+    const also = others.length ? [el("span", {}, "Values in another mode: ", ...others.flatMap((one) => [one, " "]))] : [];
+    return [...texts.map((text) => el("span", {}, text + " ")), ...also];
   }
   /** Of some series on a lane, at some columns, the cell that stands out. */
   outlier(picture, some, lane, columns) {
