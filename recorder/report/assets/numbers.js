@@ -93,14 +93,19 @@ class NumbersPanel {
       return { title, steps, lines, most: Math.max(MAX_TRACK_LINES, groups.length + 1), ...(kind === "cosine" ? { level: 0, ends: [-1.05, 1.05] } : {}), about: [...about].filter(Boolean) };
     }).filter((one) => one.lines.length));
   }
+  /** Whether a rank has another value than the others at some step. */
+  isUnlike(series, picture) {
+    const { lines } = this.linesOf(series, picture, null, true), { run } = this.app, mean = run.lineName(run.mainLane);
+    return new Set(lines.filter(({ label }) => label !== mean).map(({ values }) => JSON.stringify(values))).size > 1;
+  }
   /** The learning rates and the scale of the gradients in flat pictures; those that never change in one line of text. */
   strips(pictures) {
     const strips = new Map(), constants = new Map();
     for (const series of this.rates) {
-      const one = this.linesOf(series, ...pictures, false), known = one.lines.map((line) => line.values.filter(Number.isFinite));
+      const one = this.linesOf(series, ...pictures, this.isUnlike(series, pictures[0])), known = one.lines.map((line) => line.values.filter(Number.isFinite));
       if (!known.flat().length) continue;
       const isConstant = known.every((values) => values.every((value) => value === values[0])), alike = isConstant ? constants : strips;
-      const text = known.map(([value], at) => `${this.app.other ? `${one.lines[at].label[0]} ` : ""}${shortNumber(value)}`).join(", ");
+      const text = known.map(([value], at) => `${this.app.other ? `${one.lines[at].label[0]} ` : known.length > 1 ? `${one.lines[at].label} ` : ""}${shortNumber(value)}`).join(", ");
       const key = isConstant ? text : JSON.stringify(one.lines.map(({ label, values }) => [label, values]));
       alike.set(key, { ...one, names: [...(alike.get(key)?.names ?? []), series.name] });
     }
