@@ -1170,6 +1170,42 @@ def test_rates_of_two_runs_are_labelled_and_all_are_named(open_page: Open, tmp_p
     assert strip.inner_text().split("\n") == ["A: rank 0", "B: rank 0"]
 
 
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ([1e-3, 1e-3], "lr.SGD.0: 0.001 at all steps."),
+        ([1e-3, 2e-3], "lr.SGD.0: all ranks together 0.0015, rank 0 0.001, rank 1 0.002 at all steps."),
+    ],
+)
+def test_a_rate_that_is_another_on_a_rank_is_told_of_each(
+    open_page: Open, tmp_path: Path, rates: list[float], told: str
+) -> None:
+    run = make_run(tmp_path / "run", world_size=2)
+    for rank, rate in enumerate(rates):
+        writer, scalar = HandmadeWriter(run, rank), {"module_path": "", "site": "scalar", "encoding": None}
+        values = [(step, name, value) for step in range(4) for name, value in (("loss", 1.0), ("lr.SGD.0", rate))]
+        rows = [
+            make_row(seq, np.float64(value), step=step, rank=rank, name=name, **scalar)
+            for seq, (step, name, value) in enumerate(values)
+        ]
+        writer.add_shard([rows], kind="stats")
+        writer.finish()
+    notes = open_page(write_page(run, tmp_path / "r.html")).page.locator("#panel-top p.note").all_inner_texts()
+    assert told in [note.strip() for note in notes]
+
+
+def test_the_map_leads_to_a_sites_values_in_another_mode(open_page: Open, tmp_path: Path) -> None:
+    writer, modes = HandmadeWriter(make_run(tmp_path / "run"), 0), ["train", "train", "eval", "eval"]
+    rows = [make_row(i, np.full(2, 1.0 + i), step=i, mode=mode, encoding=None) for i, mode in enumerate(modes)]
+    writer.add_shard([rows], kind="stats")
+    writer.finish()
+    opened = open_page(write_page(tmp_path / "run", tmp_path / "r.html"))
+    assert opened.text("#panel-map > .note").endswith("Values in another mode: output (eval)")
+    opened.page.locator("#panel-map > .note a").click()
+    assert hash_of(opened)["mode"] == "eval"
+    assert opened.text("#panel-map > .note").endswith("Values in another mode: output")
+
+
 def test_objectives_of_two_tensors_have_pictures_of_their_own(open_page: Open, tmp_path: Path) -> None:
     run, names = make_run(tmp_path / "run"), ("norm.main", "norm.aux", "cosine.main:aux")
     common: dict[str, Any] = {"module_path": "", "site": "scalar", "encoding": None}

@@ -283,7 +283,8 @@ class Inventory:
     def note_unstepped(self, step: int) -> None:
         """Note the parameters that optimizers have, of which none has stepped at the end of `step`."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):
-            names = [name for name, one in hooked.own("_parameters") if one.requires_grad and name in described.get("rates", ())]
+            rates = described.get("rates", {})
+            names = [name for name, one in hooked.own("_parameters") if one.requires_grad and name in rates]
             if names:
                 self._suspects.setdefault(i, step)
                 self._add(i, {"untrained": names, "untrained_since": step})

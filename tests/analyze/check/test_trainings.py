@@ -147,8 +147,8 @@ def test_each_training_of_a_process_is_judged_by_itself(tmp_path: Path, kept: st
     assert named == ({("not_optimized", "model_1", "4")} if has_fault else set())
     if has_fault:
         told = [sentence(first) for first, _ in told_of(findings) if first.worst.severity > Severity.NOTE]
-        what = "not_optimized: model_1: '4' param weight, bias, since step 64: it has a gradient, and no optimizer has it"
-        assert told == [what]
+        where = "model_1: '4' param weight, bias, since step 64"
+        assert told == [f"not_optimized: {where}: it has a gradient, and no optimizer has it"]
 
 
 @pytest.mark.parametrize("keeps_optimizer", [False, True])
