@@ -44,7 +44,7 @@ def test_what_the_program_does_with_a_module_is_said(cli: Cli, tmp_path: Path) -
     writer = HandmadeWriter(make_run(tmp_path / "run"), 0)
     paths = ("drop", "plain", "up")
     writer.add_shard([[make_row(seq, np.ones(2), module_path=path) for seq, path in enumerate(paths)]])
-    known = {
+    known: dict[str, dict[str, Any]] = {
         "drop": {"evaluated": 73, "graphless": True},
         "up": {"frozen": ["bias"], "untrained": ["weight"], "untrained_since": 16, "uncleared": 1},
     }
