@@ -6,20 +6,24 @@ nothing else. Numbers are compared rank by rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ...errors import CorruptError
-from ...numerics.keys import array_of, by_key, column_of, common_ids, group_rows, holds, join
+from ...numerics.keys import Integers, array_of, by_distinct, by_key, column_of, common_ids, group, holds, join
 from ...numerics.moments import integers
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import Run
+from ...run.selection import Selection
 from ...sites import OF_PARAMETERS
 from ...sites import UPDATE as UPDATE_SITE
 from .culprit_findings import BY_PROBE, Culprit
 from .culprit_search import BACKWARD, FORWARD, OTHER_INPUT, START, UPDATE, are_nearly_all
+from .renames import NO_RENAMES, Renames
 from .step_range import DiffOptions
 
 _PHASES = {"param": START, "input": FORWARD, "output": FORWARD, "grad": BACKWARD, UPDATE_SITE: UPDATE}
@@ -29,6 +33,8 @@ _OF_ALL = "the loss, the reduction over ranks, or a clip"
 _VALUE = ("root", "module_path", "name")
 _SERIES = (*_VALUE, "site", "phase", "mode", "scope", "dtype")
 _NUMBERS = ("l2", "nan_count", "inf_count", "numel")
+_MAX_STEPS = 1 << 40
+"""More steps than a run has."""
 
 
 class ProbesCompared(NamedTuple):
@@ -50,31 +56,24 @@ def compare_probes(a: Run, b: Run, options: DiffOptions) -> ProbesCompared:
         return ProbesCompared()
     if any((size := probe_size(run.writers)) is None or size.num_numbers > MOST_PROBED for run in (a, b)):
         return ProbesCompared()
+    sides = _Side(a, options.selection), _Side(b, options.selection, options.renames)
     try:
-        tables = _numbers(a), options.renames.apply(_numbers(b))
+        num_compared, num_differing, step = _compare_ranks(*sides)
+        if step is None:
+            return ProbesCompared(num_compared)
+        one, two = (side.at(step) for side in sides)
     except CorruptError:  # the error counts as damage of the run from now on
         return ProbesCompared()
-    one, two = (options.selection.narrow(table) for table in tables)
-    rows_a, rows_b = join(*common_ids(one, two, ("rank", "step", *_SERIES)))
+    rows_a, rows_b = join(*common_ids(one, two, ("rank", *_SERIES)))
     one, two = one.take(column_of(rows_a)), two.take(column_of(rows_b))
-    differs = np.zeros(len(rows_a), np.bool_)
-    for name in _NUMBERS:  # the numbers in a shard may have only the digits of a float32
-        left, right = (array_of(table.column(name)).astype(np.float32) for table in (one, two))
-        differs |= left != right
-    if not differs.any():
-        return ProbesCompared(num_compared=len(rows_a))
-    steps = integers(one.column("step"))
-    at_step = steps == steps[differs].min()
-    sizes = [array_of(table.column("numel"))[at_step] for table in (one, two)]
-    if (sizes[0] != sizes[1]).any() or _placements(a) != _placements(b):
+    if one.column("numel") != two.column("numel") or _placements(a) != _placements(b):
         return ProbesCompared()
-    sites = pa.array(at_step & differs)
-    first_site = min(one.column("site").filter(sites).unique().to_pylist(), key=[*_PHASES].index)
-    at = np.flatnonzero(at_step & holds(one.column("site"), first_site.__eq__))
+    differs = (_values(one) != _values(two)).any(0)
+    first_site = min(one.column("site").filter(column_of(differs)).unique().to_pylist(), key=[*_PHASES].index)
+    at = np.flatnonzero(holds(one.column("site"), first_site.__eq__))
     pairs = zip(*(table.take(column_of(at)).to_pylist() for table in (one, two)), differs[at].tolist(), strict=True)
     wrong = [(row_a, row_b) for row_a, row_b, is_wrong in pairs if is_wrong]
-    culprit = _culprit(wrong, len(at), has_ranks=len(a.ranks) > 1)
-    return ProbesCompared(len(rows_a), int(differs.sum()), culprit)
+    return ProbesCompared(num_compared, num_differing, _culprit(wrong, len(at), has_ranks=len(a.ranks) > 1))
 
 
 def _placements(run: Run) -> set[str | None]:
@@ -83,16 +82,75 @@ def _placements(run: Run) -> set[str | None]:
     return {text for batch in batches for text in batch.column("placements").unique().to_pylist()}
 
 
-def _numbers(run: Run) -> Any:
-    """Return the numbers of a run. If several attempts trained a step, those of the last attempt are returned."""
-    table = pa.concat_tables(list(probe_tables(run.writers)))
-    columns = {name: table.column(name) for name in ("attempt", "rank", "step", *_NUMBERS)}
-    table = pa.table(columns | {name: table.column(name).cast(pa.string()) for name in _SERIES})
-    groups, attempts = group_rows(table, ("rank", "step")), integers(table.column("attempt"))
-    last = np.zeros(groups.num_groups, np.int64)
-    np.maximum.at(last, groups.ids, attempts)
-    is_known = holds(table.column("site"), _PHASES.__contains__)
-    return table.filter(column_of(is_known & (attempts == last[groups.ids])))
+def _values(table: Any) -> npt.NDArray[np.float32]:
+    """Return the numbers of a table as [4, N], one row for each of `_NUMBERS`. A shard may have float32's digits."""
+    return np.stack([array_of(table.column(name)).astype(np.float32) for name in _NUMBERS])
+
+
+class _Side(NamedTuple):
+    """One of the two runs, with what is compared of it."""
+
+    run: Run
+    selection: Selection
+    renames: Renames = NO_RENAMES
+
+    def tables(self, rank: int | None) -> Iterator[Any]:
+        """Yield the selected numbers of one rank, or of all, batch by batch. Raise CorruptError for a damaged batch."""
+        for table in probe_tables(writer for writer in self.run.writers if rank in (None, writer.rank)):
+            columns = {name: table.column(name) for name in ("attempt", "rank", "step", *_NUMBERS)}
+            texts = {name: table.column(name).cast(pa.string()) for name in _SERIES}
+            table = self.selection.narrow(self.renames.apply(pa.table(columns | texts)))
+            yield table.filter(column_of(holds(table.column("site"), _PHASES.__contains__)))
+
+    def of_rank(self, rank: int, series: dict[tuple[str, ...], int]) -> tuple[Integers, npt.NDArray[np.float32]]:
+        """Return a key for each number of a rank, and the numbers as [4, N]. Each series is added to `series`."""
+        keys, attempts, values = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros((4, 0), np.float32)]
+        for table in self.tables(rank):
+            ids = by_distinct(table, _SERIES, lambda *one: series.setdefault(one, len(series)), np.int64)
+            keys.append(ids * _MAX_STEPS + integers(table.column("step")))
+            attempts.append(integers(table.column("attempt")))
+            values.append(_values(table))
+        key = np.concatenate(keys)
+        is_last = _are_of_last_attempt(np.concatenate(attempts), [key % _MAX_STEPS])
+        return key[is_last], np.concatenate(values, axis=1)[:, is_last]
+
+    def at(self, step: int) -> Any:
+        """Return the numbers of all ranks at a step as a table."""
+        table = pa.concat_tables(
+            table.filter(column_of(integers(table.column("step")) == step)) for table in self.tables(None)
+        )
+        return table.filter(
+            column_of(_are_of_last_attempt(integers(table.column("attempt")), [integers(table.column("rank"))]))
+        )
+
+
+def _are_of_last_attempt(attempts: Integers, groups: Sequence[Integers]) -> npt.NDArray[np.bool_]:
+    """Return which rows are of the last attempt in their group, because several attempts may train a step."""
+    if not len(attempts) or attempts.min() == attempts.max():
+        return np.ones(len(attempts), np.bool_)
+    ids = group(groups).ids
+    last = np.zeros(int(ids.max()) + 1, np.int64)
+    np.maximum.at(last, ids, attempts)
+    return np.asarray(attempts == last[ids])
+
+
+def _compare_ranks(a: _Side, b: _Side) -> tuple[int, int, int | None]:
+    """Return how many numbers were compared and how many differ, and the first step at which one does.
+
+    The numbers of one rank are in memory at a time: about 100 bytes for each number of both runs.
+    """
+    series: dict[tuple[str, ...], int] = {}
+    num_compared = num_differing = 0
+    first: int | None = None
+    for rank in a.run.ranks:
+        (keys_a, values_a), (keys_b, values_b) = (side.of_rank(rank, series) for side in (a, b))
+        keys, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
+        differs = (values_a[:, at_a] != values_b[:, at_b]).any(0)
+        num_compared, num_differing = num_compared + len(keys), num_differing + int(differs.sum())
+        if differs.any():
+            step = int((keys[differs] % _MAX_STEPS).min())
+            first = step if first is None else min(first, step)
+    return num_compared, num_differing, first
 
 
 def _culprit(pairs: list[tuple[dict[str, Any], dict[str, Any]]], num_series: int, *, has_ranks: bool) -> Culprit:
