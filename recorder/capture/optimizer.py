@@ -24,26 +24,19 @@ from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
 from ..system.processes import live_instances, loaded
 from .core import Capture
-from .hooks.inventory import Optimized
 from .hooks.module import StateTime
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
 from .local_values import PLAIN, are_plain
 from .marks import main_parameter
 from .probe import Probe, ProbedGroup
-from .step_gradients import LastGradient, wrap_closure
+from .step_closures import wrap_closure
+from .update_looks import IDLE_UPDATES, UpdateLooks, parameters_of
 from .updates import Updates
 
 _MAX_PROBED = 64
-_EARLY_LOOKS = (1, 2, 4, 8)
 _A_TRAINING = 10
 """An optimizer that has counted so many updates was a training, and the name is not given to the next optimizer."""
-_IDLE_UPDATES = 2
-"""After so many updates of an optimizer without a gradient, models to record are searched again."""
-_LOOK_EVERY = 16
-"""The number of steps between two calls of `_look_at_update`, which is also called at the steps in `_EARLY_LOOKS`."""
-_LONG = 128
-"""An optimizer may wait for so many updates of another one before it steps, as in the warm-up of an adversary."""
 HERE_ALONE = '{"of_one_rank":true}'
 """The note of optimizer state that only this rank has: ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
@@ -108,10 +101,6 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _num_steps_under_way(optimizer: Optimizer) -> int:
     """Return how many calls of this optimizer's step are on the stack: 2 if a subclass calls ``super().step()``.
 
@@ -147,14 +136,7 @@ class OptimizerHooks:
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id, parameters first seen after this step's scan of the modules. The next scan looks for their modules."""
         self._learned_at = -1
-        self._is_looking = False
-        """Whether the step under way is one at which `_look_at_update` looks."""
-        self._updates_without: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
-        """By optimizer id, the optimizer, and how many updates it has made since the last one with a gradient."""
-        self._last_gradients: dict[int, LastGradient] = {}
-        """By optimizer id, a gradient at the optimizer's last step, if `_look_at_update` looked at that step."""
-        self._evaluated: set[str] = set()
-        """The roots that were in evaluation mode at an update."""
+        self.looks = UpdateLooks(capture)
         self._has_rescanned = False
         self._has_noted_rates = False
         """Whether the manifest has the learning rates of all groups in `_groups`."""
@@ -245,7 +227,7 @@ class OptimizerHooks:
 
     def holds(self, parameters: set[int]) -> bool:
         """Whether a live optimizer updates a parameter with one of these ids."""
-        return any(id(parameter) in parameters for live in self._live() for parameter in _parameters(live))
+        return any(id(parameter) in parameters for live in self._live() for parameter in parameters_of(live))
 
     def all_have_roots(self) -> bool:
         """Whether every parameter of every live optimizer is in a root (a model under hooks)."""
@@ -286,7 +268,7 @@ class OptimizerHooks:
         # DDP removes the DTensor parameters of tensor parallel modules when these first run. So rows that are known are
         # kept.
         kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
-        updated = [one for live in self._live() for one in _parameters(live)]
+        updated = [one for live in self._live() for one in parameters_of(live)]
         self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root, updated)}
 
     def rescan(self) -> None:
@@ -321,7 +303,7 @@ class OptimizerHooks:
     def _begins_update(self, optimizer: Optimizer) -> bool:
         """Whether this call begins an update. ZeRO steps group by group, so a call may continue an update."""
         self._repeats_at("grad")
-        first = next(map(id, _parameters(optimizer)), 0)
+        first = next(map(id, parameters_of(optimizer)), 0)
         return self._firsts.setdefault(id(optimizer), first) == first
 
     def _counts(self, optimizer: Optimizer) -> bool:
@@ -376,7 +358,7 @@ class OptimizerHooks:
         is_missed = not capture.has_seen_forward or any(root.clock.is_trained_evaluating for root in capture.roots)
         if is_missed and self._counts(optimizer) and capture.clock.advance_if_stepped():
             capture.step_changed()
-        self._look_at_update(optimizer)
+        self.looks.before_update(optimizer, is_counting=self._counts(optimizer), live=self._live)
         self._record_rates(optimizer)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
             capture.nonfinite.is_told_by_rows = True
@@ -388,56 +370,6 @@ class OptimizerHooks:
             capture.root_calls.depth = 0  # a step ends any forward that was interrupted
             self.record_before(optimizer)
         return wrapped
-
-    def _look_at_gradients(self, optimizer: Optimizer) -> None:
-        """Count the updates that an optimizer makes without any gradient since it had some."""
-        num = self._num_idle(optimizer)
-        if num is None:  # a new optimizer: the program may make one at each step
-            self._updates_without = {key: one for key, one in self._updates_without.items() if one[0]() is not None}
-        if any(parameter.grad is not None for parameter in _parameters(optimizer)):
-            self._updates_without[id(optimizer)] = weakref.ref(optimizer), 0
-        elif num is not None:
-            self._updates_without[id(optimizer)] = weakref.ref(optimizer), num + 1
-
-    def _num_idle(self, optimizer: Optimizer) -> int | None:
-        """Return the number of updates of an optimizer without a gradient since it had some. None if it had none."""
-        reference, num = self._updates_without.get(id(optimizer), (None, 0))
-        return num if reference is not None and reference() is optimizer else None
-
-    def backward_begins(self) -> None:
-        """Look whether the gradients of the last updates still stand. Called on the thread of the backward."""
-        if self._last_gradients:
-            self._last_gradients = {key: one.before_backward() for key, one in list(self._last_gradients.items())}
-
-    def _look_at_update(self, optimizer: Optimizer) -> None:
-        """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients."""
-        capture, last = self._capture, self._last_gradients.pop(id(optimizer), None)
-        is_copied = last is not None and last.has_stood is not False and last.stands_uncleared()
-        if last is not None and (is_copied or last.has_stood_through):
-            for root in capture.roots:
-                root.inventory.note_uncleared(last.parameter(), capture.clock.step, is_copied)
-        self._last_gradients = {key: one.after_other_step() for key, one in list(self._last_gradients.items())}
-        if is_counting := self._counts(optimizer):
-            num, roots = capture.clock.num_optimizer_steps, [root for root in capture.roots if root.clock.is_trained]
-            evaluated = {root.name for root in roots if not root.is_training}
-            self._is_looking = num in _EARLY_LOOKS or num % _LOOK_EVERY == 0 or not evaluated <= self._evaluated
-            self._evaluated |= evaluated
-        if self._is_looking:
-            in_ddp = all((root.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
-            if gradient := LastGradient.of(_parameters(optimizer), in_ddp=in_ddp):
-                self._last_gradients[id(optimizer)] = gradient
-        if self._is_looking and is_counting:
-            updates = [(self._num_idle(live), {id(p) for p in _parameters(live)}) for live in self._live()]
-            # After some updates, an optimizer that has not stepped with a gradient yet does not count.
-            trained = set[int]().union(*(ids for idle, ids in updates if idle is not None or num < _LONG))
-            unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
-            idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= _IDLE_UPDATES))
-            own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}
-            optimized = Optimized(trained, idle, unstepped, has_copies=not trained <= own)
-            for root in capture.roots:
-                # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
-                if root.thread in (None, threading.get_ident()):
-                    root.inventory.look_at_update(optimized, capture.clock.step, root.clock.is_trained)
 
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""
@@ -477,18 +409,18 @@ class OptimizerHooks:
                     clock.source = "optimizer"
             clock.optimizer_stepped()
         self._on_step(optimizer)
-        if self._num_idle(optimizer) == _IDLE_UPDATES:
+        if self.looks.num_idle(optimizer) == IDLE_UPDATES:
             self._on_search(optimizer)  # the program may train another model, without an optimizer, by mistake
 
     def record_before(self, optimizer: Optimizer) -> None:
         """Record the parameters and final gradients of one optimizer. Once a step, also record the buffers."""
         capture = self._capture
-        self._look_at_gradients(optimizer)
+        self.looks.at_gradients(optimizer)
         at = StateTime(StepPosition(capture.clock.step, None, "train"), "optimizer", 0)
         repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
-        parameters = list(_parameters(optimizer)) if keeps_param or keeps_grad else []
+        parameters = list(parameters_of(optimizer)) if keeps_param or keeps_grad else []
         if parameters and self._counts(optimizer) and all(self._rows_of(one) is None for one in parameters):
             parameters = self._copied() or parameters
         with self._known(optimizer, parameters, note, at.moment, repeats) as is_done:
@@ -590,7 +522,7 @@ class OptimizerHooks:
         if not self._capture.selection.keeps("optim"):
             return
         at = StateTime(StepPosition(self._capture.clock.step, None, "train"), "optimizer", 0)
-        repeats, updated = self._repeats_at("optim"), {id(parameter) for parameter in _parameters(optimizer)}
+        repeats, updated = self._repeats_at("optim"), {id(parameter) for parameter in parameters_of(optimizer)}
         inside = updating(optimizer)
         note = None if inside is optimizer else HERE_ALONE
         for parameter, state in inside.state.items():
@@ -618,7 +550,7 @@ class OptimizerHooks:
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == parameter.shape
         }
-        for parameter in _parameters(optimizer) if slices else ():
+        for parameter in parameters_of(optimizer) if slices else ():
             rows = self._rows_of(parameter) if parameter not in optimizer.state else None
             if isinstance(rows, OriginalParameter) and rows.gradient(parameter) is not None and not parameter.numel():
                 at = at._replace(repeat=_next_repeat(repeats, parameter))
@@ -646,7 +578,7 @@ class OptimizerHooks:
 
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
-        root = next((o.root_name for o in map(self._rows_of, _parameters(optimizer)) if o is not None), None)
+        root = next((o.root_name for o in map(self._rows_of, parameters_of(optimizer)) if o is not None), None)
         numbers = self._numbers(optimizer)
         if len(numbers) == len(self.know_groups(optimizer)) and not self._begins_update(optimizer):
             return

@@ -114,7 +114,7 @@ class Recording:
         with ExitStack() as undo:
             self.optimizers = OptimizerHooks(self.capture, on_step=on_step, on_search=on_search)
             undo.callback(self.optimizers.close)
-            self._loss = LossFinder(self.capture.scalars, on_backward=self.optimizers.backward_begins)
+            self._loss = LossFinder(self.capture.scalars, on_backward=self.optimizers.looks.backward_begins)
             undo.pop_all()
         rule_commands = self.capture.rule_commands
         rule_commands.changed = self._loss.look_at_rules
