@@ -23,7 +23,7 @@ RULES: tuple[type[CheckRule], ...] = (
     values.NonFinite, values.Skipped, curves.Jump, curves.Spike, losses.LossStuck, losses.Overfitting,
     gradients.Vanishing, gradients.Exploding, no_gradient.NoGradient, parameters.Unchanged, parameters.Update,
     programs.NotOptimized, programs.NotCleared, programs.LossArgument, programs.EvaluationMode,
-    activations.EvaluationOutput,
+    programs.BatchFirst, activations.EvaluationOutput,
     parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, gradients.Objectives,
     gradients.Flip, programs.Clipping,
     comparing.OutlierRank, comparing.Replica, data.Data, comparing.RunningStatistics, activations.DeadUnits,

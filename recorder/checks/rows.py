@@ -89,6 +89,8 @@ class ModuleFacts(NamedTuple):
     """The first known step at which a gradient of the module was added to that of the step before."""
     given_again: int | None = None
     """The step since which the model's first argument is one of a few tensors, if it is so for many calls."""
+    batch_as_time: int | None = None
+    """The step at which the module was seen to take the first dim of its input, which is the batch, for the time."""
     graphless: bool = False
     """Whether all calls of the module were made with gradients disabled."""
     rates: Mapping[str, str] = MappingProxyType({})

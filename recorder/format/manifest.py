@@ -98,6 +98,8 @@ class RecordedModule:
     """The step at which this argument was seen first."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
+    batch_as_time: int | None = None
+    """The step at which the module was seen to take the first dim of its input, which is the batch, for the time."""
     graphless: bool = False
     """Whether all calls of the module so far were made with gradients disabled, as under ``torch.no_grad``."""
     given_again: int | None = None

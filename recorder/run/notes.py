@@ -52,6 +52,8 @@ def facts_of(module: RecordedModule) -> Iterator[str]:
         yield f"no optimizer that steps has {listed(module.untrained)}, since step {module.untrained_since or 0}"
     if module.frozen:
         yield f"frozen: {listed(module.frozen)}"
+    if module.batch_as_time is not None:
+        yield f"takes the batch for the time, since step {module.batch_as_time}"
     if module.graphless:
         yield "called without gradients"
     if module.uncleared is not None:

@@ -24,7 +24,7 @@ from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Wi
 from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.no_gradient import NoGradient
 from ...checks.rules.parameters import Unchanged, Update
-from ...checks.rules.programs import EvaluationMode, NotCleared, NotOptimized
+from ...checks.rules.programs import BatchFirst, EvaluationMode, NotCleared, NotOptimized
 from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
@@ -473,7 +473,11 @@ def command_of(typed: str, one: JoinedFindings) -> str:
         return shlex.join(["recorder", "first", typed])
     where = [worst.module_path]
     is_missing = worst.rule == NoGradient.name and worst.site == "param"
-    if is_missing or worst.rule in (EvaluationMode.name, NotOptimized.name):  # no row has what the program did
+    if is_missing or worst.rule in (
+        BatchFirst.name,
+        EvaluationMode.name,
+        NotOptimized.name,
+    ):  # no row has what the program did
         return shlex.join(["recorder", "show", typed, *where[: len(one.paths) == 1]])
     if worst.rule == NotCleared.name or (worst.rule == Update.name and not worst.module_path):
         where = []  # the rule concerns all parameters, and the root may have none of its own

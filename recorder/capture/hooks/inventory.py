@@ -89,6 +89,8 @@ class Inventory:
         self._suspects: dict[int, int] = {}
         """By number of a module, the first step at which a parameter of it had a gradient and no optimizer. The program
         may yet make the optimizer, so the manifest says so from the second look on."""
+        self._taken_for_time: set[int] = set()
+        """The numbers of the modules that were seen once to take the batch for the time."""
         self._evaluated_since: int | None = None
         """The first of the last looks at which the whole model was in evaluation mode; None if it was not."""
         self._late: list[str] = []
@@ -237,6 +239,8 @@ class Inventory:
                     untrained.setdefault(i, []).append(name)
             if (is_graphless := hooked.has_entered and not hooked.has_graph) != described.get("graphless", False):
                 self._add(i, {"graphless": is_graphless})
+            if hooked.time_and_batch is not None and "batch_as_time" not in described:
+                self._look_at_batch(i, hooked.time_and_batch, step)
             given = hooked.given_since if hooked.times_given >= _OFTEN_GIVEN else None
             if given != described.get("given_again"):
                 self._add(i, {"given_again": given})
@@ -268,6 +272,19 @@ class Inventory:
                 continue
             if names != described.get("untrained", []):
                 self._add(i, {"untrained": names, "untrained_since": self._suspects.get(i, step)})
+
+    def _look_at_batch(self, number: int, time_and_batch: tuple[int, int], step: int) -> None:
+        """Note a module that takes the batch for the time: what it takes for the time is as long as the labels.
+
+        Labels of each sample and time have both lengths in their shape, in an order that nobody knows. By chance, the
+        time may be as long as the batch. Lengths that only one look has seen therefore do not count.
+        """
+        time, batch = time_and_batch
+        known_at, shape = self._hooked[0].labels_shape
+        if known_at == step and shape[:1] == (time,) and batch not in (1, time, *shape[1:2]):
+            if number in self._taken_for_time:
+                self._add(number, {"batch_as_time": step})
+            self._taken_for_time.add(number)
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
         """Note the name of each parameter's learning rate. `rates` has it by id of the parameter or of its copy."""

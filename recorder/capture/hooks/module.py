@@ -36,8 +36,16 @@ _UNKNOWN = None, NOTHING, False
 _MAX_LEAVES = 4096
 _MOST_GIVEN = 4
 """The most tensors that a model is given by turns where they are told from tensors that are new at each call."""
+_OVER_TIME = (nn.RNNBase, nn.MultiheadAttention)
+"""The modules whose attribute `batch_first` says which dim of the input is the time."""
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
+
+
+def _first_dims(output: Any) -> tuple[int, int] | None:
+    """Return the lengths of the first two of three dims of the first tensor of an output."""
+    result = output[0] if isinstance(output, tuple) else None
+    return (result.shape[0], result.shape[1]) if isinstance(result, torch.Tensor) and result.dim() == 3 else None
 
 
 class StateTime(NamedTuple):
@@ -64,6 +72,7 @@ class HookedModule:
         "_has_after",
         "_is_callable",
         "_is_leaf",
+        "_is_time_first",
         "_leaves",
         "_number",
         "_open_calls",
@@ -79,12 +88,14 @@ class HookedModule:
         "has_graph",
         "is_expert",
         "is_hidden",
+        "labels_shape",
         "module",
         "node_path",
         "pre_hook",
         "root",
         "root_name",
         "rule_sets",
+        "time_and_batch",
         "times_given",
         "was_called",
     )
@@ -124,6 +135,12 @@ class HookedModule:
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, tree.Hook]] = []
         """The hooks that were taken off because they have nothing to record now, each with its handle."""
+        self.time_and_batch: tuple[int, int] | None = None
+        """Of a recurrent or attention module without `batch_first`: the lengths of the dims that it took for the time
+        and for the batch in its last call in training."""
+        self._is_time_first = isinstance(node.module, _OVER_TIME) and not node.module.batch_first
+        self.labels_shape: tuple[int, tuple[int, ...]] = -1, ()
+        """The last step at which the labels of the model's loss were seen, and their shape."""
         self.was_called = False
         """Whether a hook or a tap (a point in a compiled graph) has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
@@ -280,6 +297,7 @@ class HookedModule:
 
     def record_labels(self, labels: torch.Tensor, slice_: Slice, keep: int) -> None:
         """Record the labels of a loss, once in a micro-step, unless an argument of the model has the labels."""
+        self.labels_shape = slice_.moment.step, tuple(labels.shape)
         names = (name for site, name in self._leaves if site == "input" and name != LABELS)
         if self._given() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
             return
@@ -322,6 +340,8 @@ class HookedModule:
         wants_gradient = gradient_mask and graph is not None
         if value_mask or wants_gradient:
             if type(output) is not torch.Tensor:
+                if self._is_time_first and slice_.moment.mode == "train":
+                    self.time_and_batch = _first_dims(output)
                 for name, tensor in tree.tensor_leaves(output):
                     self._see("output", name, tensor, entered, value_mask, gradient_mask)
             elif value_mask == KEEP_PROBE and not wants_gradient and phase == "forward":

@@ -145,7 +145,20 @@ class EvaluationMode(_ProgramRule):
                 yield self.finding_on(module, step, known, severity=None if is_odd else Severity.NOTE)
 
 
-PROGRAM_RULES = (NotOptimized, LossArgument, NotCleared, EvaluationMode)
+class BatchFirst(_ProgramRule):
+    name = "batch_first"
+    sentence = "A recurrent or attention module takes the dim of the batch for the time."
+    sites = ("output",)
+    advice = "construct the module with batch_first=True, or transpose its input"
+
+    def finish(self) -> Iterator[Finding]:
+        for module, facts in self.catalog.modules.items():
+            if facts.batch_as_time is not None:
+                what = "the module takes the first dim of its input, which is as long as the batch, for the time"
+                yield self.finding_on(module, facts.batch_as_time, f"{what}: samples are mixed")
+
+
+PROGRAM_RULES = (NotOptimized, LossArgument, NotCleared, EvaluationMode, BatchFirst)
 """The rules that read only facts about modules. So they can judge a training as soon as a fact is known."""
 
 

@@ -653,3 +653,88 @@ def test_updates_that_go_too_far_behind_a_warm_up_are_named(tmp_path: Path, rate
     found = [one for one in check(recording.run, rules=["update"]).findings if one.what == what]
     assert [(one.module_path, one.severity) for one in found] == [("", Severity.WARNING)] * is_found
     assert all(20 <= one.first_step <= 60 for one in found)
+
+
+OF_LABELS = "site=output,input,grad keep=stats; module='' site=input name=loss.labels keep=stats"
+
+
+class OverTime(nn.Module):
+    """A model of sequences that has the batch in the first dim, or else the time."""
+
+    def __init__(self, core: nn.Module, *, has_batch_first: bool) -> None:
+        super().__init__()
+        self.core, self.head, self.has_batch_first = core, nn.Linear(4, 3), has_batch_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.has_batch_first else x.transpose(0, 1)
+        hidden = self.core(x, x, x) if isinstance(self.core, nn.MultiheadAttention) else self.core(x)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        result: torch.Tensor = self.head(hidden.mean(1 if self.has_batch_first else 0))
+        return result
+
+
+@pytest.mark.parametrize("labels", ["classes", "numbers"])
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda first: nn.LSTM(4, 4, batch_first=first), "core"),
+        (lambda first: nn.GRU(4, 4, batch_first=first), "core"),
+        (lambda first: nn.MultiheadAttention(4, 2, batch_first=first), "core"),
+        (lambda first: nn.TransformerEncoderLayer(4, 2, 8, batch_first=first), "core.self_attn"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("expects", "gets", "batch", "time", "is_found"),
+    [
+        (False, True, 8, 5, True),
+        (True, True, 8, 5, False),
+        (False, False, 8, 5, False),
+        (False, True, 8, 1, False),
+        (False, True, 8, 8, False),  # nobody can tell by lengths
+    ],
+)
+def test_a_module_that_takes_the_batch_for_the_time_is_named(
+    tmp_path: Path, make: Any, path: str, labels: str, expects: bool, gets: bool, batch: int, time: int, is_found: bool
+) -> None:
+    torch.manual_seed(0)
+    model = OverTime(make(expects), has_batch_first=gets)
+    with flagged(tmp_path, OF_LABELS) as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(6):
+            x = torch.randn(batch, time, 4)
+            if labels == "classes":
+                loss = nn.functional.cross_entropy(model(x), torch.randint(3, (batch,)))
+            else:
+                loss = nn.functional.mse_loss(model(x), torch.randn(batch, 3))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    findings = check(recording.run, rules=["batch_first"]).findings
+    assert [(one.module_path, one.severity) for one in findings] == [(path, Severity.WARNING)] * is_found
+
+
+class EachStep(nn.Module):
+    """An LSTM that has the time in the first dim, with a result at each time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core, self.head = nn.LSTM(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.core(x)[0])
+        return result
+
+
+@pytest.mark.parametrize("batch", [8, 5])
+def test_labels_of_each_time_step_do_not_tell_the_batch(tmp_path: Path, batch: int) -> None:
+    torch.manual_seed(0)
+    model = EachStep()
+    with flagged(tmp_path, OF_LABELS) as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(6):
+            x = torch.randn(5, batch, 4)  # the time, the batch
+            loss = nn.functional.mse_loss(model(x), torch.randn(5, batch, 3))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert not check(recording.run, rules=["batch_first"]).findings
