@@ -12,8 +12,10 @@ Nothing here keeps the model alive, reads a tensor's values, or calls a hook of 
 from __future__ import annotations
 
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +95,8 @@ class Inventory:
         """The numbers of the modules that were seen once to take the batch for the time."""
         self._evaluated_since: int | None = None
         """The first of the last looks at which the whole model was in evaluation mode; None if it was not."""
+        self._unregistered: dict[int, dict[str, weakref.ref[torch.Tensor]]] = {}
+        """By number of a module, the parameters of modules that it has in a list or dict of Python, by name."""
         self._late: list[str] = []
         """The paths of modules that were compiled before they had hooks."""
 
@@ -105,6 +109,8 @@ class Inventory:
         self._modules = [
             self._of_module(node, hooked, ties, flats) for node, hooked in zip(nodes, self._hooked, strict=True)
         ]
+        own = {id(parameter) for hooked in self._hooked for _, parameter in hooked.own("_parameters")}
+        self._unregistered = {i: found for i, node in enumerate(nodes) if (found := unregistered(node.owner, own))}
 
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
         """Warn of modules whose calls no hook will observe.
@@ -227,9 +233,9 @@ class Inventory:
             is_new = is_trained and module is not None and not module.training and "evaluated" not in described
             if is_new and _depends_on_mode(module) and self._is_trained_around(described["path"]):
                 self._add(i, {"evaluated": step})
-            for name, parameter in hooked.own("_parameters"):
+            for name, parameter in self._parameters_of(i, hooked):
                 own.add(id(parameter))
-                if not parameter.requires_grad:
+                if not parameter.requires_grad and name in described["params"]:
                     frozen.setdefault(i, []).append(name)
                 if not parameter.is_leaf or not parameter.requires_grad or parameter.grad is None:
                     continue
@@ -263,7 +269,7 @@ class Inventory:
             names = untrained.get(i, described.get("untrained", []))
             if not names:
                 continue
-            parameters = dict(hooked.own("_parameters"))  # the program may have made an optimizer for them later
+            parameters = dict(self._parameters_of(i, hooked))  # the program may have made an optimizer for them later
             if all(name in parameters and id(parameters[name]) in trained for name in names):
                 self._suspects.pop(i, None)
                 names = []
@@ -285,6 +291,13 @@ class Inventory:
             if number in self._taken_for_time:
                 self._add(number, {"batch_as_time": step})
             self._taken_for_time.add(number)
+
+    def _parameters_of(self, number: int, hooked: HookedModule) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters of a module by name, and those of modules that it has in a list or dict of Python."""
+        yield from hooked.own("_parameters")
+        for name, reference in self._unregistered.get(number, {}).items():
+            if (parameter := reference()) is not None:
+                yield name, parameter
 
     def note_rates(self, rates: Mapping[int, str]) -> None:
         """Note the name of each parameter's learning rate. `rates` has it by id of the parameter or of its copy."""
@@ -389,6 +402,30 @@ class Inventory:
             **({"foreign_hooks": foreign} if (foreign := foreign_hooks(node.module)) else {}),
             **({"hidden": hidden} if (hidden := "late" if node.path in self._late else node.hidden) else {}),
         }
+
+
+def unregistered(module: nn.Module, known: Container[int]) -> dict[str, weakref.ref[torch.Tensor]]:
+    """Return the parameters of modules that a module has in lists or dicts of Python, as ``blocks[0].weight``.
+
+    `known` are the ids of the parameters of the whole model. Such a list may name parts of the model once more.
+    """
+    found: dict[str, weakref.ref[torch.Tensor]] = {}
+    for name, value in vars(module).items():
+        if type(value) not in _OF_PYTHON or name in _OF_TORCH:
+            continue
+        held = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in itertools.islice(held, _MAX_HELD):
+            for path, parameter in one.named_parameters() if isinstance(one, nn.Module) else ():
+                if id(parameter) not in known:
+                    found[f"{name}[{key!r}].{path}"] = weakref.ref(parameter)
+    return found
+
+
+_OF_PYTHON = (list, tuple, dict)
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that every module has, such as `_modules`."""
+_MAX_HELD = 1_000
+"""How many elements of a list of Python are searched for modules."""
 
 
 def _depends_on_mode(module: nn.Module | None) -> bool:

@@ -58,15 +58,19 @@ class NotOptimized(_ProgramRule):
             of_root[root].append(facts)
         for module, facts in self.catalog.modules.items():
             for name in facts.untrained:
-                is_held = name in facts.rates
-                are_last = not is_held and _trains_last(of_root[module[0]])
+                is_held, is_registered = name in facts.rates, "[" not in name
+                are_last = is_registered and not is_held and _trains_last(of_root[module[0]])
                 what = _NEVER_STEPS if is_held else _NO_OPTIMIZER + _ONLY_LAST * are_last
+                what += "" if is_registered else _IN_LIST
                 severity = Severity.NOTE if are_last else None
                 one = self.finding_on(module, facts.untrained_since or 0, what, name=name, severity=severity)
-                yield one._replace(advice="call the optimizer's step()") if is_held else one
+                one = one._replace(advice="call the optimizer's step()") if is_held else one
+                yield one if is_registered else one._replace(advice=_REGISTER)
 
 
 _NEVER_STEPS = "it has a gradient, and the optimizer that has it never steps"
+_IN_LIST = "; its module is in a list or dict of Python, so model.parameters() leaves it out"
+_REGISTER = "keep modules in an nn.ModuleList or nn.ModuleDict"
 _NO_OPTIMIZER, _ONLY_LAST = "it has a gradient, and no optimizer has it", "; only modules after it are trained"
 
 

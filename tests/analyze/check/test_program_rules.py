@@ -738,3 +738,54 @@ def test_labels_of_each_time_step_do_not_tell_the_batch(tmp_path: Path, batch: i
             loss.backward()
             optimizer.step()
     assert not check(recording.run, rules=["batch_first"]).findings
+
+
+class InList(nn.Module):
+    """A model whose layers are in a list or dict of Python, or registered."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        self.layers: Any = nn.ModuleList(layers) if kind in ("registered", "alias") else layers
+        if kind == "dict":
+            self.layers = {f"layer {i}": layer for i, layer in enumerate(layers)}
+        self.alias = layers if kind == "alias" else ["a", 1]
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values() if isinstance(self.layers, dict) else self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "registered", "alias", "with optimizer", "frozen", "without graph"])
+def test_layers_in_a_list_of_python_are_named(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    model = InList(kind)
+    layers = model.layers.values() if kind == "dict" else model.layers
+    parameters = [*model.parameters()]
+    if kind == "with optimizer":
+        parameters += [one for layer in layers for one in layer.parameters()]
+    for layer in layers if kind == "frozen" else ():
+        layer.requires_grad_(False)
+    if kind == "without graph":
+        for layer in layers:
+            layer.register_forward_hook(lambda _module, _args, output: output.detach())
+    with flagged(tmp_path, "site=output,grad keep=stats") as recording:
+        optimizer = torch.optim.SGD(parameters, lr=0.01)
+        for _ in range(6):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            for one in (model, *layers):
+                one.zero_grad()
+    findings = check(recording.run, rules=["not_optimized"]).findings
+    names = {"list": ["0", "1", "2"], "dict": ["'layer 0'", "'layer 1'", "'layer 2'"]}.get(kind, [])
+    expected = {(f"layers[{name}].{of}", Severity.WARNING) for name in names for of in ("weight", "bias")}
+    assert {(one.name, one.severity) for one in findings} == expected
+    assert all(one.what == f"{NO_OPTIMIZER}; {IN_LIST}" and "ModuleList" in one.advice for one in findings)
+    if names:
+        ((told, _),) = told_of(findings)
+        assert command_of("RUN", told) == "recorder show RUN ''"
+
+
+IN_LIST = "its module is in a list or dict of Python, so model.parameters() leaves it out"
