@@ -169,17 +169,19 @@ class UpdateLooks:
             if gradient := LastGradient.of(parameters_of(optimizer), in_ddp=in_ddp):
                 self._last_gradients[id(optimizer)] = gradient
             if is_counting:
-                self._look_at_models(live(), is_early=num < _LONG)
+                self._look_at_models(optimizer, live(), is_early=num < _LONG)
 
-    def _look_at_models(self, live: list[Optimizer], *, is_early: bool) -> None:
+    def _look_at_models(self, optimizer: Optimizer, live: list[Optimizer], *, is_early: bool) -> None:
         capture = self._capture
         updates = [(self.num_idle(one), {id(parameter) for parameter in parameters_of(one)}) for one in live]
         # After some updates, an optimizer that has not stepped with a gradient yet does not count.
+        without = {id(parameter) for parameter in parameters_of(optimizer) if parameter.grad is None}
+        fed = set[int]().union(*(ids for idle, ids in updates if idle is not None)) - without
         trained = set[int]().union(*(ids for idle, ids in updates if idle is not None or is_early))
         unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
         idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= IDLE_UPDATES))
         own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}
-        optimized = Optimized(trained, idle, unstepped, has_copies=not trained <= own)
+        optimized = Optimized(trained, fed - idle, unstepped, has_copies=not fed <= own)
         for root in capture.roots:
             # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
             if root.thread in (None, threading.get_ident()):

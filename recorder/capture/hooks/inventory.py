@@ -55,12 +55,12 @@ class Optimized(NamedTuple):
 
     trained: set[int]
     """The parameters of optimizers that step."""
-    idle: set[int]
-    """The parameters of optimizers that had gradients and get none any more."""
+    fed: set[int]
+    """The parameters of optimizers that step with gradients."""
     unstepped: set[int]
     """The parameters that only optimizers have which have never stepped with a gradient."""
     has_copies: bool
-    """Whether an optimizer has a tensor that is no parameter of a recorded model, as a copy of one is."""
+    """Whether an optimizer steps with gradients of a tensor that is no parameter of a recorded model, as a copy is."""
 
 
 class Inventory:
@@ -220,7 +220,7 @@ class Inventory:
             step: the step that the update ends.
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
         """
-        trained, idle = optimized.trained, optimized.idle
+        trained = optimized.trained
         # A frozen model may be in evaluation mode, also inside of a model that is trained.
         of_root = (one for hooked in self._hooked for _, one in hooked.own("_parameters"))
         is_trained = is_trained and any(one.requires_grad for one in of_root)
@@ -259,7 +259,7 @@ class Inventory:
         for i, names in frozen.items():
             if names != self._modules[i].get("frozen"):
                 self._add(i, {"frozen": names})
-        trains_others = num_trained > 0 or not trained or not trained - idle <= own
+        trains_others = num_trained > 0 or not trained or not optimized.fed <= own
         # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may
         # only pass gradients on, as that of a perceptual loss does.
         may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own)

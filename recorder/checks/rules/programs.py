@@ -49,7 +49,7 @@ class NotOptimized(_ProgramRule):
     name = "not_optimized"
     sentence = "A parameter has a gradient, and no optimizer that steps has the parameter."
     sites = ("param",)
-    advice = "give the parameter to an optimizer, or set its requires_grad to False"
+    advice = "give the parameter to an optimizer, made once the model is complete, or set its requires_grad to False"
 
     def finish(self) -> Iterator[Finding]:
         """Report the parameters. Where only the last modules of a model are trained, that may be meant: a note."""

@@ -369,6 +369,8 @@ def test_what_is_left_out_by_an_optimizer_of_frozen_parameters_is_named(tmp_path
         model.requires_grad_(False)[1].requires_grad_(True)
         for _ in range(4):
             model(torch.randn(8, 4)).square().mean().backward()
+            for copied, parameter in zip(copies, model.parameters(), strict=True) if has_copies else ():
+                copied.grad = parameter.grad
             optimizer.step()
             model.zero_grad()
     findings = check(recording.run, rules=["not_optimized"]).findings
@@ -789,3 +791,23 @@ def test_layers_in_a_list_of_python_are_named(tmp_path: Path, kind: str) -> None
 
 
 IN_LIST = "its module is in a list or dict of Python, so model.parameters() leaves it out"
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_model_or_a_head_that_was_made_anew_after_its_optimizer_is_named(tmp_path: Path, is_whole: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if is_whole:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    else:
+        model[2] = nn.Linear(8, 2)
+    with flagged(tmp_path, "site=output,grad keep=stats") as recording:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    findings = check(recording.run, rules=["not_optimized"]).findings
+    named = {(one.module_path, one.severity, one.what) for one in findings}
+    assert named == {(path, Severity.WARNING, NO_OPTIMIZER) for path in (("0", "2") if is_whole else ("2",))}
