@@ -97,6 +97,12 @@ def _cosine(warm_steps: int, steps: int, share: float = 0.5) -> Callable[[int], 
     return lambda step: min(step / warm_steps, 1.0) * (1 - share + share * math.cos(math.pi * step / steps))
 
 
+def _in_list(net: Any) -> None:
+    blocks = [*net.blocks]
+    del net.blocks
+    net.blocks = blocks
+
+
 def _with_average(net: Any) -> None:
     net.average = copy.deepcopy(net).requires_grad_(requires_grad=False)
 
@@ -400,6 +406,10 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
             (),
             groups=lambda net: [one for name, one in net.named_parameters() if not name.startswith("blocks.1.")],
         ),
+        "blocks_in_a_list": _fault("not_optimized", "", (), begin=_in_list),
+        "optimizer_of_a_copy": _fault(
+            "not_optimized", "blocks.1.up", (), groups=lambda net: [*copy.deepcopy(net).parameters()]
+        ),
         "never_cleared": _fault("not_cleared", "", (), clears=False),
         "stuck_loader": _fault("data", "", batch=_stuck),
         "nan_in_batch": _fault("nonfinite", batch=lambda x, step, rank: x * (math.nan if step == 171 else 1)),
@@ -468,6 +478,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "labels_never_change": _fault("data", "", labels=lambda labels, step: torch.arange(len(labels)) % 4),
         "labels_all_alike": _fault("data", "", labels=lambda labels, step: torch.full_like(labels, step % 4)),
     },
+    "recurrent": {"batch_for_time": _fault("batch_first", "cell", (), begin=_with("cell", batch_first=False))},
     "validated": {
         "overfitting": _fault("overfitting", "", num_batches=2),
         "overfitting_later": _fault("overfitting", "", num_batches=6, rate=3e-3),
