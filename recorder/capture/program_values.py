@@ -57,6 +57,8 @@ _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 _NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
+_EARLY_STEPS = 10
+"""At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
@@ -350,12 +352,15 @@ class LossFinder:
                     break
 
     def _look_for_labels(self, node: Any, kind: tuple[str, ...], root: Root | None) -> None:
-        """Record the labels that a loss has saved, as an input of the model."""
+        """Record the labels that a loss has saved, as an input of the model, and at the first steps note their shape."""
         # With several models, the loss may be that of another model than the one that was called last.
         if root is None or self._scalars.roots != [root] or root.is_over_meshes or root.marked_ranks:
             return
         hooked = root.module_at("")
-        if hooked is None or hooked.is_hidden or not hooked.keeps("input") or not (keep := hooked.keep_of_labels()):
+        if hooked is None or hooked.is_hidden or not hooked.keeps("input"):
+            return
+        keep = hooked.keep_of_labels()
+        if not keep and self._capture.clock.step >= _EARLY_STEPS:
             return
         if len(self._misses) >= _MAX_KINDS:
             self._misses.clear()

@@ -299,7 +299,12 @@ class HookedModule:
         """Record the labels of a loss, once in a micro-step, unless an argument of the model has the labels."""
         self.labels_shape = slice_.moment.step, tuple(labels.shape)
         names = (name for site, name in self._leaves if site == "input" and name != LABELS)
-        if self._given() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
+        if (
+            not keep
+            or self._given() is labels
+            or any(map(is_labels, names))
+            or slice_.moment.step != self.capture.clock.step
+        ):
             return
         origin = self._leaf("input", LABELS)[0]
         if slice_.enter("forward", origin) == 0:
