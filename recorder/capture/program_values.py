@@ -352,7 +352,7 @@ class LossFinder:
                     break
 
     def _look_for_labels(self, node: Any, kind: tuple[str, ...], root: Root | None) -> None:
-        """Record the labels that a loss has saved, as an input of the model, and at the first steps note their shape."""
+        """Record the labels that a loss has saved, as an input of the model. At the first steps, note their shape."""
         # With several models, the loss may be that of another model than the one that was called last.
         if root is None or self._scalars.roots != [root] or root.is_over_meshes or root.marked_ranks:
             return
