@@ -89,6 +89,9 @@ class ModuleFacts(NamedTuple):
     """The first known step at which a gradient of the module was added to that of the step before."""
     given_again: int | None = None
     """The step since which the model's first argument is one of a few tensors, if it is so for many calls."""
+    validated_in_training: int | None = None
+    """Of the first module: the first step with many calls of the model without gradients, in training mode, as of a
+    validation. None if there was none, or if the model was ever called in evaluation mode."""
     batch_as_time: int | None = None
     """The step at which the module was seen to take the first dim of its input, which is the batch, for the time."""
     graphless: bool = False

@@ -98,6 +98,9 @@ class RecordedModule:
     """The step at which this argument was seen first."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
+    validated_in_training: int | None = None
+    """Of the first module: the first step with many calls of the model without gradients, in training mode, as of a
+    validation. None if there was none, or if the model was ever called in evaluation mode."""
     batch_as_time: int | None = None
     """The step at which the module was seen to take the first dim of its input, which is the batch, for the time."""
     graphless: bool = False

@@ -112,9 +112,9 @@ class RootClock:
     """The slices (a forward and its backward each) of one recorded model. The newest slice of each mode is kept."""
 
     __slots__ = (
-        *("_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_slices"),
+        *("_clock", "_graphless_since", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_slices"),
         "_trained_modes",
-        "of_thread",
+        *("has_evaluated", "num_graphless", "num_updates_before", "of_thread"),
     )
 
     def __init__(self, clock: Clock) -> None:
@@ -127,6 +127,14 @@ class RootClock:
         self._num_optimizer_steps = clock.num_optimizer_steps
         """The optimizer's number of steps at the last call of the model."""
         self._latest: Slice | None = None
+        self.has_evaluated = False
+        """Whether the model was ever called in evaluation mode."""
+        self.num_graphless = 0
+        """How many calls in training mode without gradients there were in a row, without an update in between."""
+        self.num_updates_before = 0
+        """How many updates there were between the first of these calls and the last such call before it."""
+        self._graphless_since = 0
+        """The optimizer's number of steps at the last call in training mode without gradients."""
         self.of_thread = _ThreadCall()
         """`active` is the slice (a forward and its backward) of this thread's running call of the model, or None."""
 
@@ -162,6 +170,7 @@ class RootClock:
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
         mode = _mode(with_grad, training)
+        self._count_graphless(with_grad=with_grad, training=training)
         if self._num_optimizer_steps != self._clock.num_optimizer_steps:
             self._num_optimizer_steps = self._clock.num_optimizer_steps
             self._trained_modes, self._modes_of_gradients = self._modes_of_gradients or self._trained_modes, set()
@@ -181,6 +190,17 @@ class RootClock:
         self._slices[mode] = self.of_thread.active = current
         if with_grad:
             self._latest = current
+
+    def _count_graphless(self, *, with_grad: bool, training: bool) -> None:
+        if with_grad or not training:
+            self.has_evaluated |= not training
+            self.num_graphless = 0
+            return
+        num_updates = self._clock.num_optimizer_steps - self._graphless_since
+        if num_updates or not self.num_graphless:
+            self.num_graphless, self.num_updates_before = 0, num_updates
+        self._graphless_since += num_updates
+        self.num_graphless += 1
 
     def begin_trial(self) -> None:
         """Begin a call of the model outside of training. Records of the call have no micro-step."""

@@ -48,6 +48,8 @@ def facts_of(module: RecordedModule) -> Iterator[str]:
     """Yield what is noteworthy about how the program treats a module, such as ``frozen: weight, bias``."""
     if module.evaluated is not None:
         yield f"in evaluation mode while the model is trained, since step {module.evaluated}"
+    if module.validated_in_training is not None:
+        yield f"in training mode in what looks like a validation, at step {module.validated_in_training}"
     if module.untrained:
         yield f"no optimizer that steps has {listed(module.untrained)}, since step {module.untrained_since or 0}"
     if module.frozen:

@@ -231,7 +231,7 @@ class Inventory:
             described, module = self._modules[i], hooked.module()
             trains_any |= module is not None and module.training
             is_new = is_trained and module is not None and not module.training and "evaluated" not in described
-            if is_new and _depends_on_mode(module) and self._is_trained_around(described["path"]):
+            if is_new and depends_on_mode(module) and self._is_trained_around(described["path"]):
                 self._add(i, {"evaluated": step})
             for name, parameter in self._parameters_of(i, hooked):
                 own.add(id(parameter))
@@ -323,6 +323,11 @@ class Inventory:
         """Note which function of a loss got, at `step`, an argument that it does not expect."""
         if self._modules and "loss_argument" not in self._modules[0]:
             self._add(0, {"loss_argument": argument, "loss_argument_since": step})
+
+    def note_validation(self, step: int | None) -> None:
+        """Note the step at which the model was in training mode in what looks like a validation. None: it was none."""
+        if self._modules:
+            self._add(0, {"validated_in_training": step})
 
     def note_uncleared(self, parameter: torch.Tensor | None, step: int, with_copies: bool) -> None:
         """Note that a gradient was not cleared between an update and the next backward, at `step` or earlier.
@@ -428,7 +433,7 @@ _MAX_HELD = 1_000
 """How many elements of a list of Python are searched for modules."""
 
 
-def _depends_on_mode(module: nn.Module | None) -> bool:
+def depends_on_mode(module: nn.Module | None) -> bool:
     """Whether a module computes something else in evaluation mode than in training: a dropout, or a batch norm.
 
     So does a module with a rate of dropout of its own, such as `MultiheadAttention`, `LSTM` and `DropPath`. A module

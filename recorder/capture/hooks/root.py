@@ -40,7 +40,7 @@ from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, mark
 from ..topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
-from .inventory import Inventory, ids_of
+from .inventory import Inventory, depends_on_mode, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule, StateTime
 from .parameter_rows import (
@@ -55,6 +55,10 @@ from .parameter_rows import (
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
 _MAX_LATE_LOOKS = 5
+_LIKE_VALIDATION = 4
+"""Calls without gradients in a row, without an update in between, that look like a validation."""
+_BETWEEN_VALIDATIONS = 8
+"""The fewest updates before a validation."""
 """The number of first calls that look for a data-parallel wrapper. The wrapper may be made after the first call."""
 _numbers = itertools.count(1)
 
@@ -99,6 +103,8 @@ class Root:
         self._entered: Callable[[], nn.Module | None] = lambda: None
         """The module at which the latest call of the root, which may be under way, began."""
         self.num_calls = 0
+        self._is_validated_training = False
+        """Whether the manifest says that the model was called as if for a validation while in training mode."""
         self.thread: int | None = None
         """The thread that made the last call. None before the first call, and if a compiled model has no hooks."""
         self.attachments: list[Callable[[], Any]] = []
@@ -160,6 +166,20 @@ class Root:
             raise error
         text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
         self.capture.events.add("jitter_failed", text, key=self.name, exception=error)
+
+    def _look_at_validation(self) -> None:
+        """Note that the model is in training mode while it is called as if for a validation, if the mode matters.
+
+        A training that computes targets or scores without gradients does so before nearly each update.
+        """
+        if self._is_validated_training and self.clock.has_evaluated:
+            self._is_validated_training = False
+            self.inventory.note_validation(None)
+        elif self.clock.num_updates_before >= _BETWEEN_VALIDATIONS and not self.clock.has_evaluated:
+            modules = (one.module() for one in self.modules if not self._is_validated_training)
+            if any(module is not None and module.training and depends_on_mode(module) for module in modules):
+                self._is_validated_training = True
+                self.inventory.note_validation(self.capture.clock.step)
 
     def say_if_nothing_moved(self) -> None:
         """Warn if the setting `jitter` asks for a perturbed run and nothing was perturbed."""
@@ -441,6 +461,8 @@ class Root:
             is_first_call=self.num_calls == 0,
             is_stage=stage is not None,
         )
+        if self.clock.num_graphless == _LIKE_VALIDATION or (self._is_validated_training and self.clock.has_evaluated):
+            self._look_at_validation()
         if self.num_calls < _MAX_LATE_LOOKS:
             if self.data_parallel is None and (outermost := self.module()) is not None:
                 self._learn_groups(outermost)

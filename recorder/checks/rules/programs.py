@@ -117,6 +117,9 @@ class NotCleared(_ProgramRule):
                 yield found._replace(site="grad", detail=f"seen at '{module[1]}'" if module[1] else "")
 
 
+_VALIDATED = "the model is called without gradients in training mode, as if for a validation: dropouts and norms act"
+
+
 class EvaluationMode(_ProgramRule):
     """Dropouts and batch norms that are in evaluation mode while the optimizer steps.
 
@@ -125,13 +128,16 @@ class EvaluationMode(_ProgramRule):
     """
 
     name = "evaluation_mode"
-    sentence = "A dropout or a batch norm is in evaluation mode while the model is trained."
+    sentence = "A dropout or batch norm is in evaluation mode in training, or the reverse in a validation."
     sites = ("output",)
     advice = "call model.train() before the training goes on, as after a validation"
 
     def finish(self) -> Iterator[Finding]:
         kinds: defaultdict[tuple[str, str], dict[tuple[str, str], ModuleFacts]] = defaultdict(dict)
         for module, facts in self.catalog.modules.items():
+            if (step := facts.validated_in_training) is not None:
+                one = self.finding_on(module, step, _VALIDATED)
+                yield one._replace(advice="call model.eval() before a validation, and model.train() after it")
             kind = next((kind for kind in _KINDS if kind in facts.class_name), facts.class_name)
             if module[1]:
                 kinds[module[0], kind][module] = facts

@@ -811,3 +811,49 @@ def test_a_model_or_a_head_that_was_made_anew_after_its_optimizer_is_named(tmp_p
     findings = check(recording.run, rules=["not_optimized"]).findings
     named = {(one.module_path, one.severity, one.what) for one in findings}
     assert named == {(path, Severity.WARNING, NO_OPTIMIZER) for path in (("0", "2") if is_whole else ("2",))}
+
+
+def validate(model: nn.Module, num_calls: int = 6) -> None:
+    with torch.no_grad():
+        for _ in range(num_calls):
+            model(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [
+        ("forgotten", 9),
+        ("at the end", 39),
+        ("no dropout", None),
+        ("in evaluation mode", None),
+        ("evaluated later", None),
+        ("before each update", None),
+        ("two calls", None),
+        ("between micro-batches", None),
+    ],
+)
+def test_a_validation_in_training_mode_is_named(tmp_path: Path, case: str, step: int | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0 if case == "no dropout" else 0.1), nn.Linear(8, 2))
+    with flagged(tmp_path, "site=output,grad keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(40):
+            for _ in range(6 if case == "between micro-batches" else 1):
+                if case == "between micro-batches":
+                    validate(model, 1)
+                model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if case == "before each update" or (number % 10 == 9 and case != "at the end"):
+                model.train(case != "in evaluation mode")
+                validate(model, 2 if case == "two calls" else 6)
+                model.train()
+        if case == "at the end":
+            validate(model)
+        if case == "evaluated later":
+            model.eval()
+            validate(model, 1)
+    findings = check(recording.run, rules=["evaluation_mode"]).findings
+    found = [(one.module_path, one.severity, one.first_step) for one in findings]
+    assert found == ([] if step is None else [("", Severity.WARNING, step)])
+    assert all("in training mode" in one.what and "model.eval()" in one.advice for one in findings)
