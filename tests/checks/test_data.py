@@ -34,7 +34,24 @@ def test_a_batch_that_comes_again_and_again_is_named(period: int) -> None:
 
 
 def test_a_longer_cycle_is_a_training_set() -> None:
-    assert said(batches(lambda step, rank: {"x": noise(step % 6, rank)}), Data) == []
+    (found,) = said(batches(lambda step, rank: {"x": noise(step % 6, rank)}), Data)
+    assert (found.severity, found.since) == (Severity.NOTE, 6)
+    assert found.what == "the batches come in the same order again in each epoch of 6 steps"
+
+
+@pytest.mark.parametrize(
+    ("make", "since"),
+    [
+        (lambda step: step, None),
+        (lambda step: step % 30, None),  # not a whole epoch has come again
+        (lambda step: step if step < 10 else step % 7, 17),
+        (lambda step: (step * (1 + step // 8)) % 8, None),  # another order in each epoch
+        (lambda step: step % 8 if step != 30 else 1000, None),
+    ],
+)
+def test_epochs_in_the_same_order_are_a_note(make: Any, since: int | None) -> None:
+    found = said(batches(lambda step, rank: {"x": noise(make(step), rank)}), Data)
+    assert [(one.severity, one.since) for one in found] == ([] if since is None else [(Severity.NOTE, since)])
 
 
 def test_an_input_of_equal_elements_is_named() -> None:

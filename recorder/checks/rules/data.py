@@ -39,6 +39,7 @@ _RANKED = "; each stands for one of several candidates, of which the first may b
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
+_IN_ORDER = "shuffle the training set anew in each epoch; a DistributedSampler does so after its set_epoch(epoch)"
 _SHUFFLE = "look whether the data set is sorted by class, and whether the loader shuffles it"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 _SHUFFLED = "; the same samples come in another order each time, as in full-batch training with a loader that shuffles"
@@ -79,6 +80,8 @@ class Data(CheckRule):
         """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
         self._balanced = Memory(0.0)
         """By rank: the number of classes if the last recorded labels have each class equally often; else 0."""
+        self._courses: dict[int, list[tuple[Integers, Floats]]] = {}
+        """By first input of a rank, the steps and the hashes of its batches, piece by piece."""
         self._last_order, self._last_l2, self._reordered, self._unmoved = Memory(), Memory(), Memory(), Memory()
         """By rank: hash and l2 of the last recorded batch or labels; the last step at which they came in a new order,
         and the last at which they came in the order of the record before."""
@@ -110,6 +113,7 @@ class Data(CheckRule):
 
     def finish(self) -> Iterator[Finding]:
         """Yield the held findings that no later record contradicts."""
+        yield from self._in_order()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
         changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
         full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed
@@ -132,6 +136,22 @@ class Data(CheckRule):
                 if one.what.startswith(_ONE_CLASS) and self._are_ranked(lane):
                     severity, more = Severity.NOTE, _RANKED
                 yield one._replace(severity=severity, what=one.what + more)
+
+    def _in_order(self) -> Iterator[Finding]:
+        """Report, on rank 0, batches that come in the same order in each epoch. A shorter cycle is another finding."""
+        for lane, pieces in self._courses.items():
+            steps, hashes = (np.concatenate(some) for some in zip(*pieces, strict=True))
+            earlier = np.flatnonzero(hashes[:-1] == hashes[-1])
+            if not len(earlier) or len(steps) != steps[-1] - steps[0] + 1:
+                continue
+            period = len(hashes) - 1 - int(earlier[-1])
+            others = np.flatnonzero(hashes[period:] != hashes[:-period])
+            first = period + (int(others[-1]) + 1 if len(others) else 0)
+            if period > self.thresholds["period"] and len(hashes) - first >= max(period, self.thresholds["repeats"]):
+                what = f"the batches come in the same order again in each epoch of {period} steps"
+                since, num = int(steps[first]), len(hashes) - first
+                one = self._in_a_row(lane, int(steps[-1]), what, num, "repeats", since)
+                yield one._replace(severity=Severity.NOTE, advice=_IN_ORDER)
 
     def _is_shuffled(self, lane: int, since: int) -> bool:
         """Return whether all records from a step on had the elements of the record before in another order."""
@@ -194,6 +214,8 @@ class Data(CheckRule):
         for back, memory in enumerate(self._before, 1):
             was = previous(lanes, was.copy(), memory)
             period = np.where((period == 0) & (was == hashes), back, period)
+        for lane in np.unique(lanes[self.catalog.rank_of[lanes] <= 0]).tolist():
+            self._courses.setdefault(lane, []).append((steps[lanes == lane], hashes[lanes == lane]))
         self._num_new.sums(lanes, (period != 1).astype(np.float64))
         for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
             what = f"the batch repeats that of {counted(int(period[index]), 'record')} before, again and again"
