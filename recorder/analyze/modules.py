@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, STATISTICS, parse_shape
 from ..errors import LookupFailedError, RunError
+from ..format.manifest import RecordedModule
 from ..numerics.distributions import HISTOGRAM_LEGEND, NOT_FINITE, histogram_lines, histogram_of_row, spark_line
 from ..numerics.keys import by_key
 from ..numerics.units import Units
@@ -156,23 +157,20 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=order)
 
-    info = next((one for (_, its_path), one in run.modules.items() if its_path == module_path), None)
+    infos = {root: one for (root, its_path), one in run.modules.items() if its_path == module_path}
+    has_models = len(infos) > 1
+    facts = [f"{root}: " * has_models + fact for root, one in infos.items() for fact in facts_of(one)]
 
     def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
             del row["histogram"]  # JSON cannot contain bytes
         described = [member.key | {"rows": member.rows} for member in series]
-        facts = list(facts_of(info)) if info is not None else []
         return {"run": str(run.path), "module": module_path, _FACTS: facts, "series": described}
 
     def parts() -> Iterator[str | Table]:
         title = f"{run.name}: {module_path!r}"
-        if info is not None:
-            is_of_torch = _LIBRARY in info.source.replace("\\", "/")
-            title += f", {info.class_name if is_of_torch else f'{info.class_name} {info.source}'.strip()}"
-        yield title
-        if info is not None:
-            yield from facts_of(info)
+        yield ", ".join([title, *dict.fromkeys(map(_class_of, infos.values()))])
+        yield from facts
         if run.jitter:
             yield jitter_note(run)
         yield _series_table(series, statistic)
@@ -182,6 +180,12 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
         yield _steps_table(run, module_path, rows, last, shown)
 
     return Reply(members=members, parts=parts, exit_code=int(bool(run.problems)))
+
+
+def _class_of(info: RecordedModule) -> str:
+    """Return the class of a module, with its source line if the class is the program's own."""
+    is_of_torch = _LIBRARY in info.source.replace("\\", "/")
+    return info.class_name if is_of_torch else f"{info.class_name} {info.source}".strip()
 
 
 def _series_table(series: Sequence[Series], statistic: str | None) -> Table:

@@ -377,6 +377,8 @@ class OptimizerHooks:
             if self._active is None:  # the first root was made while this closure ran
                 self._active = weakref.ref(optimizer)
                 self._record_rates(optimizer)
+            if not self._has_noted_rates:
+                self._note_rates()
             self.record_before(optimizer)
         except Exception as error:
             self._capture.hook_failed("closure", error)
@@ -570,8 +572,8 @@ class OptimizerHooks:
             root.inventory.note_rates(rates)
 
     def note_unstepped(self) -> None:
-        """Note the parameters of all optimizers, unless an optimizer has stepped. Called after many backwards."""
-        if not self.num_steps:
+        """Note the parameters of all optimizers if none has stepped. Called at the end, and may wait for a device."""
+        if not self.num_steps and self._active is None and self.looks.are_unmoved():
             self._note_rates()
             for root in self._capture.roots:
                 root.inventory.note_unstepped(self._capture.clock.step)

@@ -21,6 +21,9 @@ IDLE_UPDATES = 2
 _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
 """The number of steps between two looks. The steps in `_EARLY_LOOKS` are looked at, too."""
+_FEW_BACKWARDS, _MANY_BACKWARDS = 16, 64
+"""After how many backwards without an update some parameters are kept, and from how many on an update is missed."""
+_MOST_UNMOVED, _FIRST_ELEMENTS = 16, 64
 _LONG = 128
 """An optimizer may wait for so many updates of another one before it steps, as in the warm-up of an adversary."""
 _SMALL = 4096
@@ -106,6 +109,10 @@ class LastGradient(NamedTuple):
         return bool(is_longer and torch.cosine_similarity(present, last, dim=0) > _ALIKE)
 
 
+def _first_elements(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().reshape(-1)[:_FIRST_ELEMENTS]
+
+
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Return the parameters of an optimizer, group by group."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -122,6 +129,12 @@ class UpdateLooks:
         """By optimizer id, the optimizer, and how many updates it has made since the last one with a gradient."""
         self._last_gradients: dict[int, LastGradient] = {}
         """By optimizer id, a gradient at the optimizer's last step, if that step was looked at."""
+        self._num_backwards = 0
+        """How many backwards there were before the first update."""
+        self._unmoved: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        """Some parameters, with their first elements, if there were many backwards before the first update."""
+        self._first_seen: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        """By optimizer id, the optimizer, and the number of updates at the first look that saw it."""
         self._evaluated: set[str] = set()
         """The roots that were in evaluation mode at an update."""
 
@@ -142,8 +155,22 @@ class UpdateLooks:
 
     def backward_begins(self) -> None:
         """Look whether the gradients of the last updates still stand. Called on the thread of the backward."""
+        if not self._capture.clock.num_optimizer_steps:
+            self._num_backwards += 1
+            if self._num_backwards == _FEW_BACKWARDS:
+                parameters = [
+                    one for root in self._capture.roots for _, _, one in root.parameters() if one.requires_grad
+                ]
+                plain = [one for one in parameters if type(one) is torch.nn.Parameter and one.numel()]
+                self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in plain[:_MOST_UNMOVED]]
         if self._last_gradients:
             self._last_gradients = {key: one.before_backward() for key, one in list(self._last_gradients.items())}
+
+    def are_unmoved(self) -> bool:
+        """Whether parameters with many backwards have never changed, by any kind of update. May wait for a device."""
+        known = [(one, values) for reference, values in self._unmoved if (one := reference()) is not None]
+        is_same = all(torch.equal(_first_elements(one), values) for one, values in known)
+        return self._num_backwards >= _MANY_BACKWARDS and bool(known) and is_same
 
     def before_update(self, optimizer: Optimizer, *, is_counting: bool, live: Callable[[], list[Optimizer]]) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients.
@@ -169,15 +196,26 @@ class UpdateLooks:
             if gradient := LastGradient.of(parameters_of(optimizer), in_ddp=in_ddp):
                 self._last_gradients[id(optimizer)] = gradient
             if is_counting:
-                self._look_at_models(optimizer, live(), is_early=num < _LONG)
+                self._look_at_models(optimizer, live(), num)
 
-    def _look_at_models(self, optimizer: Optimizer, live: list[Optimizer], *, is_early: bool) -> None:
+    def _look_at_models(self, optimizer: Optimizer, live: list[Optimizer], num_updates: int) -> None:
         capture = self._capture
+        seen = {id(one): self._first_seen.get(id(one)) for one in live}
+        self._first_seen = {
+            id(one): known
+            if (known := seen[id(one)]) is not None and known[0]() is one
+            else (weakref.ref(one), num_updates)
+            for one in live
+        }
+        is_early = [num_updates - self._first_seen[id(one)][1] < _LONG for one in live]
         updates = [(self.num_idle(one), {id(parameter) for parameter in parameters_of(one)}) for one in live]
-        # After some updates, an optimizer that has not stepped with a gradient yet does not count.
+        # After some updates, an optimizer that has not stepped with a gradient yet does not count. Programs that make
+        # an optimizer anew for each update, or for a few, always have one that has not stepped.
         without = {id(parameter) for parameter in parameters_of(optimizer) if parameter.grad is None}
         fed = set[int]().union(*(ids for idle, ids in updates if idle is not None)) - without
-        trained = set[int]().union(*(ids for idle, ids in updates if idle is not None or is_early))
+        trained = set[int]().union(
+            *(ids for (idle, ids), early in zip(updates, is_early, strict=True) if idle is not None or early)
+        )
         unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
         idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= IDLE_UPDATES))
         own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}

@@ -354,19 +354,21 @@ class Movement:
     """Measures how far a value moves from one record to the next, relative to its size."""
 
     def __init__(self) -> None:
-        self._norm, self._sum, self._step = Memory(), Memory(), Memory()
+        self._norm, self._sum, self._step, self._numel = Memory(), Memory(), Memory(), Memory()
 
     def ratio(self, rows: Rows) -> Floats:
         """Return, for each row, the change per step since the last record, relative to the norm; NaN if unknown.
 
-        The change is a lower bound, from the changes of the norm and the sum. Rows are sorted by value and rank.
+        The change is a lower bound, from the changes of the norm and the sum. Rows are sorted by value and rank. A
+        value with another number of elements is another value, such as a larger head in the place of a smaller one.
         """
         lanes, steps = rows.lanes, rows.steps.astype(np.float64)
         is_finite = np.nan_to_num(rows["nan_count"]) + np.nan_to_num(rows["inf_count"]) == 0
         norm, total = (np.where(is_finite, some, np.nan) for some in (np.sqrt(rows["sum_sq"]), rows["sum"]))
         before = previous(lanes, norm, self._norm)
         by_sum = np.abs(total - previous(lanes, total, self._sum)) / np.sqrt(np.maximum(rows["numel"], 1))
-        moved = np.fmax(np.abs(norm - before), by_sum)
+        is_same = rows["numel"] == previous(lanes, rows["numel"], self._numel)
+        moved = np.where(is_same, np.fmax(np.abs(norm - before), by_sum), np.nan)
         gap = np.fmax(steps - previous(lanes, steps, self._step), 1)
         with np.errstate(all="ignore"):
             return np.asarray(moved / gap / before)

@@ -25,6 +25,7 @@ from ..capture.program_values import LossFinder
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
+from ..format.manifest import EXCEPTION
 from ..records import Measured, Staged
 from ..system import log
 from ..system.log import Events
@@ -38,8 +39,6 @@ from .signals import blocked_in_new_threads
 _logger = logging.getLogger("recorder")
 _MANY_SLICES = 256
 """More forwards with a backward each than programs accumulate gradients over without an optimizer step."""
-_MANY_SLICES_IN_ALL = 64
-"""As `_MANY_SLICES`, for a program that has ended."""
 _WAIT_FOR_RANKS_S = 1.0
 """The most seconds that the last line of rank 0 waits for the findings of the other ranks."""
 _START_PATIENCE_S = 1.0
@@ -267,7 +266,7 @@ class Recording:
         if why := self._why_never_moved():
             level = logging.WARNING if self.optimizers.num_steps else logging.INFO
             self._events.add("step_never_advanced", f"{why}; recorder.step(n) names steps", level=level)
-            if any(root.clock.num_slices >= _MANY_SLICES_IN_ALL for root in capture.roots):
+            if all(one["kind"] != EXCEPTION for one in self._events.as_list()):
                 self.optimizers.note_unstepped()
         for root in capture.roots:
             root.say_if_nothing_moved()
@@ -344,7 +343,6 @@ class Recording:
         if not self._is_step_missed and any(root.clock.num_slices >= _MANY_SLICES for root in self.capture.roots):
             self._is_step_missed = True
             if why := self._why_never_moved():
-                self.optimizers.note_unstepped()
                 self._events.add(
                     "step_never_advanced",
                     f"after {_MANY_SLICES} forwards with a backward each, {why}; what the rules keep of a step is kept "

@@ -51,7 +51,8 @@ def facts_of(module: RecordedModule) -> Iterator[str]:
     if module.validated_in_training is not None:
         yield f"in training mode in what looks like a validation, at step {module.validated_in_training}"
     if module.untrained:
-        yield f"no optimizer that steps has {listed(module.untrained)}, since step {module.untrained_since or 0}"
+        names = dict.fromkeys(name.partition("[")[0] + "[...]" * ("[" in name) for name in module.untrained)
+        yield f"no optimizer that steps has {listed(names)}, since step {module.untrained_since or 0}"
     if module.frozen:
         yield f"frozen: {listed(module.frozen)}"
     if module.batch_as_time is not None:

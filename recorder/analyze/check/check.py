@@ -488,7 +488,8 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     reads_probe = not worst.measure or any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
     words += ["--probe"] if reads_probe and worst.site != "scalar" else []
-    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
+    is_of_others = worst.what.startswith(ONE_BATCH) or worst.rule == OutlierRank.name  # the other ranks show it
+    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 and not is_of_others else []
     return shlex.join(words)
 
 

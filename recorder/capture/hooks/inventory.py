@@ -256,8 +256,8 @@ class Inventory:
             self._evaluated_since = step
         elif self._modules and "evaluated" not in self._modules[0]:
             self._add(0, {"evaluated": self._evaluated_since})
-        for i, names in frozen.items():
-            if names != self._modules[i].get("frozen"):
+        for i, described in enumerate(self._modules[: len(self._hooked)]):
+            if (names := frozen.get(i, [])) != described.get("frozen", []):
                 self._add(i, {"frozen": names})
         trains_others = num_trained > 0 or not trained or not optimized.fed <= own
         # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ...numerics.keys import by_key
 from ...sites import CLIP_LIMIT, CLIP_NORM, UPDATE
-from ...system.text import number
+from ...system.text import counted, number
 from ..normal import Moves
 from ..rows import ModuleFacts, Rows, SeriesKey, grouped
 from ..rule import CheckRule, Finding, Setting, Severity
@@ -57,20 +58,33 @@ class NotOptimized(_ProgramRule):
         for (root, _), facts in self.catalog.modules.items():
             of_root[root].append(facts)
         for module, facts in self.catalog.modules.items():
+            yield from self._in_list(module, facts)
             for name in facts.untrained:
-                is_held, is_registered = name in facts.rates, "[" not in name
-                are_last = is_registered and not is_held and _trains_last(of_root[module[0]])
+                if "[" in name:
+                    continue
+                is_held = name in facts.rates
+                are_last = not is_held and _trains_last(of_root[module[0]])
                 what = _NEVER_STEPS if is_held else _NO_OPTIMIZER + _ONLY_LAST * are_last
-                what += "" if is_registered else _IN_LIST
                 severity = Severity.NOTE if are_last else None
                 one = self.finding_on(module, facts.untrained_since or 0, what, name=name, severity=severity)
-                one = one._replace(advice="call the optimizer's step()") if is_held else one
-                yield one if is_registered else one._replace(advice=_REGISTER)
+                yield one._replace(advice="call the optimizer's step()") if is_held else one
+
+    def _in_list(self, module: tuple[str, str], facts: ModuleFacts) -> Iterator[Finding]:
+        """Report modules in a list or dict of Python whose parameters have gradients.
+
+        A list with one module is a note: this hides a teacher, or a network that judges, from `model.parameters()`.
+        """
+        lists = by_key((name.partition("[")[0], name) for name in facts.untrained if "[" in name)
+        for name, parameters in lists.items():
+            num = len({one.partition("]")[0] for one in parameters})
+            severity = self.severity if num > 1 else Severity.NOTE
+            one = self.finding_on(module, facts.untrained_since or 0, _IN_LIST, name=name, severity=severity)
+            yield one._replace(advice=_REGISTER, detail=f"{counted(num, 'module')} of the list")
 
 
 _NEVER_STEPS = "it has a gradient, and the optimizer that has it never steps"
-_IN_LIST = "; its module is in a list or dict of Python, so model.parameters() leaves it out"
-_REGISTER = "keep modules in an nn.ModuleList or nn.ModuleDict"
+_IN_LIST = "a list or dict of Python has modules with gradients, and no optimizer has their parameters"
+_REGISTER = "use an nn.ModuleList or nn.ModuleDict, because model.parameters() leaves such modules out"
 _NO_OPTIMIZER, _ONLY_LAST = "it has a gradient, and no optimizer has it", "; only modules after it are trained"
 
 

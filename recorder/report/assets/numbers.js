@@ -96,7 +96,8 @@ class NumbersPanel {
   /** Whether a rank has another value than the others at some step. */
   isUnlike(series, picture) {
     const { lines } = this.linesOf(series, picture, null, true), { run } = this.app, mean = run.lineName(run.mainLane);
-    return new Set(lines.filter(({ label }) => label !== mean).map(({ values }) => JSON.stringify(values))).size > 1;
+    const [first, ...others] = lines.filter(({ label }) => label !== mean).map(({ values }) => values);
+    return others.some((values) => values.some((value, at) => Number.isFinite(value) && Number.isFinite(first[at]) && value !== first[at]));
   }
   /** The learning rates and the scale of the gradients in flat pictures; those that never change in one line of text. */
   strips(pictures) {
