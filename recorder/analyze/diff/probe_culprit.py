@@ -30,6 +30,7 @@ _PHASES = {"param": START, "input": FORWARD, "output": FORWARD, "grad": BACKWARD
 """For each site, the computation at fault if a number of the site differs first. The sites are in the order of a step,
 because the number of a parameter is from before its update."""
 _OF_ALL = "the loss, the reduction over ranks, or a clip"
+_OTHER_NUMBER = "the root was called with another number of samples, or another number of times"
 _VALUE = ("root", "module_path", "name")
 _SERIES = (*_VALUE, "site", "phase", "mode", "scope", "dtype")
 _NUMBERS = ("l2", "nan_count", "inf_count", "numel")
@@ -66,7 +67,8 @@ def compare_probes(a: Run, b: Run, options: DiffOptions) -> ProbesCompared:
         return ProbesCompared()
     rows_a, rows_b = join(*common_ids(one, two, ("rank", *_SERIES)))
     one, two = one.take(column_of(rows_a)), two.take(column_of(rows_b))
-    if one.column("numel") != two.column("numel") or _placements(a) != _placements(b):
+    is_of_other_parts = one.column("numel") != two.column("numel") and _are_cut(one, two)
+    if is_of_other_parts or _placements(a) != _placements(b):
         return ProbesCompared()
     differs = (_values(one) != _values(two)).any(0)
     first_site = min(one.column("site").filter(column_of(differs)).unique().to_pylist(), key=[*_PHASES].index)
@@ -74,6 +76,12 @@ def compare_probes(a: Run, b: Run, options: DiffOptions) -> ProbesCompared:
     pairs = zip(*(table.take(column_of(at)).to_pylist() for table in (one, two)), differs[at].tolist(), strict=True)
     wrong = [(row_a, row_b) for row_a, row_b, is_wrong in pairs if is_wrong]
     return ProbesCompared(num_compared, num_differing, _culprit(wrong, len(at), has_ranks=len(a.ranks) > 1))
+
+
+def _are_cut(one: Any, two: Any) -> bool:
+    """Return whether ranks hold other parts of a parameter in two runs. Batches may well have another size."""
+    is_other = array_of(one.column("numel")) != array_of(two.column("numel"))
+    return bool((is_other & holds(one.column("site"), (*OF_PARAMETERS, UPDATE_SITE).__contains__)).any())
 
 
 def _placements(run: Run) -> set[str | None]:
@@ -165,13 +173,15 @@ def _culprit(pairs: list[tuple[dict[str, Any], dict[str, Any]]], num_series: int
     ranks = sorted(row["rank"] for row, _ in blamed) if has_ranks else []
     is_of_all = site in (*OF_PARAMETERS, UPDATE_SITE) and are_nearly_all(len(pairs), num_series)
     row, other = blamed[0]
-    other_input = OTHER_INPUT if row["mode"] == "train" else f"{OTHER_INPUT} in an evaluation"
+    statistic = "l2" if row["numel"] == other["numel"] else "numel"
+    other_input = OTHER_INPUT if statistic == "l2" else _OTHER_NUMBER
+    other_input += "" if row["mode"] == "train" else " in an evaluation"
     why = other_input if (site, path) == ("input", "") else _OF_ALL if site == "grad" and is_of_all else ""
     return Culprit(
         step=row["step"], phase=_PHASES[site], root=root, module_path=None if is_of_all else path, site=site, name=name,
         seen_at=path, micro_step=None, call=0, rank=ranks[0] if len(ranks) == 1 else None, ranks=ranks,
         why=why, num_params=len(of_value), kind=BY_PROBE,
-        statistic="l2", statistic_a=row["l2"], statistic_b=other["l2"],
+        statistic=statistic, statistic_a=row[statistic], statistic_b=other[statistic],
         nonfinite_a=_num_nonfinite(row), nonfinite_b=_num_nonfinite(other),
     )  # fmt: skip
 

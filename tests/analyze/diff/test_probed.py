@@ -96,6 +96,16 @@ def test_the_first_number_of_the_probe_that_differs_is_the_culprit(
     assert "(by keep=probe; all norms before it are equal)" in next(iter(accusations(found.culprits, 0)))
 
 
+def test_a_batch_of_another_size_at_a_step_without_rows_is_the_culprit(sound: Run, tmp_path: Path) -> None:
+    def half(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+        return x[: len(x) // 2] if step == BAD_STEP else x
+
+    culprit = diff(sound, train(tmp_path, half)).culprits[0]
+    assert (culprit.step, culprit.phase, culprit.module_path, culprit.site) == (BAD_STEP, "forward", "", "input")
+    assert (culprit.statistic, culprit.statistic_a, culprit.statistic_b) == ("numel", 12, 4)
+    assert "another number of samples" in culprit.why
+
+
 def test_equal_trainings_have_equal_numbers(sound: Run, tmp_path: Path) -> None:
     found = diff(sound, train(tmp_path))
     assert (found.verdict, found.culprits, found.num_probes_differing) == ("equal", [], 0)
