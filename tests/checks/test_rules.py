@@ -843,6 +843,43 @@ def test_a_weight_unlike_equal_others_is_named(scales: list[float], expected: li
     assert [one.module_path for one in said(recorded, Initialisation)] == expected
 
 
+@pytest.mark.parametrize("is_larger", [False, True])
+def test_a_larger_weight_in_the_place_of_another_is_no_update(is_larger: bool) -> None:
+    recorded = Recorded()
+    for step in range(40):
+        weight = np.ones((8, 8) if step < 20 or not is_larger else (16, 8)) * (3.0 if step >= 20 else 1.0)
+        recorded.add(step, "head", weight, **OPTIMIZER, site="param")
+    assert [one.module_path for one in said(recorded, Update)] == ([] if is_larger else ["head"])
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_gradients_of_a_loss_that_does_not_depend_on_the_model_are_told_from_cleared_ones(gradient: float) -> None:
+    recorded = Recorded()
+    for step in range(8):
+        recorded.add(step, "up", np.full(8, gradient), site="grad_output", phase="backward")
+        recorded.add(step, "up", np.zeros(8), **OPTIMIZER, site="grad")
+    (found,) = said(recorded, NoGradient)
+    assert ("does not depend on the model's outputs" in found.what) is (gradient == 0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "scale", "severity"),
+    [
+        (["pi.0", "pi.2", "pi.4", "pi.6"], 0.01, Severity.NOTE),
+        (["pi.0", "pi.2", "pi.4", "pi.6"], 100.0, Severity.WARNING),
+        (["pi.6", "pi.4", "pi.2", "pi.0"], 0.01, Severity.WARNING),
+        ([f"blocks.{number}.up" for number in range(4)], 0.01, Severity.WARNING),
+    ],
+    ids=["last", "large", "first", "block"],
+)
+def test_the_last_layer_of_a_chain_may_begin_small(paths: list[str], scale: float, severity: Severity) -> None:
+    recorded = Recorded()
+    for number, path in enumerate(paths):
+        weight = noise(number, shape=(16, 32), scale=scale if number == 3 else 1.0)
+        recorded.add(0, path, weight, **OPTIMIZER, site="param")
+    assert [(one.module_path, one.severity) for one in said(recorded, Initialisation)] == [(paths[3], severity)]
+
+
 def test_a_dead_output_is_named_after_five_records() -> None:
     def change(step: int, rank: int, path: str, values: Any) -> Any:
         return values * 0 if path == "blocks.7" and step >= 2 else np.maximum(values, 0)

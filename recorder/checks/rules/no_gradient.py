@@ -30,6 +30,8 @@ _NO_SUM = 1e-3
 _OF_DIFFERENCES = ", as only differences of these outputs enter the loss: their gradients sum up to zero"
 _KEEP = "nothing is wrong if only the differences of these outputs are meant to be learnt"
 _ZEROED = "something zeroes the gradients between the backward and the update"
+_NO_LOSS = "the loss does not depend on the model's outputs, because their gradients are zero, too"
+_TERMS = "look at the factors of the loss, such as weights, masks or advantages that are all zero"
 _CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
 
 
@@ -57,6 +59,8 @@ class NoGradient(StreakRule):
         """By parameter and rank, the number of the parameter's records."""
         self._began, self._moved = Memory(), Memory(0.0)
         """By parameter and rank, its first sum of squares, and 1 if a later one is another, as of a moving average."""
+        self._is_driven: dict[str, bool] = {}
+        """By root with gradients of outputs, whether one of them was not zero."""
         self._largest_sum: dict[tuple[str, str], float] = {}
         """By root and path of a module, the largest sum of its output's gradients in a step, in parts of the most that
         gradients of this length can sum up to."""
@@ -68,6 +72,7 @@ class NoGradient(StreakRule):
     def add(self, rows: Rows) -> Iterator[Finding]:
         recorded = rows.without_probe()
         self._note_sums(recorded)
+        self._note_outputs(recorded)
         params = recorded.take(recorded.at("param")).by_lane()
         self._num_params.sums(params.lanes, np.ones(len(params)))
         began(params.lanes, params["sum_sq"], self._began)
@@ -94,6 +99,13 @@ class NoGradient(StreakRule):
 
     def _ended(self, lane: int) -> str:
         return " in most records" if self._num_zero.of(lane) > self._num.of(lane) / 2 else ", but not later"
+
+    def _note_outputs(self, rows: Rows) -> None:
+        of_outputs = rows.take(rows.at("grad_output"))
+        for root in {self.catalog.key_of(lane).root for lane in np.unique(of_outputs.lanes).tolist()}:
+            self._is_driven.setdefault(root, False)
+        for lane in np.unique(of_outputs.lanes[of_outputs["sum_sq"] != 0]).tolist():
+            self._is_driven[self.catalog.key_of(lane).root] = True
 
     def _note_sums(self, rows: Rows) -> None:
         """Note the sums of the gradients of a module's output, at the steps at which its parameters have gradients.
@@ -167,6 +179,7 @@ class NoGradient(StreakRule):
             key, num = self.catalog.key_of(lane), self._num_params.of(lane)
             if self._num_zero.of(lane) < self._num.of(lane) and key.scope != "local":  # which the backward makes
                 zeroed.discard(key.root)
+                self._is_driven[key.root] = True
             module = self.catalog.modules.get((key.root, key.module_path))
             is_asked = module is None or "grad" in module.sites
             never = key.site == "param" and (key.root, key.module_path, key.name) not in having
@@ -188,6 +201,8 @@ class NoGradient(StreakRule):
         for found in self._waiting.finish():
             if found.root in zeroed:
                 found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)
+            elif not self._is_driven.get(found.root, True):
+                found = found._replace(what=f"{found.what}, in all parameters of the model: {_NO_LOSS}", advice=_TERMS)
             elif found.name == "bias" and self._sum_of(found.root, found.module_path, 1.0) < _NO_SUM:
                 found = found._replace(severity=Severity.NOTE, what=found.what + _OF_DIFFERENCES, advice=_KEEP)
             yield found

@@ -428,5 +428,12 @@ class Initialisation(CheckRule):
                 is_equal = len(others) >= self.thresholds["alike"] and np.ptp(others) <= error
                 odd += [index] * bool(is_equal and abs(logs[index] - others.mean()) > max(math.log(limit), error))
         for index in odd:
-            what = "the weight begins on another scale than that of other layers"
-            yield self.finding(lanes[index], step, what, "times the median", ratios[index], limit)
+            what, severity = "the weight begins on another scale than that of other layers", self.severity
+            if ratios[index] < 1 and self._is_last(lanes, index):
+                what, severity = f"{what}; the last layer of a chain may begin small on purpose", Severity.NOTE
+            yield self.finding(lanes[index], step, what, "times the median", ratios[index], limit, severity)
+
+    def _is_last(self, lanes: list[int], index: int) -> bool:
+        """Whether a layer is the last one of a chain, such as an `nn.Sequential`, and so perhaps a head."""
+        numbers = [self.catalog.key_of(lane).module_path.rpartition(".")[2] for lane in lanes]
+        return all(map(str.isdecimal, numbers)) and int(numbers[index]) == max(map(int, numbers))

@@ -79,7 +79,8 @@ class NotOptimized(_ProgramRule):
             num = len({one.partition("]")[0] for one in parameters})
             severity = self.severity if num > 1 else Severity.NOTE
             one = self.finding_on(module, facts.untrained_since or 0, _IN_LIST, name=name, severity=severity)
-            yield one._replace(advice=_REGISTER, detail=f"{counted(num, 'module')} of the list")
+            advice = _REGISTER if num > 1 else f"{_REGISTER}; nothing is wrong if the module is not to be trained"
+            yield one._replace(advice=advice, detail=counted(num, "module"))
 
 
 _NEVER_STEPS = "it has a gradient, and the optimizer that has it never steps"
