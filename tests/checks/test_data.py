@@ -54,6 +54,23 @@ def test_epochs_in_the_same_order_are_a_note(make: Any, since: int | None) -> No
     assert [(one.severity, one.since) for one in found] == ([] if since is None else [(Severity.NOTE, since)])
 
 
+@pytest.mark.parametrize(
+    ("classes", "is_found"),
+    [
+        (lambda step: [step // 6] * 16, True),
+        (lambda step: [step // 6] * 16 if step % 6 else [step // 6] * 8 + [step // 6 + 1] * 8, True),
+        (lambda step: [step % 2] * 16, False),  # as of two nets that are trained by turns
+        (lambda step: [0] * 16 if step % 4 else [0] * 12 + [3] * 4, False),  # hardly any sample is of a rare class
+        (lambda step: noise(step, shape=(16,)).round().clip(0, 3).astype(int), False),
+    ],
+    ids=["by class", "with borders", "by turns", "rare", "shuffled"],
+)
+def test_samples_that_are_sorted_by_class_are_named(classes: Any, is_found: bool) -> None:
+    made = batches(lambda step, rank: {"labels": np.array(classes(step), np.int64)}, steps=60, dtype="int64")
+    found = [one for one in said(made, Data) if "sorted" in one.what]
+    assert [(one.name, one.severity, one.first_step) for one in found] == [("labels", Severity.WARNING, 0)] * is_found
+
+
 def test_an_input_of_equal_elements_is_named() -> None:
     found = said(batches(lambda step, rank: {"x": np.full(8, float(step)), "mask": np.ones(4)}), Data)
     assert [(one.name, one.step, one.since, one.what) for one in found] == [

@@ -40,6 +40,8 @@ _AGAIN = "the batch repeats that of 1 record before, again and again"
 _COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
 _IN_ORDER = "shuffle the training set anew in each epoch; a DistributedSampler does so after its set_epoch(epoch)"
+_MOST = 0.75
+"""The least fraction of batches of one class where the samples are sorted by class."""
 _SHUFFLE = "look whether the data set is sorted by class, and whether the loader shuffles it"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 _SHUFFLED = "; the same samples come in another order each time, as in full-batch training with a loader that shuffles"
@@ -76,6 +78,8 @@ class Data(CheckRule):
         self._copies = Streaks()
         self._held: list[tuple[int, Finding]] = []
         """The findings that later records may contradict or explain, each with the input and rank."""
+        self._classes: dict[int, tuple[int, list[Floats]]] = {}
+        """By labels of whole numbers and rank: the first step; the class of each batch with equal labels, else NaN."""
         self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
         """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
         self._balanced = Memory(0.0)
@@ -114,6 +118,7 @@ class Data(CheckRule):
     def finish(self) -> Iterator[Finding]:
         """Yield the held findings that no later record contradicts."""
         yield from self._in_order()
+        yield from self._sorted()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
         changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
         full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed
@@ -152,6 +157,19 @@ class Data(CheckRule):
                 since, num = int(steps[first]), len(hashes) - first
                 one = self._in_a_row(lane, int(steps[-1]), what, num, "repeats", since)
                 yield one._replace(severity=Severity.NOTE, advice=_IN_ORDER)
+
+    def _sorted(self) -> Iterator[Finding]:
+        """Report labels that are sorted: most batches have one class, which is another one after some batches."""
+        for lane, (first, pieces) in self._classes.items():
+            classes = np.concatenate(pieces)
+            ends = np.flatnonzero(np.diff(np.nan_to_num(classes, nan=-1.0), append=-2.0))
+            lengths = np.diff(ends, prepend=-1)
+            filled = classes[ends][(lengths >= self.thresholds["records"]) & ~np.isnan(classes[ends])]
+            share = 1 - float(np.isnan(classes).mean())
+            if len(classes) >= self.thresholds["repeats"] and share >= _MOST and len(set(filled.tolist())) > 1:
+                what = f"the samples are sorted: most batches ({share:.0%}) have labels of one class alone"
+                one = self.finding(lane, first + len(classes) - 1, what, "", math.nan, math.nan, since=first)
+                yield one._replace(advice=_SHUFFLE)
 
     def _is_shuffled(self, lane: int, since: int) -> bool:
         """Return whether all records from a step on had the elements of the record before in another order."""
@@ -285,6 +303,11 @@ class Data(CheckRule):
             is_even = np.abs(12 * rows["std"] ** 2 / (numel + 1) / (numel - 1) - distance**2) < 1e-6 * distance**2
         is_float, is_told = rows.are_float(), rows["std"] != 0
         is_mixed = np.where(is_float, rows["std"] > 0, np.abs(roots - np.round(roots)) > 1e-6 * roots)
+        of_classes = ~is_float & (numel >= _LEAST_ELEMENTS)
+        for lane in np.unique(rows.lanes[of_classes]).tolist():
+            chosen = of_classes & (rows.lanes == lane)
+            known = self._classes.setdefault(lane, (int(rows.steps[chosen][0]), []))
+            known[1].append(np.where(is_mixed, np.nan, np.round(roots))[chosen])
         self._mixed[rows.lanes[is_mixed]] = rows.steps[is_mixed].astype(np.float64)
         self._numbered[rows.lanes[distance >= 0]] = (is_even & (distance >= 1))[distance >= 0].astype(np.float64)
         self._balanced[rows.lanes[distance >= 0]] = _balanced(rows)[distance >= 0]
