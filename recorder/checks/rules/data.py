@@ -168,7 +168,7 @@ class Data(CheckRule):
             share = 1 - float(np.isnan(classes).mean())
             if len(classes) >= self.thresholds["repeats"] and share >= _MOST and len(set(filled.tolist())) > 1:
                 what = f"the samples are sorted: most batches ({share:.0%}) have labels of one class alone"
-                one = self.finding(lane, first + len(classes) - 1, what, "", math.nan, math.nan, since=first)
+                one = self.finding(lane, first + len(classes) - 1, what, "", 0.0, 0.0, since=first)
                 yield one._replace(advice=_SHUFFLE)
 
     def _is_shuffled(self, lane: int, since: int) -> bool:
