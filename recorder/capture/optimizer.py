@@ -410,6 +410,7 @@ class OptimizerHooks:
                 if any("step" in state for state in states if isinstance(state, dict)):
                     clock.source = "optimizer"
             clock.optimizer_stepped()
+        self.looks.after_update(optimizer)
         self._on_step(optimizer)
         if self.looks.num_idle(optimizer) == IDLE_UPDATES:
             self._on_search(optimizer)  # the program may train another model, without an optimizer, by mistake

@@ -23,6 +23,8 @@ _LOOK_EVERY = 16
 """The number of steps between two looks. The steps in `_EARLY_LOOKS` are looked at, too."""
 _FEW_BACKWARDS, _MANY_BACKWARDS = 16, 64
 """After how many backwards without an update some parameters are kept, and from how many on an update is missed."""
+_MANY_ANEW = 16
+"""So many updates in a row, each by an optimizer that has never stepped before, are no chance."""
 _MOST_UNMOVED, _FIRST_ELEMENTS = 16, 64
 _LONG = 128
 """An optimizer may wait for so many updates of another one before it steps, as in the warm-up of an adversary."""
@@ -109,6 +111,16 @@ class LastGradient(NamedTuple):
         return bool(is_longer and torch.cosine_similarity(present, last, dim=0) > _ALIKE)
 
 
+def _keeps_state(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps a tensor as large as a parameter, such as a moment, for the next update."""
+    states = [(one, state) for one, state in optimizer.state.items() if isinstance(state, dict)]
+    return any(
+        isinstance(value, torch.Tensor) and value.numel() == one.numel() > 1
+        for one, state in states[:1]
+        for value in state.values()
+    )
+
+
 def _first_elements(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().reshape(-1)[:_FIRST_ELEMENTS]
 
@@ -135,6 +147,10 @@ class UpdateLooks:
         """Some parameters, with their first elements, if there were many backwards before the first update."""
         self._first_seen: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         """By optimizer id, the optimizer, and the number of updates at the first look that saw it."""
+        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
+        """By optimizer id, the optimizers that have stepped."""
+        self._num_anew = 0
+        """How many of the last updates were made by optimizers that had never stepped before."""
         self._evaluated: set[str] = set()
         """The roots that were in evaluation mode at an update."""
 
@@ -171,6 +187,19 @@ class UpdateLooks:
         known = [(one, values) for reference, values in self._unmoved if (one := reference()) is not None]
         is_same = all(torch.equal(_first_elements(one), values) for one, values in known)
         return self._num_backwards >= _MANY_BACKWARDS and bool(known) and is_same
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Note if optimizers that keep state, such as moments, are made anew for each update."""
+        reference = self._stepped.get(id(optimizer))
+        is_new = reference is None or reference() is not optimizer
+        if is_new:
+            self._stepped = {key: one for key, one in self._stepped.items() if one() is not None}
+            self._stepped[id(optimizer)] = weakref.ref(optimizer)
+        had_many, self._num_anew = self._num_anew >= _MANY_ANEW, self._num_anew + 1 if is_new else 0
+        if had_many != (self._num_anew >= _MANY_ANEW) and (had_many or _keeps_state(optimizer)):
+            step = None if had_many else self._capture.clock.step
+            for root in self._capture.roots:
+                root.inventory.note_anew(type(optimizer).__name__, step)
 
     def before_update(self, optimizer: Optimizer, *, is_counting: bool, live: Callable[[], list[Optimizer]]) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients.

@@ -89,6 +89,10 @@ class ModuleFacts(NamedTuple):
     """The first known step at which a gradient of the module was added to that of the step before."""
     given_again: int | None = None
     """The step since which the model's first argument is one of a few tensors, if it is so for many calls."""
+    optimizer_anew: str = ""
+    """Of the first module: the class of the optimizers that are made anew for each update."""
+    optimizer_anew_since: int | None = None
+    """The step at which this was seen. None if it is not so, or not any more."""
     validated_in_training: int | None = None
     """Of the first module: the first step with many calls of the model without gradients, in training mode, as of a
     validation. None if there was none, or if the model was ever called in evaluation mode."""

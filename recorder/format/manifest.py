@@ -98,6 +98,10 @@ class RecordedModule:
     """The step at which this argument was seen first."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
+    optimizer_anew: str = ""
+    """Of the first module: the class of the optimizers that are made anew for each update."""
+    optimizer_anew_since: int | None = None
+    """The step at which this was seen. None if it is not so, or not any more."""
     validated_in_training: int | None = None
     """Of the first module: the first step with many calls of the model without gradients, in training mode, as of a
     validation. None if there was none, or if the model was ever called in evaluation mode."""

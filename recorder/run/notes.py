@@ -50,6 +50,8 @@ def facts_of(module: RecordedModule) -> Iterator[str]:
         yield f"in evaluation mode while the model is trained, since step {module.evaluated}"
     if module.validated_in_training is not None:
         yield f"in training mode in what looks like a validation, at step {module.validated_in_training}"
+    if module.optimizer_anew_since is not None:
+        yield f"a new {module.optimizer_anew} makes each update, seen at step {module.optimizer_anew_since}"
     if module.untrained:
         names = dict.fromkeys(name.partition("[")[0] + "[...]" * ("[" in name) for name in module.untrained)
         yield f"no optimizer that steps has {listed(names)}, since step {module.untrained_since or 0}"

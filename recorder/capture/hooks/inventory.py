@@ -324,6 +324,11 @@ class Inventory:
         if self._modules and "loss_argument" not in self._modules[0]:
             self._add(0, {"loss_argument": argument, "loss_argument_since": step})
 
+    def note_anew(self, class_name: str, step: int | None) -> None:
+        """Note the step since which optimizers of a class are made anew for each update. None: they are not."""
+        if self._modules:
+            self._add(0, {"optimizer_anew": class_name, "optimizer_anew_since": step})
+
     def note_validation(self, step: int | None) -> None:
         """Note the step at which the model was in training mode in what looks like a validation. None: it was none."""
         if self._modules:

@@ -59,6 +59,9 @@ class NotOptimized(_ProgramRule):
             of_root[root].append(facts)
         for module, facts in self.catalog.modules.items():
             yield from self._in_list(module, facts)
+            if (since := facts.optimizer_anew_since) is not None:
+                one = self.finding_on(module, since, _ANEW.format(facts.optimizer_anew))
+                yield one._replace(advice="make the optimizer once, before the loop")
             for name in facts.untrained:
                 if "[" in name:
                     continue
@@ -84,6 +87,7 @@ class NotOptimized(_ProgramRule):
 
 
 _NEVER_STEPS = "it has a gradient, and the optimizer that has it never steps"
+_ANEW = "a new {} makes each update, so that what it keeps for the next update is lost, such as its moments"
 _IN_LIST = "a list or dict of Python has modules with gradients, and no optimizer has their parameters"
 _REGISTER = "use an nn.ModuleList or nn.ModuleDict, because model.parameters() leaves such modules out"
 _NO_OPTIMIZER, _ONLY_LAST = "it has a gradient, and no optimizer has it", "; only modules after it are trained"

@@ -868,7 +868,8 @@ def test_optimizers_that_are_made_anew_step(tmp_path: Path, num_updates: int) ->
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    assert not check(recording.run, rules=["not_optimized"]).findings
+    findings = check(recording.run, rules=["not_optimized"]).findings
+    assert not any(one.what in (NEVER_STEPS, NO_OPTIMIZER) for one in findings)
 
 
 @pytest.mark.parametrize("how", ["by hand", "through data", "in one step", "without grad", "few"])
@@ -896,3 +897,31 @@ def test_a_program_that_trains_in_another_way_is_not_said_to_need_a_step(tmp_pat
                     assert one.grad is not None
                     (one.data if how == "through data" else one).sub_(0.01 * one.grad)
     assert not check(recording.run, rules=["not_optimized", "update"]).findings
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "momentum", "of two", "each epoch", "once"])
+def test_an_optimizer_that_is_made_anew_for_each_update_is_named(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    model, other = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Linear(2, 2)
+
+    def make() -> torch.optim.Optimizer:
+        if name in ("SGD", "momentum"):
+            return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9 * (name == "momentum"))
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+
+    every = {"each epoch": 10, "once": 1000}.get(name, 1)
+    with flagged(tmp_path, "site=output,grad keep=stats") as recording:
+        of_other = torch.optim.Adam(other.parameters(), lr=0.01)
+        for number in range(40):
+            if number % every == 0:
+                optimizer = make()
+            optimizer.zero_grad()
+            of_other.zero_grad()
+            output = model(torch.randn(8, 4))
+            (other(output) if name == "of two" else output).square().mean().backward()
+            optimizer.step()
+            if name == "of two":
+                of_other.step()
+    findings = check(recording.run, rules=["not_optimized"]).findings
+    kinds = {"Adam": "Adam", "momentum": "SGD"}
+    assert [one.what.partition(" makes")[0] for one in findings] == ([f"a new {kinds[name]}"] if name in kinds else [])
