@@ -7,7 +7,7 @@ as missing, and `problems` names it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..config import RUN_NAME
@@ -52,6 +52,14 @@ class Jitter:
     """The kinds of perturbed values: ``inputs`` and ``embeddings``. Empty if no value could be perturbed."""
     eps: float
     """The largest relative change of an element."""
+
+
+FACTS = (
+    "frozen", "untrained", "untrained_since", "evaluated", "loss_argument", "loss_argument_since", "uncleared",
+    "optimizer_anew", "optimizer_anew_since", "validated_in_training", "batch_as_time",
+)  # fmt: skip
+"""The members of `RecordedModule` that say what a program does with a module, and may be so on one rank alone."""
+_NO_FACT = (None, (), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +121,16 @@ class RecordedModule:
     """The step since which the root's first argument is one of at most four tensors, if it is so for 16 calls."""
     members: Mapping[str, Any] = field(default_factory=dict)
     """The module's JSON in the manifest, for code that writes it again."""
+
+    def with_facts_of(self, other: RecordedModule) -> RecordedModule:
+        """Return this module, with what the program does with it on another rank where it is not so on this rank."""
+        if other is self:
+            return self
+        mine = {name: getattr(self, name) for name in FACTS}
+        facts = {
+            name: known for name in FACTS if mine[name] in _NO_FACT and (known := getattr(other, name)) != mine[name]
+        }
+        return replace(self, **facts) if facts else self
 
     @property
     def is_evaluated(self) -> bool:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from ..columns import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, TIME_ORDER, parse_shape
 from ..errors import CorruptError, LookupFailedError, RecorderError, not_installed
 from ..format.commands import COMMAND_BYTES, COMMANDS, DUMP, Command, command_name, parse_command_name, read_command
-from ..format.manifest import EXCEPTION, Jitter, RecordedModule, RunManifest
+from ..format.manifest import EXCEPTION, Jitter, RecordedModule, RecordedRoot, RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
 from ..numerics.keys import array_of, by_key, column_of
@@ -348,13 +348,24 @@ _MAX_DEPTH = 200
 
 
 def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], RecordedModule]:
-    """Return each module by root and path, in the order of `named_modules()`. Newer writers replace older ones."""
-    return {
-        (root.name, module.path): module
-        for writer in writers
-        for root in writer.manifest.roots
-        for module in root.modules
-    }
+    """Return each module by root and path, in the order of `named_modules()`.
+
+    Newer attempts replace older ones. What the program does with a module on one rank of an attempt is kept.
+    """
+    modules: dict[tuple[str, str], RecordedModule] = {}
+    attempts: dict[tuple[str, str], int] = {}
+    last: dict[str, tuple[int, RecordedRoot]] = {}
+    for writer in writers:
+        for root in writer.manifest.roots:
+            before, last[root.name] = last.get(root.name), (writer.attempt, root)
+            if before is not None and before[0] == writer.attempt and before[1] is root:
+                continue  # manifests with equal models share one object
+            for module in root.modules:
+                key = root.name, module.path
+                is_same = attempts.get(key) == writer.attempt
+                modules[key] = module.with_facts_of(modules[key]) if is_same else module
+                attempts[key] = writer.attempt
+    return modules
 
 
 def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]:

@@ -24,7 +24,7 @@ from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Wi
 from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.no_gradient import NoGradient
 from ...checks.rules.parameters import Unchanged, Update
-from ...checks.rules.programs import BatchFirst, EvaluationMode, NotCleared, NotOptimized
+from ...checks.rules.programs import BatchFirst, EvaluationMode, LossArgument, NotCleared, NotOptimized
 from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
@@ -108,7 +108,7 @@ def check(
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
-    whole = _without_parts(verdict.findings)
+    whole = [_with_ranks(one, run) for one in _without_parts(verdict.findings)]
     findings = with_causes(whole, rows.catalog)
     if len(whole) < len(verdict.findings):
         notes.append("ranks with one batch never had the same parameters, so they count as parts of one model")
@@ -326,6 +326,35 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
         parts=partial(_parts, run, checked, typed, is_verbose=is_verbose),
         exit_code=int(is_failure),
     )
+
+
+_FACT_OF: dict[str, tuple[str, ...]] = {
+    NotOptimized.name: ("untrained", "optimizer_anew_since"), BatchFirst.name: ("batch_as_time",),
+    EvaluationMode.name: ("evaluated", "validated_in_training"), LossArgument.name: ("loss_argument_since",),
+    NotCleared.name: ("uncleared",),
+}  # fmt: skip
+"""By name of a rule on the program, the members of `RecordedModule` that it reads."""
+
+
+def _with_ranks(one: Finding, run: Run) -> Finding:
+    """Return a finding of a rule on the program with the ranks for which it is so, if it is not so for all."""
+    facts, ranks = _FACT_OF.get(one.rule, ()), set[int]()
+    if not facts or len(run.ranks) < 2:
+        return one
+    is_of_all = one.rule == NotCleared.name  # the finding is on the root, and the fact on any module
+    for writer in run.writers:
+        modules = (module for root in writer.manifest.roots if root.name == one.root for module in root.modules)
+        some = [module for module in modules if is_of_all or module.path == one.module_path]
+        if (
+            any(getattr(module, fact) not in (None, ()) for module in some for fact in facts)
+            and writer.rank is not None
+        ):
+            ranks.add(writer.rank)
+    if len(ranks) == len(run.ranks):
+        return one
+    # What may be meant on all ranks is not meant on some.
+    severity = Severity.WARNING if one.rule == EvaluationMode.name else one.severity
+    return one._replace(ranks=tuple(sorted(ranks)), severity=severity)
 
 
 def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Reply:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+import recorder
 from recorder.analyze.check.check import check, command_of, told_of
 from recorder.checks.rule import Severity
 from tests.rigs.capturing import flagged
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 RULES = "site=grad,output keep=stats"
 
@@ -925,3 +927,19 @@ def test_an_optimizer_that_is_made_anew_for_each_update_is_named(tmp_path: Path,
     findings = check(recording.run, rules=["not_optimized"]).findings
     kinds = {"Adam": "Adam", "momentum": "SGD"}
     assert [one.what.partition(" makes")[0] for one in findings] == ([f"a new {kinds[name]}"] if name in kinds else [])
+
+
+@pytest.mark.parametrize("odd", [0, 1, None])
+def test_what_one_rank_alone_does_names_the_rank(tmp_path: Path, odd: int | None) -> None:
+    run = make_run(tmp_path / "run", world_size=2)
+    for rank in range(2):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([[make_row(0, torch.ones(8).numpy(), rank=rank, module_path="drop")]])
+        facts = {"evaluated": 3} if odd in (rank, None) else {}
+        known = {"path": "drop", "class": "Dropout", "sites": ["output"], **facts}
+        others = [{"path": path, "class": "Net", "sites": ["output"]} for path in ("", "up")]
+        writer.finish(roots=[{"name": "model", "class": "Net", "modules": [*others, known]}])
+    (found,) = check(recorder.open_run(run), rules=["evaluation_mode"]).findings
+    assert (found.module_path, found.first_step) == ("drop", 3)
+    assert (found.ranks, found.severity) == (((), Severity.NOTE) if odd is None else ((odd,), Severity.WARNING))
+    assert recorder.open_run(run).modules["model", "drop"].evaluated == 3
