@@ -132,15 +132,9 @@ class RecordedModule:
         }
         return replace(self, **facts) if facts else self
 
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether the module was seen in evaluation mode while an optimizer stepped."""
-        return self.evaluated is not None
-
-    @property
-    def is_uncleared(self) -> bool:
-        """Whether a gradient of the module was added to the previous step's."""
-        return self.uncleared is not None
+    def has_fact(self, name: str) -> bool:
+        """Whether a member of `FACTS` says something about this module."""
+        return getattr(self, name) not in _NO_FACT
 
     @property
     def has_values(self) -> bool:

@@ -345,15 +345,12 @@ def _with_ranks(one: Finding, run: Run) -> Finding:
     for writer in run.writers:
         modules = (module for root in writer.manifest.roots if root.name == one.root for module in root.modules)
         some = [module for module in modules if is_of_all or module.path == one.module_path]
-        if (
-            any(getattr(module, fact) not in (None, ()) for module in some for fact in facts)
-            and writer.rank is not None
-        ):
+        if any(module.has_fact(fact) for module in some for fact in facts) and writer.rank is not None:
             ranks.add(writer.rank)
     if len(ranks) == len(run.ranks):
         return one
     # What may be meant on all ranks is not meant on some.
-    severity = Severity.WARNING if one.rule == EvaluationMode.name else one.severity
+    severity = Severity.WARNING if one.rule == EvaluationMode.name and one.module_path else one.severity
     return one._replace(ranks=tuple(sorted(ranks)), severity=severity)
 
 

@@ -248,11 +248,14 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
 
 
 _FACTS = {
-    "is_evaluated": "modules are in evaluation mode while the model is trained",
+    "evaluated": "modules are in evaluation mode while the model is trained",
     "frozen": "parameters require no gradient",
     "untrained": "parameters get a gradient, and no optimizer that steps has them",
+    "batch_as_time": "modules take the batch for the time",
+    "validated_in_training": "the model is in training mode in a validation",
+    "optimizer_anew_since": "a new optimizer makes each update",
     "loss_argument": "the loss gets an argument that it does not expect, or is negated",
-    "is_uncleared": "gradients are not cleared before the next backward",
+    "uncleared": "gradients are not cleared before the next backward",
 }
 """For each fact about a module, what it means if only one of two runs has it."""
 
@@ -276,7 +279,7 @@ def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str
     ]
     for run, modules in (("A", pairs), ("B", [(path, two, one) for path, one, two in pairs])):
         for fact, what in _FACTS.items():
-            those = [path for path, module, other in modules if getattr(module, fact) and not getattr(other, fact)]
+            those = [path for path, module, other in modules if module.has_fact(fact) and not other.has_fact(fact)]
             if those:
                 yield f"the models differ: in {run} alone {what} ({listed(map(repr, those), _FEW)})"
 

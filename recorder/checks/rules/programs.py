@@ -155,8 +155,10 @@ class EvaluationMode(_ProgramRule):
         kinds: defaultdict[tuple[str, str], dict[tuple[str, str], ModuleFacts]] = defaultdict(dict)
         for module, facts in self.catalog.modules.items():
             if (step := facts.validated_in_training) is not None:
-                one = self.finding_on(module, step, _VALIDATED)
-                yield one._replace(advice="call model.eval() before a validation, and model.train() after it")
+                one = self.finding_on(module, step, _VALIDATED, severity=Severity.NOTE)
+                yield one._replace(
+                    advice="if it is a validation, call model.eval() before it, and model.train() after it"
+                )
             kind = next((kind for kind in _KINDS if kind in facts.class_name), facts.class_name)
             if module[1]:
                 kinds[module[0], kind][module] = facts
@@ -183,8 +185,12 @@ class BatchFirst(_ProgramRule):
     def finish(self) -> Iterator[Finding]:
         for module, facts in self.catalog.modules.items():
             if facts.batch_as_time is not None:
-                what = "the module takes the first dim of its input, which is as long as the batch, for the time"
-                yield self.finding_on(module, facts.batch_as_time, f"{what}: samples are mixed")
+                what = (
+                    "the module takes the first dim of its input, which is as long as the labels of the loss, for the"
+                )
+                yield self.finding_on(
+                    module, facts.batch_as_time, f"{what} time: if it is the batch, samples are mixed"
+                )
 
 
 PROGRAM_RULES = (NotOptimized, LossArgument, NotCleared, EvaluationMode, BatchFirst)

@@ -855,7 +855,7 @@ def test_a_validation_in_training_mode_is_named(tmp_path: Path, case: str, step:
             validate(model, 1)
     findings = check(recording.run, rules=["evaluation_mode"]).findings
     found = [(one.module_path, one.severity, one.first_step) for one in findings]
-    assert found == ([] if step is None else [("", Severity.WARNING, step)])
+    assert found == ([] if step is None else [("", Severity.NOTE, step)])
     assert all("in training mode" in one.what and "model.eval()" in one.advice for one in findings)
 
 
