@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 
 from ..columns import COUNTS, STATISTICS, parse_shape
 from ..errors import LookupFailedError, RunError
-from ..format.manifest import RecordedModule
 from ..numerics.distributions import HISTOGRAM_LEGEND, NOT_FINITE, histogram_lines, histogram_of_row, spark_line
 from ..numerics.keys import by_key
 from ..numerics.units import Units
@@ -21,7 +20,7 @@ from ..rules import hint
 from ..run.finding import shortest_text_of
 from ..run.notes import dump_members, dump_note, facts_of, jitter_note, sent_note
 from ..run.reply import Reply, Table
-from ..run.run import Run
+from ..run.run import RecordedModule, Run
 from ..run.selection import Selection
 from ..sites import SITES
 from ..system.text import counted, number, span

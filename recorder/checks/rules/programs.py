@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ...numerics.keys import by_key
 from ...sites import CLIP_LIMIT, CLIP_NORM, UPDATE
 from ...system.text import counted, number
 from ..normal import Moves
@@ -77,9 +76,12 @@ class NotOptimized(_ProgramRule):
 
         A list with one module is a note: this hides a teacher, or a network that judges, from `model.parameters()`.
         """
-        lists = by_key((name.partition("[")[0], name) for name in facts.untrained if "[" in name)
-        for name, parameters in lists.items():
-            num = len({one.partition("]")[0] for one in parameters})
+        lists: defaultdict[str, set[str]] = defaultdict(set)
+        for parameter in facts.untrained:
+            if "[" in parameter:
+                lists[parameter.partition("[")[0]].add(parameter.partition("]")[0])
+        for name, elements in lists.items():
+            num = len(elements)
             severity = self.severity if num > 1 else Severity.NOTE
             one = self.finding_on(module, facts.untrained_since or 0, _IN_LIST, name=name, severity=severity)
             advice = _REGISTER if num > 1 else f"{_REGISTER}; nothing is wrong if the module is not to be trained"
