@@ -5,6 +5,7 @@ Called on training threads, before an optimizer's step and before a backward. No
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -121,6 +122,12 @@ def _keeps_state(optimizer: Optimizer) -> bool:
     )
 
 
+def _may_be_kept(parameter: torch.Tensor) -> bool:
+    """Whether elements of a parameter may be copied now. A copy must not become part of a graph that is captured."""
+    is_plain = type(parameter) is torch.nn.Parameter and parameter.requires_grad and parameter.numel() > 0
+    return is_plain and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _first_elements(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().reshape(-1)[:_FIRST_ELEMENTS]
 
@@ -147,10 +154,10 @@ class UpdateLooks:
         """Some parameters, with their first elements, if there were many backwards before the first update."""
         self._first_seen: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         """By optimizer id, the optimizer, and the number of updates at the first look that saw it."""
-        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
-        """By optimizer id, the optimizers that have stepped."""
         self._num_anew = 0
-        """How many of the last updates were made by optimizers that had never stepped before."""
+        """How many of the last updates were made by optimizers that had never stepped with a gradient before."""
+        self._is_anew = False
+        """Whether the inventories say that optimizers are made anew for each update."""
         self._evaluated: set[str] = set()
         """The roots that were in evaluation mode at an update."""
 
@@ -161,6 +168,7 @@ class UpdateLooks:
             self._updates_without = {key: one for key, one in self._updates_without.items() if one[0]() is not None}
         if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             self._updates_without[id(optimizer)] = weakref.ref(optimizer), 0
+            self._num_anew = self._num_anew + 1 if num is None else 0
         elif num is not None:
             self._updates_without[id(optimizer)] = weakref.ref(optimizer), num + 1
 
@@ -174,11 +182,9 @@ class UpdateLooks:
         if not self._capture.clock.num_optimizer_steps:
             self._num_backwards += 1
             if self._num_backwards == _FEW_BACKWARDS:
-                parameters = [
-                    one for root in self._capture.roots for _, _, one in root.parameters() if one.requires_grad
-                ]
-                plain = [one for one in parameters if type(one) is torch.nn.Parameter and one.numel()]
-                self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in plain[:_MOST_UNMOVED]]
+                parameters = (one for root in self._capture.roots for _, _, one in root.parameters())
+                some = itertools.islice(filter(_may_be_kept, parameters), _MOST_UNMOVED)
+                self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in some]
         if self._last_gradients:
             self._last_gradients = {key: one.before_backward() for key, one in list(self._last_gradients.items())}
 
@@ -190,16 +196,11 @@ class UpdateLooks:
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Note if optimizers that keep state, such as moments, are made anew for each update."""
-        reference = self._stepped.get(id(optimizer))
-        is_new = reference is None or reference() is not optimizer
-        if is_new:
-            self._stepped = {key: one for key, one in self._stepped.items() if one() is not None}
-            self._stepped[id(optimizer)] = weakref.ref(optimizer)
-        had_many, self._num_anew = self._num_anew >= _MANY_ANEW, self._num_anew + 1 if is_new else 0
-        if had_many != (self._num_anew >= _MANY_ANEW) and (had_many or _keeps_state(optimizer)):
-            step = None if had_many else self._capture.clock.step
+        is_anew = self._num_anew >= _MANY_ANEW and (self._is_anew or _keeps_state(optimizer))
+        if is_anew != self._is_anew:
+            self._is_anew = is_anew
             for root in self._capture.roots:
-                root.inventory.note_anew(type(optimizer).__name__, step)
+                root.inventory.note_anew(type(optimizer).__name__, self._capture.clock.step if is_anew else None)
 
     def before_update(self, optimizer: Optimizer, *, is_counting: bool, live: Callable[[], list[Optimizer]]) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients.
@@ -228,15 +229,13 @@ class UpdateLooks:
                 self._look_at_models(optimizer, live(), num)
 
     def _look_at_models(self, optimizer: Optimizer, live: list[Optimizer], num_updates: int) -> None:
-        capture = self._capture
-        seen = {id(one): self._first_seen.get(id(one)) for one in live}
-        self._first_seen = {
-            id(one): known
-            if (known := seen[id(one)]) is not None and known[0]() is one
-            else (weakref.ref(one), num_updates)
-            for one in live
-        }
-        is_early = [num_updates - self._first_seen[id(one)][1] < _LONG for one in live]
+        capture, before = self._capture, self._first_seen
+        self._first_seen = {}
+        for one in live:
+            reference, first = before.get(id(one), (None, 0))
+            is_known = reference is not None and reference() is one
+            self._first_seen[id(one)] = weakref.ref(one), first if is_known else num_updates
+        is_early = [num_updates - first < _LONG for _, first in self._first_seen.values()]
         updates = [(self.num_idle(one), {id(parameter) for parameter in parameters_of(one)}) for one in live]
         # After some updates, an optimizer that has not stepped with a gradient yet does not count. Programs that make
         # an optimizer anew for each update, or for a few, always have one that has not stepped.

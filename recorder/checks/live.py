@@ -235,4 +235,4 @@ def judge_program(roots: Sequence[Mapping[str, Any]]) -> list[Finding]:
     found = [one for rule in PROGRAM_RULES for one in rule(catalog).finish()]
     # Whether some modules are in evaluation mode on purpose is known once all modules were trained.
     evaluated = {root for (root, path), one in facts.items() if not path and one.evaluated is not None}
-    return [one for one in found if one.rule != EvaluationMode.name or not one.module_path or one.root in evaluated]
+    return [one for one in found if one.rule != EvaluationMode.name or one.root in evaluated]

@@ -97,7 +97,7 @@ class ModuleFacts(NamedTuple):
     """Of the first module: the first step with many calls of the model without gradients, in training mode, as of a
     validation. None if there was none, or if the model was ever called in evaluation mode."""
     batch_as_time: int | None = None
-    """The step at which the module was seen to take the first dim of its input, which is the batch, for the time."""
+    """The step at which the module was seen to take a dim as long as the labels, so perhaps the batch, for the time."""
     graphless: bool = False
     """Whether all calls of the module were made with gradients disabled."""
     rates: Mapping[str, str] = MappingProxyType({})

@@ -114,7 +114,7 @@ class RecordedModule:
     """Of the first module: the first step with many calls of the model without gradients, in training mode, as of a
     validation. None if there was none, or if the model was ever called in evaluation mode."""
     batch_as_time: int | None = None
-    """The step at which the module was seen to take the first dim of its input, which is the batch, for the time."""
+    """The step at which the module was seen to take a dim as long as the labels, so perhaps the batch, for the time."""
     graphless: bool = False
     """Whether all calls of the module so far were made with gradients disabled, as under ``torch.no_grad``."""
     given_again: int | None = None
@@ -126,10 +126,7 @@ class RecordedModule:
         """Return this module, with what the program does with it on another rank where it is not so on this rank."""
         if other is self:
             return self
-        mine = {name: getattr(self, name) for name in FACTS}
-        facts = {
-            name: known for name in FACTS if mine[name] in _NO_FACT and (known := getattr(other, name)) != mine[name]
-        }
+        facts = {name: getattr(other, name) for name in FACTS if other.has_fact(name) and not self.has_fact(name)}
         return replace(self, **facts) if facts else self
 
     def has_fact(self, name: str) -> bool:

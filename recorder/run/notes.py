@@ -58,7 +58,7 @@ def facts_of(module: RecordedModule) -> Iterator[str]:
     if module.frozen:
         yield f"frozen: {listed(module.frozen)}"
     if module.batch_as_time is not None:
-        yield f"takes the batch for the time, since step {module.batch_as_time}"
+        yield f"takes a dim as long as the labels for the time, since step {module.batch_as_time}"
     if module.graphless:
         yield "called without gradients"
     if module.uncleared is not None:

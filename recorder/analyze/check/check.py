@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,7 +108,7 @@ def check(
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
-    whole = [_with_ranks(one, run) for one in _without_parts(verdict.findings)]
+    whole = _with_ranks(_without_parts(verdict.findings), run)
     findings = with_causes(whole, rows.catalog)
     if len(whole) < len(verdict.findings):
         notes.append("ranks with one batch never had the same parameters, so they count as parts of one model")
@@ -334,24 +334,43 @@ _FACT_OF: dict[str, tuple[str, ...]] = {
     NotCleared.name: ("uncleared",),
 }  # fmt: skip
 """By name of a rule on the program, the members of `RecordedModule` that it reads."""
+_SHOWN = (BatchFirst.name, EvaluationMode.name, NotOptimized.name)
+"""The rules whose findings `recorder show` shows among the facts of a module."""
 
 
-def _with_ranks(one: Finding, run: Run) -> Finding:
-    """Return a finding of a rule on the program with the ranks for which it is so, if it is not so for all."""
-    facts, ranks = _FACT_OF.get(one.rule, ()), set[int]()
-    if not facts or len(run.ranks) < 2:
-        return one
-    is_of_all = one.rule == NotCleared.name  # the finding is on the root, and the fact on any module
-    for writer in run.writers:
-        modules = (module for root in writer.manifest.roots if root.name == one.root for module in root.modules)
-        some = [module for module in modules if is_of_all or module.path == one.module_path]
-        if any(module.has_fact(fact) for module in some for fact in facts) and writer.rank is not None:
-            ranks.add(writer.rank)
-    if len(ranks) == len(run.ranks):
-        return one
-    # What may be meant on all ranks is not meant on some.
-    severity = Severity.WARNING if one.rule == EvaluationMode.name and one.module_path else one.severity
-    return one._replace(ranks=tuple(sorted(ranks)), severity=severity)
+def _with_ranks(findings: Sequence[Finding], run: Run) -> list[Finding]:
+    """Return findings, those of rules on the program with the ranks for which they are so, if not so for all.
+
+    Ranks that do not have the module, such as those of another stage of a pipeline, do not count.
+    """
+    wanted = {(one.root, one.rule) for one in findings if one.rule in _FACT_OF} if len(run.ranks) > 1 else set()
+    last = max((writer.attempt for writer in run.writers), default=0)
+    of_rank = [
+        (writer.rank, root) for writer in run.writers if writer.attempt == last for root in writer.manifest.roots
+    ]
+    alike = by_key(
+        (id(root), (rank, root)) for rank, root in of_rank if rank is not None
+    )  # equal models share one object
+    having: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+    for members in alike.values():
+        root, ranks = members[0][1], [rank for rank, _ in members]
+        for _, rule in (one for one in wanted if one[0] == root.name):
+            for module in root.modules:
+                # The finding of `not_cleared` is on the root, and the fact on any module.
+                key = root.name, rule, "" if rule == NotCleared.name else module.path
+                having[*key, "all"].update(ranks)
+                if any(map(module.has_fact, _FACT_OF[rule])):
+                    having[key].update(ranks)
+
+    def with_ranks(one: Finding) -> Finding:
+        key = one.root, one.rule, one.module_path
+        if (one.root, one.rule) not in wanted or not having[key] or having[key] == having[*key, "all"]:
+            return one
+        # What may be meant on all ranks is not meant on some.
+        severity = Severity.WARNING if one.rule == EvaluationMode.name and one.module_path else one.severity
+        return one._replace(ranks=tuple(sorted(having[key])), severity=severity)
+
+    return list(map(with_ranks, findings))
 
 
 def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Reply:
@@ -499,11 +518,7 @@ def command_of(typed: str, one: JoinedFindings) -> str:
         return shlex.join(["recorder", "first", typed])
     where = [worst.module_path]
     is_missing = worst.rule == NoGradient.name and worst.site == "param"
-    if is_missing or worst.rule in (
-        BatchFirst.name,
-        EvaluationMode.name,
-        NotOptimized.name,
-    ):  # no row has what the program did
+    if is_missing or worst.rule in _SHOWN:  # no row has what the program did
         return shlex.join(["recorder", "show", typed, *where[: len(one.paths) == 1]])
     if worst.rule == NotCleared.name or (worst.rule == Update.name and not worst.module_path):
         where = []  # the rule concerns all parameters, and the root may have none of its own

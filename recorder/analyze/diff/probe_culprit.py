@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...checks.rows import MAX_STEPS
 from ...errors import CorruptError
 from ...numerics.keys import Integers, array_of, by_distinct, by_key, column_of, common_ids, group, holds, join
 from ...numerics.moments import integers
@@ -34,8 +35,6 @@ _OTHER_NUMBER = "the root was called with another number of samples, or another 
 _VALUE = ("root", "module_path", "name")
 _SERIES = (*_VALUE, "site", "phase", "mode", "scope", "dtype")
 _NUMBERS = ("l2", "nan_count", "inf_count", "numel")
-_MAX_STEPS = 1 << 40
-"""More steps than a run has."""
 
 
 class ProbesCompared(NamedTuple):
@@ -115,11 +114,11 @@ class _Side(NamedTuple):
         keys, attempts, values = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros((4, 0), np.float32)]
         for table in self.tables(rank):
             ids = by_distinct(table, _SERIES, lambda *one: series.setdefault(one, len(series)), np.int64)
-            keys.append(ids * _MAX_STEPS + integers(table.column("step")))
+            keys.append(ids * MAX_STEPS + integers(table.column("step")))
             attempts.append(integers(table.column("attempt")))
             values.append(_values(table))
         key = np.concatenate(keys)
-        is_last = _are_of_last_attempt(np.concatenate(attempts), [key % _MAX_STEPS])
+        is_last = _are_of_last_attempt(np.concatenate(attempts), [key % MAX_STEPS])
         return key[is_last], np.concatenate(values, axis=1)[:, is_last]
 
     def at(self, step: int) -> Any:
@@ -156,7 +155,7 @@ def _compare_ranks(a: _Side, b: _Side) -> tuple[int, int, int | None]:
         differs = (values_a[:, at_a] != values_b[:, at_b]).any(0)
         num_compared, num_differing = num_compared + len(keys), num_differing + int(differs.sum())
         if differs.any():
-            step = int((keys[differs] % _MAX_STEPS).min())
+            step = int((keys[differs] % MAX_STEPS).min())
             first = step if first is None else min(first, step)
     return num_compared, num_differing, first
 

@@ -251,7 +251,7 @@ _FACTS = {
     "evaluated": "modules are in evaluation mode while the model is trained",
     "frozen": "parameters require no gradient",
     "untrained": "parameters get a gradient, and no optimizer that steps has them",
-    "batch_as_time": "modules take the batch for the time",
+    "batch_as_time": "modules take a dim as long as the labels for the time",
     "validated_in_training": "the model is in training mode in a validation",
     "optimizer_anew_since": "a new optimizer makes each update",
     "loss_argument": "the loss gets an argument that it does not expect, or is negated",

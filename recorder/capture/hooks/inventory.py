@@ -110,7 +110,9 @@ class Inventory:
             self._of_module(node, hooked, ties, flats) for node, hooked in zip(nodes, self._hooked, strict=True)
         ]
         own = {id(parameter) for hooked in self._hooked for _, parameter in hooked.own("_parameters")}
-        self._unregistered = {i: found for i, node in enumerate(nodes) if (found := unregistered(node.owner, own))}
+        seen = {id(one) for node in nodes for one in (node.owner, node.module)}
+        found = [(i, unregistered(node.owner, own, seen)) for i, node in enumerate(nodes)]
+        self._unregistered = {i: parameters for i, parameters in found if parameters}
 
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
         """Warn of modules whose calls no hook will observe.
@@ -414,18 +416,22 @@ class Inventory:
         }
 
 
-def unregistered(module: nn.Module, known: Container[int]) -> dict[str, weakref.ref[torch.Tensor]]:
+def unregistered(module: nn.Module, known: Container[int], seen: set[int]) -> dict[str, weakref.ref[torch.Tensor]]:
     """Return the parameters of modules that a module has in lists or dicts of Python, as ``blocks[0].weight``.
 
-    `known` are the ids of the parameters of the whole model. Such a list may name parts of the model once more.
+    Such a list may name parts of the model once more: `known` are the ids of the parameters of the whole model. `seen`
+    are the ids of the modules that need no search, as those of the model. The modules that are searched are added.
     """
     found: dict[str, weakref.ref[torch.Tensor]] = {}
-    for name, value in vars(module).items():
+    for name, value in list(vars(module).items()):
         if type(value) not in _OF_PYTHON or name in _OF_TORCH:
             continue
         held = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, one in itertools.islice(held, _MAX_HELD):
-            for path, parameter in one.named_parameters() if isinstance(one, nn.Module) else ():
+        for key, one in list(itertools.islice(held, _MAX_HELD)):
+            if not isinstance(one, nn.Module) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            for path, parameter in nn.Module.named_parameters(one):
                 if id(parameter) not in known:
                     found[f"{name}[{key!r}].{path}"] = weakref.ref(parameter)
     return found

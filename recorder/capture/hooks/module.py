@@ -138,7 +138,7 @@ class HookedModule:
         self.time_and_batch: tuple[int, int] | None = None
         """Of a recurrent or attention module without `batch_first`: the lengths of the dims that it took for the time
         and for the batch in its last call in training."""
-        self._is_time_first = isinstance(node.module, _OVER_TIME) and not node.module.batch_first
+        self._is_time_first = isinstance(node.module, _OVER_TIME) and not getattr(node.module, "batch_first", True)
         self.labels_shape: tuple[int, tuple[int, ...]] = -1, ()
         """The last step at which the labels of the model's loss were seen, and their shape."""
         self.was_called = False
@@ -298,13 +298,10 @@ class HookedModule:
     def record_labels(self, labels: torch.Tensor, slice_: Slice, keep: int) -> None:
         """Record the labels of a loss, once in a micro-step, unless an argument of the model has the labels."""
         self.labels_shape = slice_.moment.step, tuple(labels.shape)
+        if not keep:
+            return
         names = (name for site, name in self._leaves if site == "input" and name != LABELS)
-        if (
-            not keep
-            or self._given() is labels
-            or any(map(is_labels, names))
-            or slice_.moment.step != self.capture.clock.step
-        ):
+        if self._given() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
             return
         origin = self._leaf("input", LABELS)[0]
         if slice_.enter("forward", origin) == 0:

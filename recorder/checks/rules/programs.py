@@ -138,6 +138,7 @@ class NotCleared(_ProgramRule):
                 yield found._replace(site="grad", detail=f"seen at '{module[1]}'" if module[1] else "")
 
 
+_EVALUATE = "if it is a validation, call model.eval() before it, and model.train() after it"
 _VALIDATED = "the model is called without gradients in training mode, as if for a validation: dropouts and norms act"
 
 
@@ -158,9 +159,7 @@ class EvaluationMode(_ProgramRule):
         for module, facts in self.catalog.modules.items():
             if (step := facts.validated_in_training) is not None:
                 one = self.finding_on(module, step, _VALIDATED, severity=Severity.NOTE)
-                yield one._replace(
-                    advice="if it is a validation, call model.eval() before it, and model.train() after it"
-                )
+                yield one._replace(advice=_EVALUATE)
             kind = next((kind for kind in _KINDS if kind in facts.class_name), facts.class_name)
             if module[1]:
                 kinds[module[0], kind][module] = facts
@@ -178,6 +177,12 @@ class EvaluationMode(_ProgramRule):
                 yield self.finding_on(module, step, known, severity=None if is_odd else Severity.NOTE)
 
 
+_BATCH_AS_TIME = (
+    "the module takes the first dim of its input, which is as long as the labels of the loss, for the time: if it is "
+    "the batch, samples are mixed"
+)
+
+
 class BatchFirst(_ProgramRule):
     name = "batch_first"
     sentence = "A recurrent or attention module takes the dim of the batch for the time."
@@ -187,12 +192,7 @@ class BatchFirst(_ProgramRule):
     def finish(self) -> Iterator[Finding]:
         for module, facts in self.catalog.modules.items():
             if facts.batch_as_time is not None:
-                what = (
-                    "the module takes the first dim of its input, which is as long as the labels of the loss, for the"
-                )
-                yield self.finding_on(
-                    module, facts.batch_as_time, f"{what} time: if it is the batch, samples are mixed"
-                )
+                yield self.finding_on(module, facts.batch_as_time, _BATCH_AS_TIME)
 
 
 PROGRAM_RULES = (NotOptimized, LossArgument, NotCleared, EvaluationMode, BatchFirst)

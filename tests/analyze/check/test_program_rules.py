@@ -14,6 +14,7 @@ from torch import nn
 import recorder
 from recorder.analyze.check.check import check, command_of, told_of
 from recorder.checks.rule import Severity
+from recorder.merge.merge import merge_run
 from tests.rigs.capturing import flagged
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
@@ -943,3 +944,66 @@ def test_what_one_rank_alone_does_names_the_rank(tmp_path: Path, odd: int | None
     assert (found.module_path, found.first_step) == ("drop", 3)
     assert (found.ranks, found.severity) == (((), Severity.NOTE) if odd is None else ((odd,), Severity.WARNING))
     assert recorder.open_run(run).modules["model", "drop"].evaluated == 3
+
+
+@pytest.mark.parametrize("case", ["stages", "an earlier attempt", "merged"])
+def test_a_rank_is_named_only_among_ranks_that_have_the_module(tmp_path: Path, case: str) -> None:
+    run = make_run(tmp_path / "run", world_size=2)
+    for rank, attempt in [(0, 0), (1, 0), *([(0, 1), (1, 1)] if case == "an earlier attempt" else [])]:
+        writer = HandmadeWriter(run, rank, name=f"2026010{1 + attempt}-000000-host-1")
+        writer.add_shard([[make_row(0, torch.ones(8).numpy(), rank=rank, attempt=attempt, module_path="drop")]])
+        is_fact = attempt == 1 or rank == 1
+        paths = ["", "up"] + ["drop"] * (rank == 1 or case != "stages")
+        described: list[dict[str, Any]] = [{"path": path, "class": "Net", "sites": ["output"]} for path in paths]
+        if paths[-1] == "drop":
+            described[-1] |= {"class": "Dropout"} | ({"evaluated": 3} if is_fact or case == "merged" else {})
+        writer.finish(roots=[{"name": "model", "class": "Net", "modules": described}], attempt=attempt)
+    if case == "merged":
+        merge_run(recorder.open_run(run), tmp_path / "merged")
+        run = tmp_path / "merged"
+    (found,) = check(recorder.open_run(run), rules=["evaluation_mode"]).findings
+    assert (found.ranks, found.severity) == ((), Severity.NOTE)
+
+
+def test_a_model_whose_modules_name_the_whole_model_in_lists_is_searched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
+    beside = nn.Linear(2, 2)
+    for layer in model:
+        layer.holders = [model, beside]  # type: ignore[assignment]
+    searched: list[nn.Module] = []
+    plain = nn.Module.named_parameters
+
+    def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        searched.append(module)
+        return plain(module, *args, **kwargs)
+
+    with flagged(tmp_path, "site=output,grad keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        monkeypatch.setattr(nn.Module, "named_parameters", counted)
+        for _ in range(4):
+            model(torch.randn(2, 2)).square().mean().backward()
+            optimizer.step()
+    assert searched.count(beside) == 1
+    assert not check(recording.run, rules=["not_optimized"]).findings
+
+
+def test_a_recurrent_module_without_the_attribute_is_recorded(tmp_path: Path) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.attention = nn.Linear(2, 2), nn.MultiheadAttention(2, 1, batch_first=True)
+            del self.attention.batch_first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(x)
+            return result
+
+    model = Attending()
+    with flagged(tmp_path, "site=output keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            model(torch.randn(2, 2)).square().mean().backward()
+            optimizer.step()
+    assert "inner" in recording.run.module_paths
