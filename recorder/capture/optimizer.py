@@ -467,7 +467,7 @@ class OptimizerHooks:
             return
         gradients = list(map(_gradient, parameters))
         whose = tuple(map(id, parameters)), tuple(map(operator.is_, gradients, itertools.repeat(None)))
-        masks = tuple(capture.keep_of(rule_set, 0) for rule_set in range(len(selection.masks)))
+        masks = selection.masks_of_first_call()
         groups, updates = self._probed_of(optimizer, probe)
         key = _GroupKey(whose, note, masks)
         locals_ = list(itertools.chain.from_iterable(zip(parameters, gradients, strict=True)))

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.ma  # numpy imports it at the first `unique`: on the writer thread, where a failing disk fails the import
@@ -31,7 +31,7 @@ from ..system import log
 from .book import Thresholds, make_rules
 from .causes import order_of
 from .engine import Engine
-from .rows import IS_PROBE, About, Catalog, Floats, Integers, ModuleFacts, Rows, SeriesKey, concatenate
+from .rows import IS_PROBE, About, Catalog, Integers, ModuleFacts, Rows, SeriesKey
 from .rule import CheckRule, Finding
 from .rules.curves import Jump, Spike
 from .rules.data import EmptyBatch
@@ -49,6 +49,14 @@ _MOST_DUE, _JUDGE_EVERY_S = 64, 2.0
 """Waiting steps are judged as soon as there are this many, or this many seconds after the last judgement."""
 
 _log = logging.getLogger("recorder")
+
+
+class _DueStep(NamedTuple):
+    """A finished step that is not judged yet."""
+
+    probed: ProbedStep
+    rows: list[tuple[Any, ...]]
+    """For each record, its lane (series on a rank), number of elements and statistics."""
 
 
 class LiveChecks:
@@ -75,7 +83,7 @@ class LiveChecks:
         self._lanes: dict[tuple[object, ...], int] = {}
         """Maps a series to its lane (the index of the series on this rank); `_UNWANTED` if no rule reads the series."""
         self._step = 0
-        self._rows: list[tuple[object, ...]] = []
+        self._rows: list[tuple[Any, ...]] = []
         """For each record of the current step, its lane (series on a rank), number of elements and statistics."""
         self._is_off = False
         self._only_scalars = only_scalars
@@ -83,8 +91,8 @@ class LiveChecks:
         """The probe's numbers of steps that the writer thread has not reached yet."""
         self._probed_lanes: Integers = np.zeros(0, np.int64)
         """For each series of the probe, its lane (index on this rank); `_UNWANTED` if no rule reads the series."""
-        self._due: list[Rows] = []
-        """The rows of finished steps that are not judged yet."""
+        self._due: list[_DueStep] = []
+        """The finished steps that are not judged yet, in order."""
         self._judged_s = time.monotonic()
 
     def probed(self, numbers: ProbedStep) -> None:
@@ -161,52 +169,59 @@ class LiveChecks:
         return lanes
 
     def _end_steps(self) -> None:
-        """Make rows of the current step, and of earlier steps that only the probe has measured."""
+        """Let the current step wait to be judged, and earlier steps that only the probe has measured."""
         while self._probed and self._probed[0].step < self._step:
-            self._end_step(self._probed.popleft(), [])
+            self._due.append(_DueStep(self._probed.popleft(), []))
         rows, self._rows = self._rows, []
         if self._probed and self._probed[0].step == self._step:
-            self._end_step(self._probed.popleft(), rows)
+            self._due.append(_DueStep(self._probed.popleft(), rows))
         elif rows:
-            self._end_step(ProbedStep(self._step, [], _NONE, _NONE), rows)
+            self._due.append(_DueStep(ProbedStep(self._step, [], _NONE, _NONE), rows))
 
     def _judge(self) -> None:
         due, self._due, self._judged_s = self._due, [], time.monotonic()
-        if due:
-            self._engine.add(concatenate(due))
+        if due and len(rows := self._rows_of(due)):
+            self._engine.add(rows)
         self._engine.flush()
         for finding in sorted(self._engine.take(), key=lambda one: order_of(one.step, one.site, one.rule)):
             self._on_finding(finding)
 
-    def _end_step(self, probed: ProbedStep, rows: list[tuple[object, ...]]) -> None:
-        lanes, numbers = self._of_probe(probed)
-        if rows:
-            of_rows, own_numels, *columns = zip(*rows, strict=True)
-            if len(lanes):
-                is_new = ~np.isin(lanes, of_rows)
-                lanes, numbers = lanes[is_new], {name: column[is_new] for name, column in numbers.items()}
-            empty = np.full(len(lanes), np.nan)
-            known = dict(zip(self._names, columns, strict=True)) | {"numel": own_numels, IS_PROBE: np.zeros(len(rows))}
+    def _rows_of(self, due: Sequence[_DueStep]) -> Rows:
+        """Return the rows of steps: of each step the numbers of the probe that no record has, and then the records."""
+        own = [row for one in due for row in one.rows]
+        for one in due:
+            self._know_series(one.probed)
+        numbers_of_steps = np.array([one.probed.step for one in due], np.int64)
+        nums = [len(one.probed.sums) for one in due]
+        steps, lanes = np.repeat(numbers_of_steps, nums), np.concatenate([self._probed_lanes[:num] for num in nums])
+        sums, numels = (np.concatenate(columns) for columns in zip(*(one.probed[2:] for one in due), strict=True))
+        is_taken = (lanes != _UNWANTED) & (numels > 0)
+        own_steps = np.repeat(numbers_of_steps, [len(one.rows) for one in due])
+        own_lanes, own_numels, *columns = zip(*own, strict=True) if own else ((),) * (2 + len(self._names))
+        num_lanes = max(lanes.max(initial=0), max(own_lanes, default=0)) + 1
+        if is_taken.any():
+            is_taken &= ~np.isin(steps * num_lanes + lanes, own_steps * num_lanes + np.array(own_lanes, np.int64))
+        steps, lanes, sums, numels = steps[is_taken], lanes[is_taken], sums[is_taken], numels[is_taken]
+        ones = np.ones(len(sums))
+        numbers = {"sum_sq": sums, "l2": np.sqrt(sums), "numel": numels, IS_PROBE: ones}
+        numbers |= {"nan_count": ones * 0, "inf_count": ones * 0}
+        if own:
+            empty = np.full(len(sums), np.nan)
+            known = dict(zip(self._names, columns, strict=True)) | {"numel": own_numels, IS_PROBE: np.zeros(len(own))}
             numbers = {
                 name: np.append(numbers.get(name, empty), np.array(column, np.float64))
                 for name, column in known.items()
             }
-            lanes = np.append(lanes, np.array(of_rows, np.int64))
-        if len(lanes):
-            self._due.append(Rows(self._catalog, np.full(len(lanes), probed.step, np.int64), lanes, numbers))
+            steps, lanes = np.append(steps, own_steps), np.append(lanes, np.array(own_lanes, np.int64))
+        rows = Rows(self._catalog, steps, lanes, numbers)
+        return rows.take(np.argsort(steps, kind="stable")) if own and len(due) > 1 else rows
 
-    def _of_probe(self, probed: ProbedStep) -> tuple[Integers, dict[str, Floats]]:
-        num = len(probed.sums)
-        if num > len(self._probed_lanes):
+    def _know_series(self, probed: ProbedStep) -> None:
+        if len(probed.sums) > len(self._probed_lanes):
             rules = [rule for rule in self._rules if rule.reads_probe]
-            more = [self._number_in_probe(one, rules) for one in probed.series[len(self._probed_lanes) : num]]
+            new = probed.series[len(self._probed_lanes) : len(probed.sums)]
+            more = [self._number_in_probe(one, rules) for one in new]
             self._probed_lanes = np.append(self._probed_lanes, self._lanes_of(more))
-        lanes, counts = self._probed_lanes[:num], probed.numels
-        is_there = (lanes != _UNWANTED) & (counts > 0)
-        squares = probed.sums[is_there]
-        there = np.ones(len(squares))
-        numbers = {"sum_sq": squares, "l2": np.sqrt(squares), "numel": counts[is_there], IS_PROBE: there}
-        return lanes[is_there], numbers | {"nan_count": there * 0, "inf_count": there * 0}
 
     def _number_in_probe(self, one: ProbedSeries, rules: Sequence[CheckRule]) -> int:
         if self._only_scalars and one.origin.site not in ("grad", "input"):

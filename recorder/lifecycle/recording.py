@@ -99,7 +99,7 @@ class Recording:
             ending=self._before_last,
         )
         capacity = settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
-        pool = Pool(capacity, progress_s=lambda: self.writer.last_progress_s, clock=time.monotonic)
+        pool = Pool(capacity, progress_s=lambda: self.writer.hurried_progress_s(), clock=time.monotonic)
         ring_memory = ring.start(
             rank=own_topology.rank, world_size=own_topology.world_size, pool=pool, writer=self.writer,
             commands=self.commands, events=events, current_step=lambda: self.capture.clock.step,

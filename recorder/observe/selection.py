@@ -66,7 +66,9 @@ class RuleSelection:
         """The rule sets that keep sums over units (neurons or channels) at some step."""
         self._first_calls: dict[int, int] = {}
         """The masks of first calls at the current step, by a key made of rule set and call."""
-        self.has_ring = False
+        self._masks_of_first_call: tuple[int, ...] = ()
+        """What `masks_of_first_call` returns; shorter than `masks` if it must be made anew."""
+        self.has_ring = self._had_ring = False
         """Whether there is a ring: memory for values that wait for a trigger. Without it, rules keep no ring values."""
         self.has_probe = True
         """Whether the probe (one number of each value at every step) can measure. If not, rules keep nothing for it."""
@@ -183,10 +185,24 @@ class RuleSelection:
         return mask & ~KEEP_RING if mask & KEEP_TENSOR or not self.has_ring else mask
 
     def at_step(self, step: int) -> None:
+        """Apply the rules to a step. At most steps nothing changes, and the masks of the step before stay in force."""
         keeps = -1 if self.has_probe else ~KEEP_PROBE
-        self._active = [rule.keep & keeps if step in rule.steps else 0 for rule in self._rules]
+        active = [rule.keep & keeps if step in rule.steps else 0 for rule in self._rules]
+        if active == self._active and self.has_ring == self._had_ring:
+            return
+        self._active, self._had_ring = active, self.has_ring
         self._first_calls.clear()
         self.masks[:] = [self._mask(members) for members in self._members]
+        self._masks_of_first_call = ()
+
+    def masks_of_first_call(self) -> tuple[int, ...]:
+        """Return, for each rule set, the mask (bits of KEEP_*) of a module's first call in a micro-step."""
+        if len(self._masks_of_first_call) < len(self.masks):
+            self._masks_of_first_call = tuple(
+                self.mask_at_call(rule_set, 0) if rule_set in self.limited else mask
+                for rule_set, mask in enumerate(self.masks)
+            )
+        return self._masks_of_first_call
 
     def keeps(self, site: str) -> bool:
         """Whether some rule may keep a value of a site at the current step, for any module."""

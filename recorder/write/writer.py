@@ -49,10 +49,10 @@ __all__ = ["CloseReport", "RunTarget", "Writer", "WriterStats"]
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
-"""The shortest and the longest pause of an idle writer in seconds. The writer does not block on the queue, because each
-`put` would then cost training 8 us, not 0.1. After small records it pauses longer, because a thread switch costs as
-much as several small records.
+_SHORT_NAP_S, _MIDDLE_NAP_S, _LONG_NAP_S = 0.002, 0.02, 0.1
+"""The shortest pause of an idle writer, the longest one that nothing ends, and the longest one, in seconds. The writer
+does not block on the queue, because each `put` would then cost training 8 us, not 0.1. Only a large record ends a pause
+longer than `_MIDDLE_NAP_S`, because waking the thread costs as much as several small records.
 """
 _GATHER_S = 0.2
 """The longest wait for more small records, which cost less together. Any other item ends the wait."""
@@ -191,6 +191,9 @@ class Writer:
         self._has_restarted = False
         self._next_look_s = self._next_poll_s = 0.0
         self._nap_s = _SHORT_NAP_S
+        self._sleeps = threading.Lock()
+        """Is held, except if the writer is to end its pause. `release` takes no lock that a signal handler may hold."""
+        self._sleeps.acquire()
         self._report: CloseReport | None = None
         self._close_until_s = float("inf")
         self._thread = threading.Thread(target=self._run, name="recorder-writer", daemon=True)
@@ -220,6 +223,7 @@ class Writer:
         """Write the steps of a trigger, steps that wait and steps still to come. Called on any thread; never waits."""
         if self._ring is not None:
             self._ring.ask(dump)
+            self._wake()
 
     @property
     def dumps(self) -> Sequence[Dump]:
@@ -234,6 +238,8 @@ class Writer:
         """Hand over a record, or records measured together, with their block. Called on any thread; never waits."""
         if self._refusal is None:
             self._queue.put(item)
+            if item.block.num_bytes > SMALL_BYTES:
+                self._wake()
             if not self._is_stopped:
                 return
         else:
@@ -271,6 +277,7 @@ class Writer:
         """
         mark = _Drain()
         self._queue.put(mark)
+        self._wake()
         if self._is_on_writer_thread():
             while not mark.is_done and not self._is_stopped:
                 self._run_once()
@@ -325,6 +332,24 @@ class Writer:
         self._close_until_s = min(self._close_until_s, now + deadline_s)
         self._abandon_after_s = min(self._abandon_after_s, now + (1 - _SEAL_SHARE) * deadline_s)
         self._syncs.hurry(time.monotonic() + (1 - _LAST_SHARE) * (self._close_until_s - now))
+        self._wake()
+
+    def hurried_progress_s(self) -> float:
+        """End a pause of the writer, and return `last_progress_s`. Called on threads that wait for room in the pool."""
+        self._wake()
+        return self.last_progress_s
+
+    def _wake(self) -> None:
+        """End a long pause of the writer thread. Re-entrant; never waits."""
+        with contextlib.suppress(RuntimeError):  # the writer has been woken already
+            self._sleeps.release()
+
+    def _nap(self, longest_s: float) -> None:
+        """Pause. A pause of more than `_MIDDLE_NAP_S` ends when `_wake` is called, or was called since the last one."""
+        if longest_s > _MIDDLE_NAP_S:
+            self._sleeps.acquire(timeout=longest_s)
+        else:
+            time.sleep(longest_s)
 
     def _wait(self, is_over: Callable[[], bool], deadline_s: float) -> None:
         """Wait by polling, because code that a signal handler has interrupted may hold any lock."""
@@ -410,15 +435,16 @@ class Writer:
     def _handle_small(self, first: Staged) -> None:
         """Take a small record into its batch, together with the small records that follow it in the queue."""
         records, item = [first], self._next_item()
-        waits_s = _LONG_NAP_S if self._ring is not None else _GATHER_S  # a ring's dumps begin only between two batches
+        waits_s = _GATHER_S if self._ring is None else _MIDDLE_NAP_S  # a ring's dumps begin between two batches
         while len(records) < MOST_TOGETHER:
             if _is_small(item):
                 records.append(item)
             elif item is not None or self._refusal is not None or waits_s <= 0:
                 break
             else:
-                time.sleep(_LONG_NAP_S)
-                waits_s -= _LONG_NAP_S
+                nap_s = min(waits_s, _LONG_NAP_S)
+                self._nap(nap_s)
+                waits_s -= nap_s
             item = self._next_item()
         self._put_back = item
         try:
@@ -481,7 +507,7 @@ class Writer:
                 if not self._ring_ends():
                     self._finish()
             else:
-                time.sleep(self._nap_s)
+                self._nap(self._nap_s)
                 self._nap_s = min(2 * self._nap_s, _LONG_NAP_S)
             return
         self._nap_s = _SHORT_NAP_S

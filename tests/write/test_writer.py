@@ -885,25 +885,43 @@ def test_where_measuring_together_fails_each_record_is_measured_alone(tmp_path: 
     assert rows == _write_small_and_large(Rig(tmp_path / "alone"))
 
 
-@pytest.mark.parametrize(("num_values", "nap_s"), [(8, 0.02), (5000, 0.002)])
+@pytest.mark.parametrize(("num_values", "nap_s"), [(8, 0.1), (5000, 0.002)])
 def test_the_writer_naps_long_behind_small_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_values: int, nap_s: float
 ) -> None:
     naps: list[float] = []
     rig = Rig(tmp_path, measure_small=_measured_together)
-    sleep = time.sleep
+    pause = rig.writer._nap
 
     def nap(seconds: float) -> None:
-        if threading.current_thread().name == "recorder-writer" and not rig.held_bytes():
+        if not rig.held_bytes():
             naps.append(seconds)
-        sleep(seconds)
+        pause(seconds)
 
     rig.put(np.zeros(num_values, np.float32), keep=KEEP_STATS)
-    monkeypatch.setattr(time, "sleep", nap)
+    monkeypatch.setattr(rig.writer, "_nap", nap)
     rig.start()
     wait_until(lambda: bool(naps))
     rig.close()
     assert naps[0] == nap_s
+
+
+@pytest.mark.parametrize("num_values", [8, 5000])
+def test_only_a_large_record_ends_a_long_pause(tmp_path: Path, num_values: int) -> None:
+    rig = Rig(tmp_path, measure_small=_measured_together)
+    assert rig.writer._sleeps.locked()
+    rig.put(np.zeros(num_values, np.float32), keep=KEEP_STATS)
+    assert rig.writer._sleeps.locked() == (num_values == 8)
+    rig.put(np.zeros(num_values, np.float32), keep=KEEP_STATS)
+    rig.start()
+    rig.close()
+
+
+def test_a_thread_that_waits_for_room_ends_a_long_pause(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    assert rig.writer.hurried_progress_s() == rig.writer.last_progress_s and not rig.writer._sleeps.locked()
+    rig.start()
+    rig.close()
 
 
 def test_the_codec_rests_while_training_uses_every_core(

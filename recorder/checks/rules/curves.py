@@ -25,6 +25,7 @@ _MAX_KEPT_ROWS = 400_000
 _TINY = 1e-3
 """A value below this share of the largest so far is no spike."""
 _MAX_DETAILS = 20
+_FEW_CURVES = 8
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
@@ -109,11 +110,16 @@ class CurveRule(CheckRule):
 
     def _add(self, rows: Rows) -> Iterator[Finding]:
         curves, steps, values, shares = self._samples(rows)
+        if not len(steps):
+            return
         order = np.argsort(steps, kind="stable")
         curves, steps, values = curves[order], steps[order], values[order]
+        its_curves, nums = np.unique(curves, return_counts=True)
+        if len(its_curves) <= _FEW_CURVES and self.has_passed(its_curves.tolist(), curves, values):
+            self.num[its_curves] = self.num[its_curves] + nums
+            self.most = max(self.most, int(self.num[its_curves].max()))
+            return
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
-            if not len(at):
-                continue
             self.step = int(steps[at[0]])
             for one in self.judge(curves[at], values[at]):
                 self.reported = int(curves[at[one.number]])
@@ -123,6 +129,14 @@ class CurveRule(CheckRule):
             num = self.num[curves[at]] + 1
             self.num[curves[at]] = num
             self.most = max(self.most, int(num.max()))
+
+    def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
+        """Judge samples of several steps at once, of few curves, in the order of the steps.
+
+        Return True if none can be reported, and the rule has taken the samples. Otherwise the rule is unchanged, and
+        `judge` is called for each step. For few curves this takes a tenth of the time of `judge`.
+        """
+        return False
 
     @abstractmethod
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
@@ -316,6 +330,30 @@ class Spike(CurveRule):
                 one = one._replace(detail="; ".join(filter(None, told)))
             yield one
 
+    def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
+        if self._spiking:
+            return False
+        self._rings.grow(curves)
+        passed = []
+        for curve in its_curves:
+            num, total, peak = int(self.num.of(curve)), self._total.of(curve), self._peak.of(curve)
+            ratio = self.thresholds["loss_ratio" if self.is_loss.of(curve) == 1 else "ratio"]
+            ring = self._rings.values[curve].tolist()
+            for value in values[curves == curve].tolist():
+                limit = abs(total / min(max(num, 1), self._window)) * ratio
+                if num >= self.thresholds["least"] and value > limit and value > _TINY * peak:
+                    return False
+                peak = max(peak, value) if math.isfinite(value) else peak
+                slot = num % self._window
+                total = total + value - (0.0 if math.isnan(ring[slot]) else ring[slot])
+                ring[slot] = value
+                num += 1
+            passed.append((curve, total, peak, ring))
+        for curve, total, peak, ring in passed:
+            self._total[np.array([curve])], self._peak[np.array([curve])] = total, peak
+            self._rings.values[curve] = ring
+        return True
+
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         self._rings.grow(curves)
         num = self.num[curves].astype(np.int64)
@@ -377,6 +415,24 @@ class Jump(CurveRule):
         """Three numbers by curve. The first is the largest of the first samples. The second is 1 while the curve is
         above its limit, since only the first sample above it is reported. The third is the largest of the last samples,
         and shrinks with each further sample."""
+
+    def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
+        passed = []
+        for curve in its_curves:
+            num, largest, recent = self.num.of(curve), self._largest.of(curve), self._recent.of(curve)
+            for value in values[curves == curve].tolist():
+                limit = max(largest * self.thresholds["ratio"], recent * self.thresholds["sudden"])
+                if num < self.thresholds["first"]:
+                    largest = max(largest, value)
+                elif not value <= limit or limit <= 0:
+                    return False
+                recent = max(recent * _FADING, value)
+                num += 1
+            passed.append((curve, largest, recent))
+        for curve, largest, recent in passed:
+            at = np.array([curve])
+            self._largest[at], self._recent[at], self._is_up[at] = largest, recent, 0.0
+        return True
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         is_early = self.num[curves] < self.thresholds["first"]
