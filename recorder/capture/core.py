@@ -142,6 +142,8 @@ class Capture:
         """The probe, which measures one number of each value at each step. None while no ``keep=probe`` selects one."""
         self._token_blocks: TokenBlocks | None = None
         self.on_probed: Callable[[ProbedStep], None] | None = None
+        self.before_forward: Callable[[], None] | None = None
+        """Is called as a forward of a root with gradients begins, on its thread."""
         """Called with the probe's numbers of each finished step. Must be set before the first value is recorded."""
         self.scalars = Scalars(self, self.roots)
         self.add_evaluation: Callable[[Any, str], None] = self.scalars.add_evaluation

@@ -136,7 +136,7 @@ class OptimizerHooks:
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id, parameters first seen after this step's scan of the modules. The next scan looks for their modules."""
         self._learned_at = -1
-        self.looks = UpdateLooks(capture)
+        self.looks = UpdateLooks(capture, self.holds)
         self._has_rescanned = False
         self._has_noted_rates = False
         """Whether the manifest has the learning rates of all groups in `_groups`."""

@@ -23,7 +23,7 @@ _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
 """The number of steps between two looks. The steps in `_EARLY_LOOKS` are looked at, too."""
 _FEW_BACKWARDS, _MANY_BACKWARDS = 16, 64
-"""After how many backwards without an update some parameters are kept, and from how many on an update is missed."""
+"""After how many backwards without an update some parameters are watched, and from how many on an update is missed."""
 _MANY_ANEW = 16
 """So many updates in a row, each by an optimizer that has never stepped before, are no chance."""
 _MOST_UNMOVED, _FIRST_ELEMENTS = 16, 64
@@ -140,8 +140,10 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 class UpdateLooks:
     """Looks at updates, and notes in the inventories of the models what is wrong with the program."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, holds: Callable[[set[int]], bool]) -> None:
+        """Begin without an update. `holds` says whether a live optimizer has a parameter with one of some ids."""
         self._capture = capture
+        self._holds = holds
         self._is_looking = False
         """Whether the step under way is one at which to look."""
         self._updates_without: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
@@ -152,6 +154,8 @@ class UpdateLooks:
         """How many backwards there were before the first update."""
         self._unmoved: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         """Some parameters, with their first elements, if there were many backwards before the first update."""
+        self._versions: list[int] = []
+        """The version counters of these parameters at the last forward."""
         self._first_seen: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         """By optimizer id, the optimizer, and the number of updates at the first look that saw it."""
         self._num_anew = 0
@@ -185,8 +189,22 @@ class UpdateLooks:
                 parameters = (one for root in self._capture.roots for _, _, one in root.parameters())
                 some = itertools.islice(filter(_may_be_kept, parameters), _MOST_UNMOVED)
                 self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in some]
+                if not self._holds({id(one) for root in self._capture.roots for _, _, one in root.parameters()}):
+                    self._versions = self._versions_now()
+                    self._capture.before_forward = self._look_for_update_by_hand
         if self._last_gradients:
             self._last_gradients = {key: one.before_backward() for key, one in list(self._last_gradients.items())}
+
+    def _look_for_update_by_hand(self) -> None:
+        """Let a forward begin a step if the program has changed the parameters, which no optimizer has."""
+        if self._capture.clock.num_optimizer_steps:
+            self._capture.before_forward = None
+        elif (versions := self._versions_now()) != self._versions:
+            self._versions = versions
+            self._capture.clock.updated_by_hand()
+
+    def _versions_now(self) -> list[int]:
+        return [one._version for reference, _ in self._unmoved if (one := reference()) is not None]
 
     def are_unmoved(self) -> bool:
         """Whether parameters with many backwards have never changed, by any kind of update. May wait for a device."""

@@ -86,6 +86,10 @@ class Clock:
         self._has_stepped = True
         self.num_optimizer_steps += 1
 
+    def updated_by_hand(self) -> None:
+        """Note that a program without an optimizer has changed the parameters."""
+        self._has_stepped = True
+
     def advance_if_stepped(self) -> bool:
         """Begin the next step if the optimizer has stepped since the last step. Return whether a step began."""
         if not self._has_stepped or self.is_by_hand:

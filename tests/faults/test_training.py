@@ -263,6 +263,25 @@ def test_without_an_optimizer_step_one_line_says_that_the_step_never_moved(
     assert len([r for r in caplog.records if "no optimizer stepped" in r.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_updates_by_hand_count_the_steps_after_the_first_forwards(tmp_path: Path, is_held: bool) -> None:
+    """Where an optimizer has the parameters, something else changes the parameters between forwards of one step."""
+    with flagged(tmp_path, f"{STATS};site=scalar") as recording:
+        model = tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if is_held else None
+        for i in range(40):
+            model(batch(i)).sum().backward()
+            if i % 2:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.01 * parameter.grad
+                        parameter.grad = None
+    assert optimizer is None or is_held
+    rows = recording.rows(module_path="", site="output")
+    first = [0] * 16  # the parameters are watched from the 16th backward on
+    assert list(rows.step) == ([0] * 40 if is_held else first + [i // 2 - 7 for i in range(16, 40)])
+
+
 def test_a_guard_that_skips_every_optimizer_step_is_told_while_it_trains_and_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

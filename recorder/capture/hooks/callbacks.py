@@ -49,6 +49,7 @@ class CaptureForHooks(Protocol):
     is_in_stage: bool
     has_seen_forward: bool
     every_call_is_a_step: bool
+    before_forward: Callable[[], None] | None
     lost: Callable[[], object]
     """The function that counts a value as lost. It needs no stack and no memory."""
     add_evaluation: Callable[[Any, str], None]

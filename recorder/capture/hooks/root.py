@@ -454,6 +454,8 @@ class Root:
                 self.clock.begin_trial()
                 return
         self.capture.resume()
+        if self.capture.before_forward is not None and torch.is_grad_enabled():
+            self.capture.before_forward()
         self.clock.begin(
             with_grad=torch.is_grad_enabled(),
             training=self.is_training,
