@@ -154,8 +154,8 @@ class UpdateLooks:
         """How many backwards there were before the first update."""
         self._unmoved: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         """Some parameters, with their first elements, if there were many backwards before the first update."""
-        self._versions: list[int] = []
-        """The version counters of these parameters at the last forward."""
+        self._last_looks: list[tuple[int, list[float] | None]] = []
+        """Of these parameters at the last forward, the version counters and, on the host, the first elements."""
         self._first_seen: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         """By optimizer id, the optimizer, and the number of updates at the first look that saw it."""
         self._num_anew = 0
@@ -190,7 +190,7 @@ class UpdateLooks:
                 some = itertools.islice(filter(_may_be_kept, parameters), _MOST_UNMOVED)
                 self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in some]
                 if not self._holds({id(one) for root in self._capture.roots for _, _, one in root.parameters()}):
-                    self._versions = self._versions_now()
+                    self._last_looks = self._looks_now()
                     self._capture.before_forward = self._look_for_update_by_hand
         if self._last_gradients:
             self._last_gradients = {key: one.before_backward() for key, one in list(self._last_gradients.items())}
@@ -199,12 +199,14 @@ class UpdateLooks:
         """Let a forward begin a step if the program has changed the parameters, which no optimizer has."""
         if self._capture.clock.num_optimizer_steps:
             self._capture.before_forward = None
-        elif (versions := self._versions_now()) != self._versions:
-            self._versions = versions
+        elif (looks := self._looks_now()) != self._last_looks:
+            self._last_looks = looks
             self._capture.clock.updated_by_hand()
 
-    def _versions_now(self) -> list[int]:
-        return [one._version for reference, _ in self._unmoved if (one := reference()) is not None]
+    def _looks_now(self) -> list[tuple[int, list[float] | None]]:
+        known = [one for reference, _ in self._unmoved if (one := reference()) is not None]
+        # A change through `.data` does not count up the version.
+        return [(one._version, _first_elements(one).tolist() if one.is_cpu else None) for one in known]
 
     def are_unmoved(self) -> bool:
         """Whether parameters with many backwards have never changed, by any kind of update. May wait for a device."""

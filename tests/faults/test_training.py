@@ -263,8 +263,11 @@ def test_without_an_optimizer_step_one_line_says_that_the_step_never_moved(
     assert len([r for r in caplog.records if "no optimizer stepped" in r.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("is_through_data", [False, True])
 @pytest.mark.parametrize("is_held", [False, True])
-def test_updates_by_hand_count_the_steps_after_the_first_forwards(tmp_path: Path, is_held: bool) -> None:
+def test_updates_by_hand_count_the_steps_after_the_first_forwards(
+    tmp_path: Path, is_held: bool, is_through_data: bool
+) -> None:
     """Where an optimizer has the parameters, something else changes the parameters between forwards of one step."""
     with flagged(tmp_path, f"{STATS};site=scalar") as recording:
         model = tiny()
@@ -274,7 +277,7 @@ def test_updates_by_hand_count_the_steps_after_the_first_forwards(tmp_path: Path
             if i % 2:
                 with torch.no_grad():
                     for parameter in model.parameters():
-                        parameter -= 0.01 * parameter.grad
+                        (parameter.data if is_through_data else parameter).sub_(0.01 * parameter.grad)
                         parameter.grad = None
     assert optimizer is None or is_held
     rows = recording.rows(module_path="", site="output")
