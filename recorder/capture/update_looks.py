@@ -5,7 +5,7 @@ Called on training threads, before an optimizer's step and before a backward. No
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer
 
+from ..taps.graphs import is_traced
 from .core import Capture
 from .hooks.inventory import Optimized
 
@@ -132,6 +133,13 @@ def _first_elements(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().reshape(-1)[:_FIRST_ELEMENTS]
 
 
+def _bytes_of(parameter: torch.Tensor) -> bytes:
+    """Return the first bytes of a parameter in host memory. Return no bytes if it is elsewhere or freed."""
+    num = min(parameter.numel(), _FIRST_ELEMENTS) * parameter.itemsize
+    is_there = parameter.is_cpu and parameter.untyped_storage().size() >= num and parameter.is_contiguous()
+    return ctypes.string_at(parameter.data_ptr(), num) if is_there and not parameter.storage_offset() else b""
+
+
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Return the parameters of an optimizer, group by group."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -154,8 +162,8 @@ class UpdateLooks:
         """How many backwards there were before the first update."""
         self._unmoved: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         """Some parameters, with their first elements, if there were many backwards before the first update."""
-        self._last_looks: list[tuple[int, list[float] | None]] = []
-        """Of these parameters at the last forward, the version counters and, on the host, the first elements."""
+        self._last_looks: list[tuple[int, bytes]] = []
+        """Of these parameters, the version counters and the first bytes, as the last backward began or a step began."""
         self._first_seen: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         """By optimizer id, the optimizer, and the number of updates at the first look that saw it."""
         self._num_anew = 0
@@ -186,27 +194,40 @@ class UpdateLooks:
         if not self._capture.clock.num_optimizer_steps:
             self._num_backwards += 1
             if self._num_backwards == _FEW_BACKWARDS:
-                parameters = (one for root in self._capture.roots for _, _, one in root.parameters())
-                some = itertools.islice(filter(_may_be_kept, parameters), _MOST_UNMOVED)
+                parameters = [one for root in self._capture.roots for _, _, one in root.parameters()]
+                some = list(filter(_may_be_kept, parameters))
+                some = [*some[: _MOST_UNMOVED // 2], *some[_MOST_UNMOVED // 2 :][-_MOST_UNMOVED // 2 :]]
                 self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in some]
-                if not self._holds({id(one) for root in self._capture.roots for _, _, one in root.parameters()}):
-                    self._last_looks = self._looks_now()
+                if not self._holds(set(map(id, parameters))):
                     self._capture.before_forward = self._look_for_update_by_hand
+            if self._capture.before_forward is not None:  # what a forward changes, as `max_norm` does, is no update
+                self._last_looks = self._looks_now()
         if self._last_gradients:
             self._last_gradients = {key: one.before_backward() for key, one in list(self._last_gradients.items())}
 
     def _look_for_update_by_hand(self) -> None:
-        """Let a forward begin a step if the program has changed the parameters, which no optimizer has."""
-        if self._capture.clock.num_optimizer_steps:
+        """Let a forward begin a step if the program has changed the parameters since the last backward began."""
+        if is_traced():
+            return
+        clock = self._capture.clock
+        try:
+            looks = self._looks_now()
+        except Exception as error:  # the forward has its step in any case
             self._capture.before_forward = None
-        elif (looks := self._looks_now()) != self._last_looks:
+            self._capture.hook_failed("the parameters", error)
+            return
+        watched = {id(one) for reference, _ in self._unmoved if (one := reference()) is not None}
+        if clock.num_optimizer_steps or self._holds(watched):
+            self._capture.before_forward = None
+        elif looks != self._last_looks:
             self._last_looks = looks
-            self._capture.clock.updated_by_hand()
+            clock.updated_by_hand()
 
-    def _looks_now(self) -> list[tuple[int, list[float] | None]]:
+    def _looks_now(self) -> list[tuple[int, bytes]]:
+        """Return what an update changes. No operation of torch is called: the program may trace them or count them."""
         known = [one for reference, _ in self._unmoved if (one := reference()) is not None]
-        # A change through `.data` does not count up the version.
-        return [(one._version, _first_elements(one).tolist() if one.is_cpu else None) for one in known]
+        with torch._C.DisableTorchFunction():
+            return [(one._version, _bytes_of(one)) for one in known]
 
     def are_unmoved(self) -> bool:
         """Whether parameters with many backwards have never changed, by any kind of update. May wait for a device."""

@@ -77,6 +77,7 @@ class Clock:
     has_moved: bool = False
     """Whether an optimizer step has ever advanced `step`."""
     num_optimizer_steps: int = 0
+    _num_by_hand: int = 0
     _has_stepped: bool = False
     going_back: Slice | None = None
     """The slice (a forward and its backward) whose backward began last. A pipeline may have begun newer slices."""
@@ -86,9 +87,15 @@ class Clock:
         self._has_stepped = True
         self.num_optimizer_steps += 1
 
+    @property
+    def num_updates(self) -> int:
+        """The number of updates, by optimizers or by a program without one."""
+        return self.num_optimizer_steps + self._num_by_hand
+
     def updated_by_hand(self) -> None:
         """Note that a program without an optimizer has changed the parameters."""
         self._has_stepped = True
+        self._num_by_hand += 1
 
     def advance_if_stepped(self) -> bool:
         """Begin the next step if the optimizer has stepped since the last step. Return whether a step began."""
@@ -116,7 +123,7 @@ class RootClock:
     """The slices (a forward and its backward each) of one recorded model. The newest slice of each mode is kept."""
 
     __slots__ = (
-        *("_clock", "_graphless_since", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_slices"),
+        *("_clock", "_graphless_since", "_latest", "_modes_of_gradients", "_num_updates", "_slices"),
         "_trained_modes",
         *("has_evaluated", "num_graphless", "num_updates_before", "of_thread"),
     )
@@ -128,8 +135,8 @@ class RootClock:
         """The modes, such as ``train``, of forwards that got a gradient since the optimizer's last known step."""
         self._trained_modes: set[str] = set()
         """The modes, such as ``train``, of forwards whose gradients the optimizer's last step may have used."""
-        self._num_optimizer_steps = clock.num_optimizer_steps
-        """The optimizer's number of steps at the last call of the model."""
+        self._num_updates = clock.num_updates
+        """The number of updates at the last call of the model."""
         self._latest: Slice | None = None
         self.has_evaluated = False
         """Whether the model was ever called in evaluation mode."""
@@ -138,7 +145,7 @@ class RootClock:
         self.num_updates_before = 0
         """How many updates there were between the first of these calls and the last such call before it."""
         self._graphless_since = 0
-        """The optimizer's number of steps at the last call in training mode without gradients."""
+        """The number of updates at the last call in training mode without gradients."""
         self.of_thread = _ThreadCall()
         """`active` is the slice (a forward and its backward) of this thread's running call of the model, or None."""
 
@@ -155,7 +162,7 @@ class RootClock:
     @property
     def is_trained_evaluating(self) -> bool:
         """Whether a forward in evaluation mode got a gradient since the optimizer's last step: it was no validation."""
-        return self._num_optimizer_steps == self._clock.num_optimizer_steps and "eval" in self._modes_of_gradients
+        return self._num_updates == self._clock.num_updates and "eval" in self._modes_of_gradients
 
     def begin(
         self,
@@ -175,8 +182,8 @@ class RootClock:
             self._clock.step += 1
         mode = _mode(with_grad, training)
         self._count_graphless(with_grad=with_grad, training=training)
-        if self._num_optimizer_steps != self._clock.num_optimizer_steps:
-            self._num_optimizer_steps = self._clock.num_optimizer_steps
+        if self._num_updates != self._clock.num_updates:
+            self._num_updates = self._clock.num_updates
             self._trained_modes, self._modes_of_gradients = self._modes_of_gradients or self._trained_modes, set()
         # A forward in evaluation mode with gradients is mostly a validation, which belongs to the previous step. But
         # some models are trained in evaluation mode, always or for some steps.
@@ -200,7 +207,7 @@ class RootClock:
             self.has_evaluated |= not training
             self.num_graphless = 0
             return
-        num_updates = self._clock.num_optimizer_steps - self._graphless_since
+        num_updates = self._clock.num_updates - self._graphless_since
         if num_updates or not self.num_graphless:
             self.num_graphless, self.num_updates_before = 0, num_updates
         self._graphless_since += num_updates

@@ -21,6 +21,8 @@ from .quota import DiskFloor, HeldShard, Quota
 from .rows import BuiltBatch, RowBatch
 from .shard import BatchFile, Index, IpcFormat, StoredShard
 
+_FLUSH_SHARE = 0.8
+"""A batch is written at this share of `flush_interval_s`, because its rows have waited before they came into it."""
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The errno values of a sync that lacked a descriptor or memory. Such a sync may be tried again."""
 
@@ -127,7 +129,7 @@ class RotatingShards:
     def flush_due(self) -> None:
         """Flush, sync and seal, each if it is due."""
         now = self.clock()
-        if self.batch.num_rows and now >= self._oldest_row_s + self.settings.flush_interval_s:
+        if self.batch.num_rows and now >= self._oldest_row_s + _FLUSH_SHARE * self.settings.flush_interval_s:
             self.flush()
         since_s = self._oldest_unsynced_s
         if since_s is not None and now >= since_s + self.settings.sync_interval_s and self._syncing.is_over:

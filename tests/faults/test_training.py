@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -277,12 +278,41 @@ def test_updates_by_hand_count_the_steps_after_the_first_forwards(
             if i % 2:
                 with torch.no_grad():
                     for parameter in model.parameters():
+                        assert parameter.grad is not None
                         (parameter.data if is_through_data else parameter).sub_(0.01 * parameter.grad)
                         parameter.grad = None
     assert optimizer is None or is_held
     rows = recording.rows(module_path="", site="output")
     first = [0] * 16  # the parameters are watched from the 16th backward on
     assert list(rows.step) == ([0] * 40 if is_held else first + [i // 2 - 7 for i in range(16, 40)])
+
+
+def test_what_is_no_update_by_hand_begins_no_step(tmp_path: Path) -> None:
+    """A NaN that stays is no change, and a layer may change its own parameters in its forward."""
+    with flagged(tmp_path, STATS) as recording:
+        model = nn.Sequential(nn.Embedding(4, 8, max_norm=0.1), nn.Linear(8, 8))
+        with torch.no_grad():
+            next(model[1].parameters())[0, 0] = math.nan
+        for i in range(30):
+            model(torch.tensor([i % 4])).sum().backward()
+    assert assert_balanced(recording) == {}
+    assert set(recording.rows().step) == {0}
+
+
+def test_a_validation_between_updates_by_hand_belongs_to_the_step_before(tmp_path: Path) -> None:
+    with flagged(tmp_path, STATS) as recording:
+        model = tiny()
+        for i in range(30):
+            model(batch(i)).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.01)
+            if i == 25:
+                model.eval()(batch(i))
+                model.train()
+    rows = recording.rows(module_path="", site="output")
+    assert list(rows.step) == [0] * 16 + [*range(1, 11), 10, *range(11, 15)]
+    assert list(rows[rows["mode"] == "eval"].step) == [10]
 
 
 def test_a_guard_that_skips_every_optimizer_step_is_told_while_it_trains_and_at_the_end(
