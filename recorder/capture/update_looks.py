@@ -216,8 +216,7 @@ class UpdateLooks:
             self._capture.before_forward = None
             self._capture.hook_failed("the parameters", error)
             return
-        watched = {id(one) for reference, _ in self._unmoved if (one := reference()) is not None}
-        if clock.num_optimizer_steps or self._holds(watched):
+        if clock.num_optimizer_steps or self._holds(set(map(id, self._watched()))):
             self._capture.before_forward = None
         elif looks != self._last_looks:
             self._last_looks = looks
@@ -225,9 +224,11 @@ class UpdateLooks:
 
     def _looks_now(self) -> list[tuple[int, bytes]]:
         """Return what an update changes. No operation of torch is called: the program may trace them or count them."""
-        known = [one for reference, _ in self._unmoved if (one := reference()) is not None]
         with torch._C.DisableTorchFunction():
-            return [(one._version, _bytes_of(one)) for one in known]
+            return [(one._version, _bytes_of(one)) for one in self._watched()]
+
+    def _watched(self) -> list[torch.Tensor]:
+        return [one for reference, _ in self._unmoved if (one := reference()) is not None]
 
     def are_unmoved(self) -> bool:
         """Whether parameters with many backwards have never changed, by any kind of update. May wait for a device."""
