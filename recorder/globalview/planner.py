@@ -346,6 +346,8 @@ def decide(question: Question) -> Decided:
 def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
     value, site, chunks = question.value, question.site, question.value.chunks
     if site in NUMBERS and len({p.dtype for p in chunks}) == 1 and not any(p.shape for p in chunks):
+        if value.leaf.name.startswith("lr.") and len(chunks) > 1 and not question.comparison.are_equal():
+            return NoPlan("per_rank", "the ranks have different learning rates, and their mean is the rate of none")
         return decide_scalar(chunks, question.comparison)
     is_plain = chunks[0].global_shape is None
     if value.group.conflict and len(value.group.ranks) > 1 and (is_plain or value.batch_groups is not None):

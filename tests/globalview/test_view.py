@@ -474,6 +474,17 @@ class TestState:
         assert [(one["rank"], one["mean"]) for one in table] == [(None, 1.5), (0, 1.0), (1, 2.0)]
         assert (table[0]["layout_source"], table[0]["scale"]) == ("assumed", "assumed_mean")
 
+    def test_learning_rates_that_differ_are_not_averaged(self, tmp_path: Path) -> None:
+        rate = {"site": "scalar", "name": "lr.SGD.0", "module_path": "", "micro_step": None}
+        equal, unlike = (
+            run_of(tmp_path / str(other), [[row(0, np.array(np.float32(one)), **rate)] for one in (1, other)])
+            for other in (1, 2)
+        )
+        assert [one["rank"] for one in equal.view().rows().table.to_pylist()] == [None]
+        assert [(one["rank"], one["mean"]) for one in unlike.view().rows().table.to_pylist()] == [(0, 1.0), (1, 2.0)]
+        with pytest.raises(LookupFailedError, match="different learning rates.*; ask for one of rank=0, 1"):
+            unlike.array("", site="scalar", step=0)
+
     def test_a_loss_that_is_nan_on_one_rank_is_nan(self, tmp_path: Path) -> None:
         scalar = {"site": "scalar", "name": "loss", "module_path": "", "micro_step": None}
         losses = [np.float32(1.0), np.float32(np.nan)]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..rows import MAX_STEPS, Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped
-from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, StreakRule
+from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule
 
 _LEAST_ELEMENTS = 8
 _TANH = ("Tanh", "Hardtanh", "Softsign")
@@ -31,23 +31,35 @@ class Dead(StreakRule):
     advice = "look at the bias and the scale of what comes before, and at the learning rate"
 
     def set_up(self) -> None:
-        self._are_used = np.zeros(0, np.bool_)
+        self._are_used = self._are_first = np.zeros(0, np.bool_)
+        self._lived = Memory(0.0)
+        """By output and rank, 1 if a record was not zero."""
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the share of zeros. Single numbers and non-float masks may well be zero, and are left out."""
         share = np.nan_to_num(rows["zero_count"] / np.maximum(rows["numel"], 1))
         if len(self._are_used) < len(self.catalog.series):
-            self._are_used = self._find_used()
-        is_judged = rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS) & self._are_used[rows.series]
-        return (share >= self.thresholds["share"]) & is_judged, share
+            self._look_at_series()
+        is_zero = share >= self.thresholds["share"]
+        self._lived[rows.lanes[~is_zero]] = 1.0
+        return is_zero & rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS) & self._are_used[rows.series], share
 
-    def _find_used(self) -> Flags:
-        """Return whether each series is the first tensor of its module, or has a gradient. T5 also returns zeros."""
+    def severity_of(self, lane: int) -> Severity:
+        """Return NOTE for a module's further tensor that was never anything else but zeros.
+
+        A program may make such a tensor: T5 makes one, and gives it a gradient where activations are checkpointed.
+        """
+        is_made = not self._are_first[self.catalog.series_of[lane]] and not self._lived.of(lane)
+        return Severity.NOTE if is_made else self.severity
+
+    def _look_at_series(self) -> None:
+        """Find which series are the first tensors of their modules, and which are such tensors or have a gradient."""
         series = self.catalog.series
         pairs = [*zip(series, self.catalog.about, strict=True)][::-1]
         firsts = {key[:2]: key.name for key, about in pairs if key.site == "output" and about.shape}
         trained = {(*key[:2], key.name) for key in series if key.site == "grad_output"}
-        return np.array([key.name in ("", firsts.get(key[:2])) or (*key[:2], key.name) in trained for key in series])
+        self._are_first = np.array([key.name in ("", firsts.get(key[:2])) for key in series])
+        self._are_used = self._are_first | np.array([(*key[:2], key.name) in trained for key in series])
 
 
 class Saturated(StreakRule):
