@@ -222,6 +222,25 @@ def test_a_loss_that_reached_zero_does_not_spike() -> None:
         assert [one.step for one in said(recorded, Spike)] == [190] * is_spike
 
 
+@pytest.mark.parametrize(("rise", "is_spike"), [(1e-3, False), (3.0, True)])
+def test_a_loss_that_was_zero_for_long_is_compared_with_what_it_was_before(rise: float, is_spike: bool) -> None:
+    recorded = Recorded()
+    for step in range(200):
+        value = 2.0 if step < 5 else rise if step == 190 else 0.0
+        recorded.add(step, "", np.array(value), site="scalar", name="loss")
+    assert [one.step for one in said(recorded, Spike)] == [190] * is_spike
+
+
+@pytest.mark.parametrize(("at_first", "expected"), [(1.0, []), (0.0, ["up"])])
+def test_a_loss_that_has_fallen_to_zero_has_no_gradient(at_first: float, expected: list[str]) -> None:
+    recorded = Recorded()
+    for step in range(40):
+        is_above = step < 5
+        recorded.add(step, "", np.array(at_first * is_above), site="scalar", name="loss")
+        recorded.add(step, "up", np.full(4, at_first * is_above), **OPTIMIZER, site="grad")
+    assert [one.module_path for one in said(recorded, NoGradient)] == expected
+
+
 def test_a_gradient_of_zeros_explains_why_a_parameter_stays() -> None:
     for gradient, expected in ((0.0, []), (0.5, [("up", 3, (0,))])):
         recorded = Recorded()

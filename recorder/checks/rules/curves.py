@@ -362,10 +362,12 @@ class Spike(CurveRule):
         # Reading the ring buffers takes the most time. So they are read only if the mean does not prove a sample sound.
         may_spike = (num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)
         may_spike &= values > _TINY * self._peak[curves]
-        self._peak[curves] = np.maximum(self._peak[curves], np.where(np.isfinite(values), values, 0.0))
+        peaks = self._peak[curves]
+        self._peak[curves] = np.maximum(peaks, np.where(np.isfinite(values), values, 0.0))
         for index in np.flatnonzero(may_spike).tolist():
             curve, value, ring = int(curves[index]), float(values[index]), self._rings.values[curves[index]]
-            largest = float(np.nanmax(np.abs(ring)))
+            # A loss that has been zero for so long, as of a margin that is kept, has no range but that before.
+            largest = float(np.nanmax(np.abs(ring))) or float(peaks[index])
             limit = float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring))
             limit = max(limit, largest * float(ratio[index]))
             next_sample, limit_before = self._mild.get(curve, (-1, np.inf))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from operator import attrgetter
 
 import numpy as np
 
 from ..rows import (
     IS_PROBE,
+    MAX_STEPS,
     Flags,
     Floats,
+    Integers,
     Memory,
     Rows,
     SeriesKey,
@@ -39,7 +42,7 @@ class NoGradient(StreakRule):
     name = "no_gradient"
     sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
     sites, columns, reads_probe = ("grad", "param"), ("zero_count", "numel"), True
-    more_columns = ("sum_sq", "micro_step")
+    more_columns = ("sum_sq", "micro_step", "mean")
     settings = (
         Setting("records", 3, "records", "smdebug's UnchangedTensor"),
         Setting("channels", 0.7, "of the channels of a batch norm", "as `dead_units`"),
@@ -61,18 +64,21 @@ class NoGradient(StreakRule):
         """By parameter and rank, its first sum of squares, and 1 if a later one is another, as of a moving average."""
         self._is_driven: dict[str, bool] = {}
         """By root with gradients of outputs, whether one of them was not zero."""
+        self._first_loss = Memory()
+        """By loss and rank, the first step at which it was above zero."""
         self._largest_sum: dict[tuple[str, str], float] = {}
         """By root and path of a module, the largest sum of its output's gradients in a step, in parts of the most that
         gradients of this length can sum up to."""
 
     def wants(self, key: SeriesKey) -> bool:
         is_gradient = key.site in self.sites and not key.name.endswith("indices")  # of a sparse gradient
-        return is_gradient or key.site == "grad_output"
+        return is_gradient or key.site == "grad_output" or key.is_loss
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         recorded = rows.without_probe()
         self._note_sums(recorded)
         self._note_outputs(recorded)
+        satisfied = self._satisfied_steps(recorded.take(recorded.where("loss", attrgetter("is_loss"))))
         params = recorded.take(recorded.at("param")).by_lane()
         self._num_params.sums(params.lanes, np.ones(len(params)))
         began(params.lanes, params["sum_sq"], self._began)
@@ -84,6 +90,9 @@ class NoGradient(StreakRule):
         rows = rows.take(rows.at("grad"))
         rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
         size = rows.over_chunks(rows["sum_sq"])
+        if len(satisfied):
+            is_due = (size > 0) | ~np.isin(rows.ranks * MAX_STEPS + rows.steps, satisfied)
+            rows, size = rows.take(is_due), size[is_due]
         self._num.sums(rows.lanes, np.ones(len(rows)))
         self._num_zero.sums(rows.lanes, (size == 0).astype(np.float64))
         # Between two records, the probe shows that a gradient flows. Its norm does not tell which channels are dead.
@@ -96,6 +105,19 @@ class NoGradient(StreakRule):
             what = self.what if values[row] == 1 else of_norm
             one = self.finding(lane, step, what, self.measure, values[row], 1.0, since=since)
             yield from self._waiting.keep(lane, one)
+
+    def _satisfied_steps(self, losses: Rows) -> Integers:
+        """Return the steps, as rank * MAX_STEPS + step, at which all losses are zero that were above zero before.
+
+        A loss that has reached the least it can be, as that of a margin which all samples keep, has no gradient.
+        """
+        if not len(losses):
+            return losses.steps
+        above = losses.take(losses["mean"] > 0).by_lane()
+        began(above.lanes, above.steps.astype(np.float64), self._first_loss)
+        places = losses.ranks * MAX_STEPS + losses.steps
+        is_reached = (losses["mean"] == 0) & (losses.steps > self._first_loss[losses.lanes])
+        return np.setdiff1d(places[is_reached], places[~is_reached])
 
     def _ended(self, lane: int) -> str:
         return " in most records" if self._num_zero.of(lane) > self._num.of(lane) / 2 else ", but not later"

@@ -59,17 +59,19 @@ class NumbersPanel {
   }
   linesOf(series, picture, otherPicture, isEach) {
     const { run, other } = this.app, colorOf = (lane) => lineColor(Math.max(lane, 0));
+    const isEmpty = (line) => !line.bad.length && line.values.every((value) => value === null || value === undefined);
     const isOwn = run.scalars.includes(series), own = isOwn ? picture.columnsWith([series]) : [];
     let steps = own.map((c) => run.axes.scalar_steps[c]);
     let lines = isOwn ? linesOf(run, picture, series, { columns: own, lanes: isEach ? run.drawnLanes : [run.mainLane], colorOf, named: (lane) => run.lineName(lane) }) : [];
     const beside = otherPicture && other.scalars.find((one) => one.path === series.path && one.name === series.name && one.mode === series.mode);
     if (beside) {
-      const columns = otherPicture.columnsWith([beside]), more = linesOf(other, otherPicture, beside, {
-        columns, lanes: [other.mainLane], colorOf, isBeside: true, named: (lane) => other.lineName(lane),
+      const columns = otherPicture.columnsWith([beside]), of = (lanes) => linesOf(other, otherPicture, beside, {
+        columns, lanes, colorOf, isBeside: true, named: (lane) => other.lineName(lane),
       });
+      const together = of([other.mainLane]), more = together.every(isEmpty) ? of(other.drawnLanes) : together;
       [steps, lines] = joinSteps([[steps, lines], [columns.map((c) => other.axes.scalar_steps[c]), more]]);
     }
-    lines = lines.filter((line) => line.bad.length || line.values.some((value) => value !== null && value !== undefined));
+    lines = lines.filter((line) => !isEmpty(line));
     const title = `${series.name || series.site}${series.mode === "train" ? "" : ` (${series.mode})`}`;
     const note = isOwn ? run.axes.scalar_notes[series.number] : "";
     return { title, about: [series.path === "" ? "" : `of ${pathText(series.path)}`, note].filter(Boolean), steps, lines };
@@ -106,7 +108,8 @@ class NumbersPanel {
       const one = this.linesOf(series, ...pictures, this.isUnlike(series, pictures[0])), known = one.lines.map((line) => line.values.filter(Number.isFinite));
       if (!known.flat().length) continue;
       const isConstant = known.every((values) => values.every((value) => value === values[0])), alike = isConstant ? constants : strips;
-      const text = known.map(([value], at) => `${this.app.other ? `${one.lines[at].label[0]} ` : known.length > 1 ? `${one.lines[at].label} ` : ""}${shortNumber(value)}`).join(", ");
+      const nameOf = ({ label }) => (!this.app.other ? label : one.lines.some((other) => other.label !== label && other.label[0] === label[0]) ? label.replace(":", "") : label[0]);
+      const text = known.map(([value], at) => `${known.length > 1 || this.app.other ? `${nameOf(one.lines[at])} ` : ""}${shortNumber(value)}`).join(", ");
       const key = isConstant ? text : JSON.stringify(one.lines.map(({ label, values }) => [label, values]));
       alike.set(key, { ...one, names: [...(alike.get(key)?.names ?? []), series.name] });
     }
