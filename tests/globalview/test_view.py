@@ -482,7 +482,7 @@ class TestState:
         )
         assert [one["rank"] for one in equal.view().rows().table.to_pylist()] == [None]
         assert [(one["rank"], one["mean"]) for one in unlike.view().rows().table.to_pylist()] == [(0, 1.0), (1, 2.0)]
-        with pytest.raises(LookupFailedError, match="different learning rates.*; ask for one of rank=0, 1"):
+        with pytest.raises(LookupFailedError, match=r"different learning rates.*; ask for one of rank=0, 1"):
             unlike.array("", site="scalar", step=0)
 
     def test_a_loss_that_is_nan_on_one_rank_is_nan(self, tmp_path: Path) -> None:
