@@ -802,6 +802,20 @@ def test_an_update_as_large_as_the_weight_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("later", "severity"),
+    [
+        (lambda step: np.clip(moving(step, 5), -0.1, 0.1), Severity.NOTE),
+        (lambda step: np.clip(moving(2, 5), -0.1, 0.1), Severity.WARNING),
+        (lambda step: 0.05 * moving(step, 5), Severity.WARNING),
+    ],
+    ids=["clipped", "still", "small"],
+)
+def test_a_weight_that_the_program_clips_is_a_note(later: Any, severity: Severity) -> None:
+    recorded = parameters(lambda step, number: later(step) if number == 5 and step >= 2 else moving(step, number))
+    assert [(one.module_path, one.severity) for one in said(recorded, Update)] == [("blocks.5", severity)]
+
+
+@pytest.mark.parametrize(
     ("inward", "across", "every", "is_named"),
     [(0.02, 0.01, 1, True), (0.02, 0.03, 1, False), (0.002, 0.001, 1, False), (0.02, 0.01, 2, False)],
     ids=["decay", "the gradient has more", "not yet half", "steps are missing"],

@@ -40,6 +40,9 @@ _MANY = 256
 _MAX_SKIPPED = 10_000
 
 
+_CLIPS = "nothing is wrong if the weight is to be clipped, as that of a WGAN's critic"
+
+
 def _tells_skip(key: SeriesKey) -> bool:
     return tells_skip(key.site, key.name)
 
@@ -69,9 +72,13 @@ class _Update(CheckRule):
 class _Large(_Update, StreakRule):
     what = "one update changed the weight by a large part of its norm"
     measure, limit = "update over weight, at least", "ratio"
+    may_recover = True
 
     def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
+        self._largest, self._square, self._clipped = Memory(), Memory(), Streaks()
+        """By parameter and rank, the last largest magnitude and sum of squares, and for how many records the first has
+        been the same, and the second another."""
         self._param_of: dict[int, int] = {}
         """Maps the lane (a series on one rank) of a parameter's updates to the parameter's lane; -1 if unknown."""
         self._num_updates = Memory(0.0)
@@ -90,8 +97,20 @@ class _Large(_Update, StreakRule):
         ratio, is_recorded = np.zeros(len(rows)), rows[IS_PROBE] != 1
         ratio[is_recorded] = np.nan_to_num(self._movement.ratio(rows.take(is_recorded)), posinf=0.0)
         self._look_up(rows, ratio)
+        recorded = rows.take(is_recorded)
+        is_clipped = recorded["absmax"] == previous(recorded.lanes, recorded["absmax"], self._largest)
+        is_clipped &= recorded["sum_sq"] != previous(recorded.lanes, recorded["sum_sq"], self._square)
+        self._clipped.lengths(recorded.lanes, recorded.steps, is_clipped)
         is_large = (ratio > self.thresholds["ratio"]) & is_begun & ~rows.where("searched", self._is_searched)
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
+
+    def revised(self, one: Finding) -> Finding:
+        """Make a finding a note if the program clips the weight, as a critic's: its largest magnitude stays the same."""
+        lane = self._lanes.get(one)
+        if lane is None or self._clipped.length(lane) < self.thresholds["updates"]:
+            return one
+        what = f"{one.what}, and its largest magnitude has stayed {number(self._largest.of(lane))}: it is clipped"
+        return one._replace(severity=Severity.NOTE, what=what, advice=_CLIPS)
 
     def _without_first(self, updates: Rows) -> Rows:
         """Leave out the first rows of each parameter on each rank. The rows are sorted by parameter and rank."""
@@ -199,6 +218,10 @@ class _Restless(_Update):
 
 class Update(_Update, PartsRule):
     parts = (_Large, _Shrinking, _Uphill, _Restless)
+    more_columns = ("absmax",)
+
+    def revised(self, one: Finding) -> Finding:
+        return self._parts[0].revised(one)
 
 
 class Unchanged(StreakRule):
