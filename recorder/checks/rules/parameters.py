@@ -105,7 +105,7 @@ class _Large(_Update, StreakRule):
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
 
     def revised(self, one: Finding) -> Finding:
-        """Make a finding a note if the program clips the weight, as a critic's: its largest magnitude stays the same."""
+        """Make a finding a note if the program clips the weight: the largest magnitude stays, and other values move."""
         lane = self._lanes.get(one)
         if lane is None or self._clipped.length(lane) < self.thresholds["updates"]:
             return one
