@@ -6,10 +6,12 @@ Nothing here may raise into training or keep a module alive.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -86,6 +88,7 @@ class HookedModule:
         "given_since",
         "has_entered",
         "has_graph",
+        "has_trained",
         "is_expert",
         "is_hidden",
         "labels_shape",
@@ -124,8 +127,9 @@ class HookedModule:
         whether a rule of the set is limited to some calls."""
         self._open_calls: dict[int, list[_Call]] = {}
         """By thread, the module's calls that have begun and not returned: several if the module calls itself."""
-        self.has_entered = self.has_graph = False
-        """Whether the module's hooks have run."""
+        self.has_entered = self.has_graph = self.has_trained = False
+        """Whether the module's hooks have run; in a call that makes a graph, or whose recompute would; and in a call of
+        the model in training that makes no graph."""
         self._signature: tree.Signature | None = None
         self._given: Callable[[], torch.Tensor | None] = lambda: None
         self._given_before: tuple[Callable[[], torch.Tensor | None], ...] = ()
@@ -230,6 +234,8 @@ class HookedModule:
         self.has_entered = True
         if not self.has_graph:
             self.has_graph = torch.is_grad_enabled()
+            if not self.has_graph and not self.has_trained and slice_.moment.mode == "train":
+                self.has_trained, self.has_graph = True, _is_in_reentrant_checkpoint()
         masks = self.capture.masks
         graph = None
         if masks[self.rule_sets["grad_output"]] or masks[self.rule_sets["grad_input"]]:
@@ -581,3 +587,16 @@ class AfterForward(NumberedHook):
                 hooked.failed("output", error)
             except NO_ROOM:
                 hooked.capture.lost()
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    """Whether the current call is that of a reentrant checkpoint, which makes no graph until its recompute.
+
+    If no input of the checkpoint requires a gradient, there is no recompute, and its parameters have no gradient.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_qualname == "CheckpointFunction.forward":  # of torch, DeepSpeed and Megatron
+            return True
+        frame = frame.f_back
+    return False

@@ -35,6 +35,8 @@ _KEEP = "nothing is wrong if only the differences of these outputs are meant to 
 _ZEROED = "something zeroes the gradients between the backward and the update"
 _NO_LOSS = "the loss does not depend on the model's outputs, because their gradients are zero, too"
 _TERMS = "look at the factors of the loss, such as weights, masks or advantages that are all zero"
+_LATER_HAVE = "though modules that are called after it have"
+_CUT_OFF = "look for a detach, or a reentrant checkpoint of which no input requires a gradient"
 _CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
 
 
@@ -219,7 +221,8 @@ class NoGradient(StreakRule):
                     what, is_odd = f"never had a gradient, {why}", True
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
-                yield self.finding(lane, 0, what, measure, num, limit, severity)
+                one = self.finding(lane, 0, what, measure, num, limit, severity)
+                yield one._replace(advice=_CUT_OFF) if what.endswith(_LATER_HAVE) else one
         for found in self._waiting.finish():
             if found.root in zeroed:
                 found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)
@@ -252,7 +255,7 @@ class NoGradient(StreakRule):
         lacking = {one for one in held if one not in having and one[:2] not in graphless}
         found = {one: "nor had any other parameter of its optimizer" for one in lacking if held[one] in of_idle}
         cut = {one for one in lacking - found.keys() if one[:2] in order and order[one[:2]] < firsts.get(one[0], -1)}
-        return found | dict.fromkeys(cut, "though modules that are called after it have")
+        return found | dict.fromkeys(cut, _LATER_HAVE)
 
 
 def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:

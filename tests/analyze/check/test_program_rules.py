@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.analyze.check.check import check, command_of, told_of
@@ -591,29 +592,31 @@ def test_an_optimizer_that_never_steps_is_named(
 class CutOff(nn.Module):
     """A model whose head gets no gradient back to the body, unless `is_whole`. A side branch is never used."""
 
-    def __init__(self, *, is_whole: bool, has_graph: bool = True) -> None:
+    def __init__(self, *, is_whole: bool, has_graph: bool = True, is_checkpoint: bool = False) -> None:
         super().__init__()
         self.body, self.head, self.side = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4)
-        self.is_whole, self.has_graph = is_whole, has_graph
+        self.is_whole, self.has_graph, self.is_checkpoint = is_whole, has_graph, is_checkpoint
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.set_grad_enabled(self.has_graph):
-            hidden = self.body(x)
+            hidden = checkpoint(self.body, x, use_reentrant=True) if self.is_checkpoint else self.body(x)
         result: torch.Tensor = self.head(hidden if self.is_whole else hidden.detach())
         self.side(hidden)
         return result
 
 
-@pytest.mark.parametrize("name", ["cut off", "whole", "moved", "frozen", "no_grad"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", ["cut off", "whole", "moved", "frozen", "no_grad", "checkpoint", "sound checkpoint"])
 def test_a_module_that_is_cut_off_from_the_loss_is_named(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
-    model = CutOff(is_whole=name == "whole", has_graph=name != "no_grad")
+    is_sound = name in ("whole", "sound checkpoint")
+    model = CutOff(is_whole=is_sound, has_graph=name != "no_grad", is_checkpoint="checkpoint" in name)
     model.body.requires_grad_(name != "frozen")
     with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(6):
             optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
+            model(torch.randn(8, 4, requires_grad=name == "sound checkpoint")).square().mean().backward()
             optimizer.step()
             if name == "moved":  # as the moving average of another model
                 with torch.no_grad():
@@ -621,7 +624,7 @@ def test_a_module_that_is_cut_off_from_the_loss_is_named(tmp_path: Path, name: s
     findings = check(recording.run, rules=["no_gradient"]).findings
     warned = {one.module_path: one.what for one in findings if one.severity is Severity.WARNING}
     what = "never had a gradient, though modules that are called after it have"
-    assert warned == ({"body": what} if name == "cut off" else {})
+    assert warned == ({"body": what} if name in ("cut off", "checkpoint") else {})
     assert "side" in {one.module_path for one in findings if one.severity is Severity.NOTE}
 
 
