@@ -876,6 +876,13 @@ def test_a_weight_unlike_equal_others_is_named(scales: list[float], expected: li
     assert [one.module_path for one in said(recorded, Initialisation)] == expected
 
 
+def test_an_embedding_in_a_chain_is_not_compared_with_its_layers() -> None:
+    recorded = Recorded({"0": "Embedding", "2": "Linear", "4": "Linear", "6": "Linear"})
+    for path, scale in (("0", 1.0), ("2", 0.05), ("4", 0.05), ("6", 0.05)):
+        recorded.add(0, path, noise(int(path), shape=(64, 32), scale=scale), **OPTIMIZER, site="param")
+    assert said(recorded, Initialisation) == []
+
+
 @pytest.mark.parametrize("is_larger", [False, True])
 def test_a_larger_weight_in_the_place_of_another_is_no_update(is_larger: bool) -> None:
     recorded = Recorded()
@@ -1177,6 +1184,16 @@ def test_an_output_in_evaluation_is_compared_with_training_up_to_its_step(first:
                 recorded.add(step, "head", np.full(8, first * 1.1**step), mode="no_grad")
         recorded.add(step, "head", np.full(8, 1.2**step))
     assert [one.step for one in said(recorded, EvaluationOutput)] == [0] * len(expected)
+
+
+@pytest.mark.parametrize(("trained", "expected"), [(np.array(0.01), []), (np.full((2, 4), 0.01), ["head"])])
+def test_a_loss_in_training_is_not_compared_with_logits_in_an_evaluation(trained: Any, expected: list[str]) -> None:
+    recorded = Recorded()
+    for step in range(8):
+        recorded.add(step, "head", trained)
+        if step % 4 == 3:
+            recorded.add(step, "head", np.full((8, 4), 1.0), mode="no_grad")
+    assert [one.module_path for one in said(recorded, EvaluationOutput)] == expected
 
 
 def test_a_spike_says_what_moved_before_it() -> None:

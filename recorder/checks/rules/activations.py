@@ -113,7 +113,9 @@ class EvaluationOutput(StreakRule):
         for lane in np.unique(rows.lanes[np.isnan(lanes) & ~is_trained]).tolist():
             key = self.catalog.key_of(lane)._replace(mode="train")
             trained = self.catalog.find(key, int(self.catalog.rank_of[lane]))
-            if trained is not None:
+            # A model may return its loss in training, and logits in an evaluation.
+            num_dims = {len(self.catalog.about_of(one).shape) for one in (lane, trained) if one is not None}
+            if trained is not None and len(num_dims) == 1:
                 self._lane[np.array([lane])] = float(trained)
         self._has_evaluation |= not is_trained.all()
         known = np.nan_to_num(self._lane[rows.lanes], nan=-1).astype(np.int64)

@@ -425,14 +425,14 @@ class Initialisation(CheckRule):
         if self._first_step is None or self._first_step > 1:
             self.why_not_judged = f"the first recorded parameters are of step {self._first_step}, after updates"
             return
-        alike: dict[tuple[int, str, str, str], list[int]] = {}
+        alike: dict[tuple[int, str, str, str, bool], list[int]] = {}
         for lane in self._lanes:
             key, std = self.catalog.key_of(lane), self._std.of(lane)
             if std == 0 and self._mean.of(lane) != 0:
                 yield self.finding(lane, self._first_step, "all elements of the weight begin equal", "std", 0.0, 0.0)
             elif std > 0:
-                rank = int(self.catalog.rank_of[lane])
-                alike.setdefault((rank, key.root, template(key.module_path), key.name), []).append(lane)
+                rank, is_table = int(self.catalog.rank_of[lane]), "Embedding" in self.catalog.class_of(key)
+                alike.setdefault((rank, key.root, template(key.module_path), key.name, is_table), []).append(lane)
         for lanes in alike.values():
             if len(lanes) >= self.thresholds["alike"]:
                 yield from self._odd(lanes, self._first_step)
