@@ -119,8 +119,9 @@ class EvaluationOutput(StreakRule):
                 self._lane[np.array([lane])] = float(trained)
         self._has_evaluation |= not is_trained.all()
         known = np.nan_to_num(self._lane[rows.lanes], nan=-1).astype(np.int64)
-        trainings = rows.take(is_trained & (rms > 0))
-        sizes, keys = rms[is_trained & (rms > 0)], trainings.lanes * MAX_STEPS + trainings.steps
+        is_usual = is_trained & (rms > 0) & (rows["numel"] >= _LEAST_ELEMENTS)  # Lightning's root returns losses, too
+        trainings, sizes = rows.take(is_usual), rms[is_usual]
+        keys = trainings.lanes * MAX_STEPS + trainings.steps
         # A record in training of the same step, or of one before: the last of these rows may be of a later one.
         latest = np.searchsorted(keys, known * MAX_STEPS + rows.steps, side="right") - 1
         is_here = np.r_[trainings.lanes, -1][latest] == known
