@@ -28,7 +28,7 @@ from .topology import is_distributed
 
 DataParallel = dict[str, Any]
 """A data-parallel group, with the keys ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``, ``megatron``), ``ranks`` in
-data-parallel order and, for ``ddp``, ``broadcast_buffers``."""
+data-parallel order and, for ``ddp``, ``broadcast_buffers``, and ``joins`` inside of ``join()``."""
 ModelParallel = dict[str, Any]
 """Ranks with the same part of the batch, as a mesh: ``ranks`` (global, row-major), ``shape``, ``dim_names`` or None."""
 
@@ -122,7 +122,8 @@ def _data_parallel(module: nn.Module) -> DataParallel | None:
 
 def _ddp(wrapper: Any) -> DataParallel:
     broadcasts = bool(wrapper.broadcast_buffers)
-    return {"kind": "ddp", "ranks": [*ranks_of(wrapper.process_group)], "broadcast_buffers": broadcasts}
+    joins = {"joins": True} if wrapper._join_config.enable else {}
+    return {"kind": "ddp", "ranks": [*ranks_of(wrapper.process_group)], "broadcast_buffers": broadcasts, **joins}
 
 
 def fsdp1_ranks(wrapper: Any) -> list[int]:

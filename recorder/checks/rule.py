@@ -104,7 +104,7 @@ class Finding(NamedTuple):
     @property
     def size(self) -> str:
         """The measured number in words, to be put behind `what`. Empty without a measurement, or if `what` says it."""
-        value = text.number(self.value)
+        value = f"{self.value:,.0f}" if 1e4 <= self.value < 1e7 else text.number(self.value)
         share = f"{text.number(self.value * 100)} %" if self.value < 10 else f"{value} times"
         if not self.measure or (self.measure in ("share of zeros", "std") and self.value == self.threshold):
             return ""
@@ -122,7 +122,7 @@ _SIZES = {
     "NaN and infinite elements": " (not finite in {0} of its elements)", "records without a change": " in {0} records",
     "records": "", "robust z": ", at {0} times the usual distance", "share of elements": " ({2} of its elements)",
     "cosine": "", "of the norm at first": " ({2} is left)", "momentum, at least": " (at least {0})",
-    "fall of the loss": " (it fell by {2})", "share of zeros": " ({2} of them)", "groups of equal ranks": " ({0} {1})",
+    "fall of the loss": " (it fell by {2})", "share of zeros": " ({2} of them)", "different values": " ({0} {1})",
 }  # fmt: skip
 """By measure, the text of `Finding.size`, with the value, the measure, the value in per cent and the limit."""
 _SIZES |= {f"{measure}, at least": words.replace(" in {0}", " in at least {0}") for measure, words in _SIZES.items()}

@@ -42,6 +42,8 @@ class ParallelRanks:
     """``ddp``, ``fsdp1``, ``fsdp2`` or ``megatron`` if the ranks divide the batch, else empty."""
     broadcast_buffers: bool | None = None
     """Whether each forward begins by copying the first rank's buffers to all ranks. None if unknown."""
+    joins: bool = False
+    """Whether the first call was inside of DDP's ``join()``, so that ranks may make unequal numbers of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,7 @@ def test_first_of_a_healthy_run(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "exit_code", "meaning"),
     [
-        ({"broadcast_buffers": False}, 1, "nothing ever makes them equal again: DDP has broadcast_buffers=False"),
+        ({"broadcast_buffers": False}, 1, "in no later record are they equal: DDP has broadcast_buffers=False"),
         ({"broadcast_buffers": True}, 0, "no finding: the forward updates each rank's own, and DDP broadcasts"),
         ({"kind": "fsdp2"}, 0, "no finding: FSDP does not broadcast buffers, and keeps each rank's own buffers"),
         (

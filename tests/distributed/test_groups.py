@@ -21,6 +21,7 @@ WORLD = [0, 1, 2, 3]
 EXPECTED: dict[str, tuple[str, list[list[int]]]] = {
     "ddp": ("ddp", [WORLD] * 4),
     "ddp_of_two": ("ddp", [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    "ddp_joined": ("ddp", [WORLD] * 4),
     "ddp_inside": ("ddp", [WORLD] * 4),
     "evaluated_inside_ddp": ("ddp", [WORLD] * 4),
     "wrapped_after_attach": ("ddp", [WORLD] * 4),
@@ -49,6 +50,7 @@ def facts(finished: Finished, name: str) -> list[Any]:
 def test_ranks_stand_in_data_parallel_order(finished: Finished, name: str) -> None:
     kind, ranks = EXPECTED[name]
     more = {"broadcast_buffers": name != "ddp_of_two"} if kind == "ddp" else {}
+    more |= {"joins": True} if name == "ddp_joined" else {}
     assert facts(finished, name) == [{"kind": kind, "ranks": expected} | more for expected in ranks]
 
 

@@ -14,6 +14,9 @@ from ..first.replica_groups import Differing, factor_of
 from ..first.replicas import FINDINGS, ApartByProbe, ReplicaFinder, apart_by_probe, compare_replicas
 
 _APART = "ranks that share the value hold different values"
+_OWN_BUFFERS = "each rank has a buffer of its own, as DDP is told not to broadcast buffers (broadcast_buffers=False)"
+_SYNC = "nothing is wrong if each rank is to have its own; a SyncBatchNorm has the statistics of the whole batch"
+_JOIN = "with DDP's join, a step need not be the same update on all ranks: compare the last step of each rank"
 NEVER_EQUAL = "ranks have held different values from the first record on"
 
 
@@ -30,11 +33,19 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     ]
     findings += [_probed_finding(one) for one in probed.values()]
     stale = (one for one in search.buffers if one.is_stale)
-    findings += [_finding(one, 1, None, "the program never makes the ranks' buffers equal again") for one in stale]
+    findings += [_finding(one, 1, None, _OWN_BUFFERS)._replace(severity=Severity.NOTE, advice=_SYNC) for one in stale]
+    roots = (root for writer in run.writers for root in writer.manifest.roots)
+    joined = {root.name for root in roots if root.data_parallel is not None and root.data_parallel.joins}
+    findings = [_without_common_steps(one) if one.root in joined else one for one in findings]
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
     notes = [f"replicas: {note}" for note in search.notes()]
     return Replicas(findings, "" if is_compared else f"{Replica.needs}: {why}", notes)
+
+
+def _without_common_steps(one: Finding) -> Finding:
+    """Return a finding as a note. Ranks count their own steps, and with DDP's `join` some make fewer than others."""
+    return one._replace(severity=Severity.NOTE, advice=_JOIN)
 
 
 def _advice(one: Differing, search: ReplicaFinder) -> str:
@@ -59,7 +70,6 @@ def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str
     details += filter(None, [factor_of(one) or (probed.factor if probed is not None else "")])
     details += [f"the first of {counted(number, 'value')} at this site that differ"] if number > 1 else []
     details += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
-    details += [] if value.site in FINDINGS else ["a reduction over these ranks may be missing"]
     severity = Severity.WARNING if one.is_assumed else Replica.severity
     what = NEVER_EQUAL if one.was_never_equal else what
     since = probed.step if probed is not None and probed.step < value.step else None
@@ -79,6 +89,6 @@ def _of(
     num_groups: float, since: int | None,
 ) -> Finding:  # fmt: skip
     return Finding(
-        Replica.name, severity, step, *key, ranks=tuple(sorted(ranks)), what=what, measure="groups of equal ranks",
+        Replica.name, severity, step, *key, ranks=tuple(sorted(ranks)), what=what, measure="different values",
         value=num_groups, threshold=1.0, advice=Replica.advice, detail=", ".join(details), since=since,
     )  # fmt: skip

@@ -184,7 +184,7 @@ _BUFFERS = {
     OWN: "no finding: FSDP does not broadcast buffers, and keeps each rank's own buffers",
     None: "no finding: a forward may update each rank's own buffers, and it is unknown whether they are broadcast",
 }
-_STALE = "nothing ever makes them equal again: DDP has broadcast_buffers=False"
+_STALE = "in no later record are they equal: DDP has broadcast_buffers=False"
 _HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record they are equal again"
 
 

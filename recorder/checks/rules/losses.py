@@ -44,6 +44,7 @@ class LossStuck(CurveRule):
         Setting("drop", 0.01, "of the loss", CALIBRATED),
         Setting("rise", 3, "times the beginning", CALIBRATED),
         Setting("leap", 5, "times the median of the records before", CALIBRATED),
+        Setting("ranges", 10, "ranges of the records before, above twice their median", CALIBRATED),
         Setting("share", 0.1, "of the beginning", "a leap of a loss near zero does not count"),
         Setting("negated", 10, "times the beginning", "the loss of a network that another one opposes has its bounds"),
         Setting("bottomless", 1e6, "times the beginning", "logarithms of densities and scores of critics reach 1e3"),
@@ -137,7 +138,10 @@ class LossStuck(CurveRule):
         negated = self.catalog.mark("negated", self._is_negated)[self.catalog.series_of[np.array(self.lanes)[curves]]]
         below = np.abs(began) * np.where(negated, self.thresholds["negated"], self.thresholds["bottomless"])
         is_below = is_late & (-middle > below) & (negated | (-middle > self.thresholds["bottomless"]))
-        top, low = self.thresholds["leap"] * np.median(self._earlier.values[curves], axis=1), ring.min(axis=1)
+        earlier, low = self._earlier.values[curves], ring.min(axis=1)
+        usual = np.median(earlier, axis=1)
+        beyond = np.maximum(2 * usual, usual + self.thresholds["ranges"] * np.ptp(earlier, axis=1))
+        top = np.minimum(self.thresholds["leap"] * usual, beyond)
         is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
         found = (
             (is_risen, middle, limit, " has risen far above where it began", "median of the last"),

@@ -192,6 +192,24 @@ def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool
     assert module.command_of("some run", told) == "recorder first 'some run'"
 
 
+def test_buffers_that_ddp_is_told_not_to_broadcast_are_a_note(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=2)
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        about = {"site": "buffer", "name": "mean", "module_path": "norm", "rank": rank, "encoding": None}
+        writer.add_shard([[make_row(step, [1.0 + rank + step], step=step, **about) for step in range(3)]])
+        ddp = {"kind": "ddp", "ranks": [0, 1], "broadcast_buffers": False}
+        writer.finish(roots=[{"name": "model", "class": "Net", "modules": [], "data_parallel": ddp}])
+    (one,) = check(recorder.open_run(run), ["replica"]).findings
+    assert (one.severity, one.module_path) == (Severity.NOTE, "norm") and "broadcast_buffers=False" in one.what
+
+
+def test_ranks_that_join_make_steps_of_their_own(tmp_path: Path) -> None:
+    ddp = {"kind": "ddp", "ranks": [0, 1], "joins": True}
+    (one,) = check(replicas(tmp_path / "run", data_parallel=ddp), ["replica"]).findings
+    assert one.severity is Severity.NOTE and "join" in one.advice
+
+
 @pytest.mark.parametrize(
     ("from_step", "of_rank_1", "is_unreduced"),
     [(0, [2.0, 1.0], True), (1, [2.0, 1.0], False), (0, [2.0, 4.0], False)],

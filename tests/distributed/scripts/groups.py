@@ -102,6 +102,13 @@ def wrapped_after_attach() -> None:
     call(DistributedDataParallel(inner))
 
 
+def ddp_joined() -> None:
+    model = DistributedDataParallel(net())
+    recorder.attach(model, name="ddp_joined", enabled=True)
+    with model.join():
+        call(model)
+
+
 ATTACHED = (
     *(plain, ddp, ddp_of_two, ddp_inside, fsdp1, fsdp1_hybrid_of_mesh, fsdp1_hybrid_of_groups),
     *(fsdp2, fsdp2_inside, fsdp2_of_larger_mesh, hsdp),
@@ -116,6 +123,7 @@ def main() -> None:
         call(model)
     evaluated_inside_ddp()
     wrapped_after_attach()
+    ddp_joined()
     leave()
 
 
