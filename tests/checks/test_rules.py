@@ -930,6 +930,19 @@ def test_a_dead_output_is_named_after_five_records() -> None:
     assert said(beginning, Dead) == [], "a branch that begins at zero"
 
 
+@pytest.mark.parametrize(
+    ("name", "extra", "severity"),
+    [("OneHot", 0, Severity.NOTE), ("OneHot", 1, Severity.WARNING), ("ReLU", 0, Severity.WARNING)],
+)
+def test_as_many_zeros_at_each_record_are_meant(name: str, extra: int, severity: Severity) -> None:
+    recorded = Recorded({"act": name})
+    for step in range(12):
+        values = np.zeros(400)
+        values[np.random.default_rng(step).permutation(400)[: 2 + extra * (step % 2)]] = 1.0
+        recorded.add(step, "act", values)
+    assert [one.severity for one in said(recorded, Dead)] == [severity]
+
+
 def test_a_mask_of_zeros_is_not_dead() -> None:
     recorded = Recorded()
     for step in range(6):

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..rows import MAX_STEPS, Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped
+from ..rows import MAX_STEPS, Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule
 
 _LEAST_ELEMENTS = 8
@@ -29,11 +29,12 @@ class Dead(StreakRule):
     what = "the output is zero in nearly all elements"
     measure, limit = "share of zeros", "share"
     advice = "look at the bias and the scale of what comes before, and at the learning rate"
+    may_recover = True
 
     def set_up(self) -> None:
         self._are_used = self._are_first = np.zeros(0, np.bool_)
-        self._lived = Memory(0.0)
-        """By output and rank, 1 if a record was not zero."""
+        self._lived, self._share, self._varied = Memory(0.0), Memory(), Memory(0.0)
+        """By output and rank, 1 if a record was not zero, the last share of zeros, and 1 if it was another before."""
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the share of zeros. Single numbers and non-float masks may well be zero, and are left out."""
@@ -42,15 +43,21 @@ class Dead(StreakRule):
             self._look_at_series()
         is_zero = share >= self.thresholds["share"]
         self._lived[rows.lanes[~is_zero]] = 1.0
+        before = previous(rows.lanes, share, self._share)
+        self._varied[rows.lanes[(share == 1) | (share != before) & ~np.isnan(before)]] = 1.0
         return is_zero & rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS) & self._are_used[rows.series], share
 
-    def severity_of(self, lane: int) -> Severity:
-        """Return NOTE for a module's further tensor that was never anything else but zeros.
+    def revised(self, one: Finding) -> Finding:
+        """Make it a note if a further tensor was never anything else but zeros, or has always as many of them.
 
-        A program may make such a tensor: T5 makes one, and gives it a gradient where activations are checkpointed.
+        A program may make a tensor of zeros: T5 makes one, and gives it a gradient where activations are checkpointed.
+        A top-k or a one-hot, which no ReLU is, has a fixed number of other elements.
         """
+        if (lane := self._lanes.get(one)) is None:
+            return one
         is_made = not self._are_first[self.catalog.series_of[lane]] and not self._lived.of(lane)
-        return Severity.NOTE if is_made else self.severity
+        is_fixed = not self._varied.of(lane) and "ReLU" not in self.catalog.class_of(self.catalog.key_of(lane))
+        return one._replace(severity=Severity.NOTE) if is_made or is_fixed else one
 
     def _look_at_series(self) -> None:
         """Find which series are the first tensors of their modules, and which are such tensors or have a gradient."""

@@ -40,6 +40,7 @@ _MANY = 256
 _MAX_SKIPPED = 10_000
 
 
+_NO_RATE = "its learning rate is 0,"
 _CLIPS = "nothing is wrong if the weight is to be clipped, as that of a WGAN's critic"
 
 
@@ -237,6 +238,7 @@ class Unchanged(StreakRule):
     what = "the parameter has a gradient and does not change"
     measure, limit = "records without a change", "records"
     advice = "look whether the optimizer steps this very parameter, and at its learning rate"
+    may_recover = True
 
     def set_up(self) -> None:
         self._values = {name: Memory() for name in EXACT}
@@ -288,7 +290,17 @@ class Unchanged(StreakRule):
             self._numel[params.lanes] = params["numel"]
             for one in super().add(rows.take(is_param)):
                 if self._has_gradient(one):
-                    yield one._replace(detail=self._rate_at(one))
+                    told = one._replace(detail=self._rate_at(one))
+                    if (lane := self._lanes.pop(one, None)) is not None:
+                        self._lanes[told] = lane
+                    yield told
+
+    def revised(self, one: Finding) -> Finding:
+        """Make a finding a note if the learning rate was zero at first, and the parameter has moved since."""
+        lane = self._lanes.get(one)
+        if lane is None or self._streaks.length(lane) or not one.detail.startswith(_NO_RATE):
+            return one
+        return one._replace(severity=Severity.NOTE, what=f"{one.what}; it changes later")
 
     def _note_rates(self, rows: Rows) -> None:
         """Remember the last learning rates, and the largest rate before these."""

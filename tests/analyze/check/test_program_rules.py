@@ -490,6 +490,24 @@ def test_a_rate_that_ends_the_training_is_said(tmp_path: Path) -> None:
     assert {one.step: float(one.detail.split()[4].rstrip(",")) for one in findings} == pytest.approx(rates, rel=1e-3)
 
 
+@pytest.mark.parametrize("begins", [6, 99])
+def test_a_group_that_begins_late_is_a_note(tmp_path: Path, begins: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with flagged(tmp_path, "site=param,grad,scalar keep=stats") as recording:
+        optimizer = torch.optim.SGD(
+            [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], 0.1
+        )
+        for step in range(12):
+            optimizer.param_groups[0]["lr"] = 0.1 * (step >= begins)
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    findings = check(recording.run, rules=["unchanged"]).findings
+    severity = Severity.NOTE if begins < 12 else Severity.WARNING
+    assert {(one.module_path, one.severity) for one in findings} == {("0", severity)}
+
+
 def test_inputs_of_a_model_of_which_only_parts_are_called_are_not_asked_for(tmp_path: Path) -> None:
     model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 2)})
     with flagged(tmp_path, "module='' site=input keep=stats steps=::2; site=output keep=stats") as recording:
