@@ -425,6 +425,17 @@ def test_a_loss_that_is_the_logarithm_of_the_number_of_classes_is_said_to_be_so(
     assert ("each of 4 classes the same probability" in one.detail) == is_said
 
 
+@pytest.mark.parametrize(("fall", "what"), [(0.015, "has stayed that of a model"), (0.1, "")])
+def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a_note(fall: float, what: str) -> None:
+    recorded = losses(
+        lambda step: math.log(4) + fall * (1 - step / 200) + float(noise(3, step, shape=(), scale=0.002)), steps=200
+    )
+    recorded.add(0, "", noise(0, shape=(8, 4)))
+    recorded.add(0, "", [0, 1, 2, 3], site="input", name=LABELS, dtype="int64")
+    found = said(with_updates(recorded, 1e-3, 200), LossStuck)
+    assert [one.severity for one in found] == [Severity.NOTE] * bool(what) and all(what in one.what for one in found)
+
+
 def test_a_loss_is_not_judged_within_its_noise_where_that_says_nothing() -> None:
     def stays(step: int) -> float:
         return 1.4 + float(noise(3, step, shape=(), scale=0.1))
@@ -447,10 +458,24 @@ def test_a_loss_is_not_judged_within_its_noise_where_that_says_nothing() -> None
         (lambda step: 2.3 * 0.9**step, None),
         (lambda step: 2.3 + float(noise(step, shape=(), scale=0.2)), None),
         (lambda step: 3 * 0.8**step if step < 20 else 0.03 * 21, "leapt"),
+        (lambda step: max(4 - 0.2 * step, 1.4) if step < 27 else 3.4, "leapt"),
+        (lambda step: max(4 - 0.2 * step, 1.4) if step < 27 else 2.4, None),
+        (lambda step: max(4 - 0.2 * step, 1.4) + (step % 2) if step < 27 else 3.4, None),
         (lambda step: 3 * 0.5**step if step < 20 else 1e-4, None),
         (lambda step: 3 * 0.8**step if step < 20 else 0.03 * 21 * 0.7 ** (step - 20), None),
     ],
-    ids=["still", "rising", "falling", "noise", "a leap of 21 times", "a leap of almost nothing", "a spike that falls"],
+    ids=[
+        "still",
+        "rising",
+        "falling",
+        "noise",
+        "a leap of 21 times",
+        "a leap beyond the last range",
+        "a small leap",
+        "a leap within the last range",
+        "a leap of almost nothing",
+        "a spike that falls",
+    ],
 )
 def test_a_loss_that_stands_still_or_rises_is_named(value: Any, words: str | None) -> None:
     found = said(losses(value), LossStuck)

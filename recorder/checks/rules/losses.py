@@ -191,11 +191,15 @@ class LossStuck(CurveRule):
             if is_whole and not is_validation(self.catalog.key_of(lane)):
                 losses.setdefault((key.name, num), []).append(curve)
         found = [self._quarters(np.array(curves), num) for (_, num), curves in losses.items()]
-        if not found or not all(means for means, _ in found) or not self._moves.num:
+        if not found or not self._moves.num:
             return
-        (means, shown), curves, moved = found[0], next(iter(losses.values())), self._moves.total
+        (means, shown, _), curves, moved = found[0], next(iter(losses.values())), self._moves.total
         still, fall = moved < self.thresholds["moved"], float((means[0] - min(means)) / abs(np.mean(means)))
         what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
+        if any(has_fallen for _, _, has_fallen in found):
+            if len(found) > 1 or not all(map(self._guessing, means)):
+                return
+            still, what = False, "the loss has stayed that of a model that gives each class the same probability"
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
         detail = f"its quarters are {', '.join(map(number, means))}; a fall by {number(100 * shown)} % would show"
@@ -216,8 +220,8 @@ class LossStuck(CurveRule):
         num = next((size[0] for size in sizes if size > (1,) and abs(math.log(size[0]) - loss) < 0.02), 0)
         return f"a model that gives each of {num} classes the same probability has this loss" if num else ""
 
-    def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float]:
-        """Return the loss in the quarters of the run, and which fall shows; no loss if it fell, or may have fallen."""
+    def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float, bool]:
+        """Return the loss in the quarters of the run, which fall shows, and whether it fell, or may have fallen."""
         size = int(_block_size(np.array(num - 1)))
         blocks = self._blocks.values[curves, : num // size].mean(axis=0) / size
         quarters, usual, num_blocks = np.array_split(blocks, 4), blocks[1:].mean(), len(blocks)
@@ -228,7 +232,7 @@ class LossStuck(CurveRule):
         fell = self._began[curves].mean() - usual > 3 * spread * math.sqrt(size / self._window)
         fell |= (blocks[0] - usual > 3 * blocks[1:].std()) | (np.ptp(means) > apart) | (spread == 0)
         fell = fell or np.corrcoef(blocks, np.arange(num_blocks))[0, 1] * math.sqrt(num_blocks) < -1.65  # a slope
-        return ([] if fell or shown > self.thresholds["shown"] else means), shown
+        return means, shown, bool(fell or shown > self.thresholds["shown"])
 
 
 def _block_size(num: Integers) -> Integers:
