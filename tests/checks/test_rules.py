@@ -458,7 +458,7 @@ def test_a_loss_is_not_judged_within_its_noise_where_that_says_nothing() -> None
         (lambda step: 2.3 * 0.9**step, None),
         (lambda step: 2.3 + float(noise(step, shape=(), scale=0.2)), None),
         (lambda step: 3 * 0.8**step if step < 20 else 0.03 * 21, "leapt"),
-        (lambda step: max(4 - 0.2 * step, 1.4) if step < 27 else 3.4, "leapt"),
+        (lambda step: max(4 - 0.2 * step, 1.4) if step < 27 else 3.4 + 0.1 * (step % 2), "leapt"),
         (lambda step: max(4 - 0.2 * step, 1.4) if step < 27 else 2.4, None),
         (lambda step: max(4 - 0.2 * step, 1.4) + (step % 2) if step < 27 else 3.4, None),
         (lambda step: 3 * 0.5**step if step < 20 else 1e-4, None),
