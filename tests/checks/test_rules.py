@@ -1023,6 +1023,15 @@ def test_a_tanh_at_its_ends_is_named_and_another_module_of_such_values_is_not() 
     assert {one.module_path for one in said(recorded, Saturated)} == {"tanh", "sigmoid"}
 
 
+@pytest.mark.parametrize(("last", "severity"), [(0.01, Severity.NOTE), (0.5, Severity.WARNING)])
+def test_a_classifier_that_has_learnt_may_be_sure(last: float, severity: Severity) -> None:
+    recorded = Recorded({"out": "Sigmoid"})
+    for step in range(10):
+        recorded.add(step, "out", np.full(16, 0.999))
+        recorded.add(step, "", 0.7 if step < 5 else last, site="scalar", name="loss")
+    assert [one.severity for one in said(recorded, Saturated)] == [severity]
+
+
 def test_a_rank_unlike_its_peers_is_named() -> None:
     recorded = outputs(lambda step, rank, path, values: values * (20 if rank == 2 else 1), ranks=6)
     found = said(recorded, OutlierRank)

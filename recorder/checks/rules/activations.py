@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
@@ -72,14 +73,36 @@ class Dead(StreakRule):
 class Saturated(StreakRule):
     name = "saturated"
     sentence = "A sigmoid or a tanh is near its ends in nearly all elements, record after record."
-    sites, columns = ("output",), ("sum_sq", "sum", "numel")
+    sites, columns, more_columns = ("output",), ("sum_sq", "sum", "numel"), ("mean",)
     settings = (
         Setting("slope", 0.02, "fraction of the largest slope", CALIBRATED),
         Setting("records", 5, "records", CALIBRATED),
+        Setting("learnt", 0.1, "of the first loss", "as `loss`: a smaller loss is near zero"),
     )
     what = "nearly all elements are at the ends of the function, where it has no slope"
     measure, limit = "mean slope", "slope"
     advice = "scale down what comes before, or normalise it"
+    may_recover = True
+
+    def set_up(self) -> None:
+        self._first, self._last = Memory(), Memory()
+        """By loss and rank, the loss at first and at last."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return super().wants(key) or key.is_loss
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        losses = rows.take(rows.where("loss", attrgetter("is_loss"))).by_lane()
+        began(losses.lanes, losses["mean"], self._first)
+        self._last[losses.lanes] = losses["mean"]
+        yield from super().add(rows.take(rows.at("output")))
+
+    def revised(self, one: Finding) -> Finding:
+        """Make it a note where the loss has nearly reached zero: a classifier that has learnt is sure of its classes."""
+        lanes = [lane for lane in range(self.catalog.num_lanes) if self._first.of(lane) > 0]
+        if not lanes or any(self._last.of(i) > self.thresholds["learnt"] * self._first.of(i) for i in lanes):
+            return one
+        return one._replace(severity=Severity.NOTE, what=f"{one.what}; the loss has nearly reached zero")
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the mean derivative, computed from the sums: 1 - y^2 for a tanh, 4 y (1 - y) for a sigmoid."""
