@@ -114,8 +114,7 @@ class RuleCommands:
                 self._changes.take(command, step + is_sent, rules, refused=refused, note=note)
                 if not is_sent and not refused:
                     self.heeded(
-                        f"{command.reason}: the statistics that the rules keep of some steps are kept of steps "
-                        f"{command.from_step} to {command.to_step}, too"
+                        f"{command.reason}: statistics are kept of steps {command.from_step} to {command.to_step}, too"
                     )
             self._selection.reschedule(self._changes.schedules())
             self._told.popleft()

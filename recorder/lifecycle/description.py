@@ -36,6 +36,7 @@ from ..rules import Rule, Schedule
 from ..system.log import Events
 from ..system.text import counted, size
 from .commands import Commands
+from .findings import NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,8 @@ class Summary:
         written = f"{rows}{of_rank}, {size(self.written_bytes)}{until}"
         dropped = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
         clauses = []
-        if self.nonfinite is not None:
+        is_elsewhere = self.nonfinite is not None and f": {NOT_FINITE} (" in self.finding  # first on another rank
+        if self.nonfinite is not None and not is_elsewhere:
             view = " (of rank 0; recorder first looks at all ranks)" if self.world_size > 1 else ""
             clauses.append(f"not finite since step {self.nonfinite.step}, {self.nonfinite.where}{view}")
         if self.finding:
@@ -179,7 +181,7 @@ class Summary:
         if suspect := ledger.get("suspect", 0):
             clauses.append(f"{counted(suspect, 'row')} that the disk may have lost")
         is_odd = dropped or suspect or self.never_moved or not ledger["observed"]
-        commands = ["first"] * (self.nonfinite is not None) + ["check"] * bool(self.finding)
+        commands = ["first"] * (self.nonfinite is not None) + ["check"] * bool(self.finding and not is_elsewhere)
         commands += ["doctor"] * bool(is_odd and self.is_asked_for)
         return (
             f"{written}; {'; '.join(clauses)}",

@@ -21,6 +21,7 @@ from ..checks.live import judge_program
 from ..checks.rows import Catalog
 from ..checks.rule import Finding, Severity
 from ..format.rundir import STATUS
+from ..sites import SITE_OF
 from ..system import log
 
 MAX_RANKS = 64
@@ -28,6 +29,7 @@ MAX_RANKS = 64
 _MAX_FINDINGS = 8
 """The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
 
+_NONFINITE, NOT_FINITE = "nonfinite", "not finite"
 _LOOK_S = 0.05
 """The seconds between two looks at the statuses of the other ranks."""
 
@@ -91,8 +93,8 @@ class LiveFindings:
         firsts = {rule: told for (rule, _), told in reversed(self._told.items())}
         found = sorted(self._told.values(), key=lambda told: told is not firsts[told["rule"]])
         if nonfinite is not None:
-            text = f"step {nonfinite.step}, {nonfinite.where}: not finite ({nonfinite.counts})"
-            first = {"rule": "nonfinite", "severity": Severity.ERROR.word, "module": nonfinite.module_path}
+            text = f"step {nonfinite.step}, {nonfinite.where}: {NOT_FINITE} ({nonfinite.counts})"
+            first = {"rule": _NONFINITE, "severity": Severity.ERROR.word, "module": nonfinite.module_path}
             found.insert(0, {**first, "step": nonfinite.step, "number": 1, "text": text, "site": nonfinite.site})
         return found
 
@@ -107,6 +109,7 @@ def worst_of_others(
 ) -> str:
     """Return a sentence on the worst finding of other ranks by a rule that found nothing on this rank, or "".
 
+    A value that is not finite counts, too, if it was computed before this rank's: a NaN reaches all ranks by a gradient.
     The other ranks are known by the statuses that they wrote into the folder of the run; those of other nodes may not
     be there. Ranks end at about the same time, so this waits until all have ended, but at most until `until_s`.
 
@@ -128,7 +131,19 @@ def worst_of_others(
         if time.monotonic() >= until_s:
             break
         time.sleep(_LOOK_S)
-    known, words = {one["rule"] for one in own}, [severity.word for severity in sorted(Severity, reverse=True)]
-    found = [(status["rank"], one) for status in statuses for one in status["findings"] if one["rule"] not in known]
+    known, words = {one["rule"]: one for one in own}, [severity.word for severity in sorted(Severity, reverse=True)]
+    bad = known.pop(_NONFINITE, None)
+    found = [
+        (status["rank"], one)
+        for status in statuses
+        for one in status["findings"]
+        if one["rule"] not in known and (one["rule"] != _NONFINITE or bad is None or _order(one) < _order(bad))
+    ]
     worst = min(found, key=lambda of: (words.index(of[1]["severity"]), of[1]["step"]), default=None)
     return "" if worst is None else f"rank {worst[0]}: {worst[1]['text']}"
+
+
+def _order(one: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return the step of a finding in a status, and whether the backward made its value."""
+    known = SITE_OF.get(one["site"])
+    return one["step"], known is not None and known.is_gradient

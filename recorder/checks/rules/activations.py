@@ -98,7 +98,7 @@ class Saturated(StreakRule):
         yield from super().add(rows.take(rows.at("output")))
 
     def revised(self, one: Finding) -> Finding:
-        """Make it a note where the loss has nearly reached zero: a classifier that has learnt is sure of its classes."""
+        """Make it a note where the loss has nearly reached zero: a classifier that has learnt is sure of its class."""
         lanes = [lane for lane in range(self.catalog.num_lanes) if self._first.of(lane) > 0]
         if not lanes or any(self._last.of(i) > self.thresholds["learnt"] * self._first.of(i) for i in lanes):
             return one
