@@ -18,11 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..columns import SCHEMA
+from ..columns import SCHEMA, note_members, parse_shape
 from ..errors import NotARunError, RunError
 from ..format import rundir
 from ..format.manifest import COUNTED, Lifetime, RetiredEarlier, RowCounts, WriterManifest
 from ..numerics.keys import by_key
+from ..sites import PROBE
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import counted, listed
 from .shard_rows import ShardRows, each_of, load_open, load_sealed
@@ -30,6 +31,8 @@ from .shard_rows import ShardRows, each_of, load_open, load_sealed
 logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
+_OF_BLOCKS = ("site", "step", "shape", "note")
+"""The columns that tell the steps of a row of the probe."""
 _NUM_TRIES = 10
 """The most attempts to open a shard. A listed shard may be sealed meanwhile: the next listing has its new name."""
 _QUIET_S = 60.0
@@ -195,6 +198,14 @@ class RecordedWriter:
         steps = [pc.max(_steps(shard)).as_py() for shard in self.shards]
         return max((step for step in steps if step is not None), default=None)
 
+    def probed_blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the first step, the last step and the length of each row of the probe. Payloads are not read."""
+        for batch in (batch for shard in self.probe_shards for batch in shard.columns(_OF_BLOCKS)):
+            for site, step, shape, note in zip(*(batch.column(name).to_pylist() for name in _OF_BLOCKS), strict=True):
+                if site == PROBE:
+                    length = parse_shape(shape)[-1]
+                    yield step, step + (length - 1) * note_members(note).get("every", 1), length
+
     @property
     def ending(self) -> str:
         """A sentence that says how the record of an ``unclosed`` writer ends. Empty in any other state."""
@@ -208,7 +219,9 @@ class RecordedWriter:
         rows = "1 row not written yet is" if num_lost == 1 else f"{num_lost} rows not written yet are"
         # The ledger (counts of rows) lacks what was observed after the last flush, so more rows may be lost.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
-        return f"{who} (writer {self.name}): {how}; {end}{lost}"
+        probed = max((last for _, last, _ in self.probed_blocks()), default=None)
+        numbers = "" if probed is None else f"; the numbers of every step (keep=probe) end in step {probed}"
+        return f"{who} (writer {self.name}): {how}; {end}{lost}{numbers}"
 
     @property
     def rows_gone(self) -> str:

@@ -23,7 +23,6 @@ _OF_ROW = ("attempt", "rank", "root", "module_path", "phase", "mode", "scope")
 _OF_NOTE = ("dtype", "global_numel")
 _COUNTS = ("nan_count", "inf_count", "numel")
 _COLUMNS = (*_OF_ROW, "site", "name", "step", "dtype", "shape", "encoding", "payload_bytes", "note", "batch", "row")
-_SIZE = ("site", "step", "shape", "note")
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 PROBE_SCHEMA = pa.schema(
     [
@@ -69,16 +68,11 @@ class ProbeSize(NamedTuple):
 
 def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
     """Return how many numbers ``keep=probe`` recorded, and their steps. None without any. Payloads are not read."""
-    num_numbers, firsts, lasts = 0, [], []
-    for batch in (batch for one in writers for shard in one.probe_shards for batch in shard.columns(_SIZE)):
-        for site, step, shape, note in zip(*(batch.column(name).to_pylist() for name in _SIZE), strict=True):
-            if site != PROBE:
-                continue
-            length = parse_shape(shape)[-1]
-            num_numbers += length
-            firsts.append(step)
-            lasts.append(step + (length - 1) * note_members(note).get("every", 1))
-    return ProbeSize(num_numbers, min(firsts), max(lasts)) if firsts else None
+    blocks = [block for one in writers for block in one.probed_blocks()]
+    if not blocks:
+        return None
+    firsts, lasts, lengths = zip(*blocks, strict=True)
+    return ProbeSize(sum(lengths), min(firsts), max(lasts))
 
 
 def _tables(shard: ShardRows) -> Iterator[Any]:
