@@ -359,7 +359,10 @@ def test_diff_of_runs_without_a_common_module_does_not_call_them_equal(cli: Cli,
     found = cli("diff", *runs, "--common", "--brief")
     assert found.exit_code == 1
     answer, why, *_ = found.out.splitlines()[2:]
-    assert answer.startswith("equal as far as compared: 1 value compared: 1 equal") and "no module is common" in why
+    assert (
+        answer.startswith("equal as far as compared: 1 value compared: 1 equal")
+        and "no module has a record in both runs" in why
+    )
 
 
 def test_diff_of_a_folder_with_one_run_asks_for_a_second(cli: Cli, tmp_path: Path) -> None:

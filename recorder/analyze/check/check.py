@@ -20,11 +20,12 @@ from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
-from ...checks.rules.comparing import RUNNING_VARIANCE, OutlierRank, Replica, Width
+from ...checks.rules.comparing import NEVER_HERE, RUNNING_VARIANCE, OutlierRank, Replica, Width
 from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.no_gradient import NoGradient
 from ...checks.rules.parameters import Unchanged, Update
 from ...checks.rules.programs import BatchFirst, EvaluationMode, LossArgument, NotCleared, NotOptimized
+from ...checks.rules.values import NonFinite
 from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
@@ -517,7 +518,7 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     if worst.rule == Replica.name:
         return shlex.join(["recorder", "first", typed])
     where = [worst.module_path]
-    is_missing = worst.rule == NoGradient.name and worst.site == "param"
+    is_missing = (worst.rule == NoGradient.name and worst.site == "param") or worst.what == NEVER_HERE
     if is_missing or worst.rule in _SHOWN:  # no row has what the program did
         return shlex.join(["recorder", "show", typed, *where[: len(one.paths) == 1]])
     if worst.rule == NotCleared.name or (worst.rule == Update.name and not worst.module_path):
@@ -527,7 +528,8 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     is_by_name = worst.site == "scalar" or (worst.site == "input" and is_labels(worst.name))
     words += ["--name", worst.name] if is_by_name and len(one.names) == 1 else []
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
-    reads_probe = not worst.measure or any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
+    reads_probe = worst.rule == NonFinite.name or not worst.measure  # the probe has the healthy steps before a NaN
+    reads_probe |= any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
     words += ["--probe"] if reads_probe and worst.site != "scalar" else []
     is_of_others = worst.what.startswith(ONE_BATCH) or worst.rule == OutlierRank.name  # the other ranks show it
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 and not is_of_others else []

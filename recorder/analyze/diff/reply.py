@@ -171,7 +171,10 @@ def _reasons(result: Diff, limit: int, *, common: bool) -> Iterator[str]:
     elif result.first is None and result.verdict == "different":
         yield "one run lacks values that the other run has, so the exit code is 1; --common ignores such values"
     if not result.has_common_modules:
-        yield "no module is common: only values of the root or the program, such as a learning rate, were compared"
+        yield (
+            "no module has a record in both runs at the same step: only records of the root or the program, such as a "
+            "learning rate, were compared"
+        )
     for left_out in result.left_out:
         of = f" of {listed(map(repr, left_out.modules), limit or len(left_out.modules))}" if left_out.modules else ""
         yield f"not compared: {counted(left_out.num_values, 'value')}{of}: {left_out.why}"

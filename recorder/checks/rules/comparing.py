@@ -18,6 +18,7 @@ from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity,
 
 _SAME_RATE, _RATES = 1e-6, 3
 """The relative distance up to which learning rates are equal, and the steps in a row for which they must differ."""
+NEVER_HERE = "it exists in the sound runs, and never in this run"
 OTHER_RATE = "the learning rate is "
 _LEAST_DEVIATION = 0.01
 """The least standard deviation assumed for the logarithms of peers. Peers agree to better than 1 % only by chance."""
@@ -398,7 +399,7 @@ class Invariant(BaselineRule):
             if is_asked and key not in recorded:
                 yield Finding(
                     self.name, Severity.WARNING, 0, *key[:4], ranks=(),
-                    what="it exists in the sound runs, and never in this run",
+                    what=NEVER_HERE,
                     measure="records", value=0.0, threshold=1.0, advice=self.advice,
                 )  # fmt: skip
 

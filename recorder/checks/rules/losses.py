@@ -313,11 +313,10 @@ class Overfitting(CurveRule):
         """Return a finding if the loss rises farther above its best than before each of the best ones before it."""
         found: Finding | None = None
         best = best_then = math.inf
-        rise = recovered = 1.0
-        num_above = 0
+        best_step, rise, recovered, num_above = 0, 1.0, 1.0, 0
         for step, value, trained in self._seen[curve]:
             if value < best:
-                recovered, rise, best = max(rise, recovered), 1.0, value
+                recovered, rise, best, best_step = max(rise, recovered), 1.0, value, step
             if best > 0:
                 rise = max(rise, value / best)
             gap = value / trained - 1 if trained > 0 else math.nan
@@ -325,7 +324,9 @@ class Overfitting(CurveRule):
             num_above = num_above + 1 if is_above else 0
             if num_above == self.thresholds["records"] and best < best_then:
                 what, best_then = "the validation loss has risen from its best, and the loss in training has not", best
-                found = self.finding(self.lanes[curve], step, what, _GAP, gap, self.thresholds["gap"])
+                found = self.finding(self.lanes[curve], step, what, _GAP, gap, self.thresholds["gap"], since=best_step)
+                least, losses = f"its least is {number(best)} at step {best_step}", (number(value), number(trained))
+                found = found._replace(detail=f"{least}; at step {step} it is {losses[0]}, and in training {losses[1]}")
         if found is not None and best < best_then:
             found = found._replace(severity=Severity.NOTE, what=f"{found.what}; later the loss reaches a new minimum")
         return found

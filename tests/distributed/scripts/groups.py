@@ -104,8 +104,8 @@ def wrapped_after_attach() -> None:
 
 def ddp_joined() -> None:
     model = DistributedDataParallel(net())
-    recorder.attach(model, name="ddp_joined", enabled=True)
     with model.join():
+        recorder.attach(model, name="ddp_joined", enabled=True)
         call(model)
 
 
