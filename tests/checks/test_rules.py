@@ -132,6 +132,16 @@ def test_a_nan_loss_that_the_program_skips_is_said_to_touch_no_parameter(is_used
         assert ("; it did not reach any gradient or parameter recorded at this step" in one.what) == (not is_used)
 
 
+@pytest.mark.parametrize(("last", "is_said"), [(-100, True), (3, False)])
+def test_a_nan_loss_of_labels_that_are_all_ignored_says_so(last: int, is_said: bool) -> None:
+    recorded = Recorded()
+    for step in range(4):
+        recorded.add(step, "", [-100, -100, last if step == 2 else 1], site="input", name="labels", dtype="int64")
+        recorded.add(step, "", np.nan if step == 2 else 1.0, name="loss")
+    (one,) = said(recorded, NonFinite)
+    assert ("; all labels are -100, which the loss ignores" in one.what) is is_said
+
+
 def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:
     def mask(count: int) -> Any:
         values = np.zeros(8)

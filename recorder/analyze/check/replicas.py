@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ...checks.rule import Finding, Replicas, Severity
 from ...checks.rules.comparing import Replica
@@ -27,15 +27,16 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     search = compare_replicas(run, mapper)
     numbers = Counter(value.site for value in search.values.values())
     probed = {one.key[2]: one for one in apart_by_probe(run, search.equal_values)}
+    wrappers = {root.name: root.data_parallel for writer in run.writers for root in writer.manifest.roots}
+    kinds = {name: wrapper.kind for name, wrapper in wrappers.items() if wrapper is not None}
     findings = [
-        _finding(one, numbers[one.value.site], probed.pop(site, None))._replace(advice=_advice(one, search))
+        _finding(one, numbers[one.value.site], probed.pop(site, None))._replace(advice=_advice(one, search, kinds))
         for site, one in search.firsts.items()
     ]
     findings += [_probed_finding(one) for one in probed.values()]
     stale = (one for one in search.buffers if one.is_stale)
     findings += [_finding(one, 1, None, _OWN_BUFFERS)._replace(severity=Severity.NOTE, advice=_SYNC) for one in stale]
-    roots = (root for writer in run.writers for root in writer.manifest.roots)
-    joined = {root.name for root in roots if root.data_parallel is not None and root.data_parallel.joins}
+    joined = {name for name, wrapper in wrappers.items() if wrapper is not None and wrapper.joins}
     findings = [_without_common_steps(one) if one.root in joined else one for one in findings]
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
@@ -48,7 +49,7 @@ def _without_common_steps(one: Finding) -> Finding:
     return one._replace(severity=Severity.NOTE, advice=_JOIN)
 
 
-def _advice(one: Differing, search: ReplicaFinder) -> str:
+def _advice(one: Differing, search: ReplicaFinder, kinds: Mapping[str, str]) -> str:
     """Return what to do about replicas that differ. If no gradient was ever equal, nothing reduces the gradients.
 
     If one rank's gradients are a multiple of the other's, something scaled them after they were reduced.
@@ -57,7 +58,11 @@ def _advice(one: Differing, search: ReplicaFinder) -> str:
     differing = [name for name in search.values if (name[0], name[2]) == (root, site)]
     were_equal = any((name[0], name[2]) == (root, site) for name in search.equal_values)
     is_unreduced = site == "grad" and len(differing) > 1 and not (were_equal or one.is_assumed or factor_of(one))
-    return Replica.advice_unreduced if is_unreduced else Replica.advice
+    if one.was_never_equal:
+        return Replica.advice_unwrapped
+    if is_unreduced:
+        return Replica.advice_unsharded if kinds.get(root) == "fsdp2" else Replica.advice_unreduced
+    return Replica.advice
 
 
 def _finding(one: Differing, number: int, probed: ApartByProbe | None, what: str = _APART) -> Finding:

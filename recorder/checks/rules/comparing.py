@@ -35,6 +35,11 @@ class Replica(CheckRule):
         "nothing reduces the gradients over these ranks: call the wrapper, `ddp(x)` and not `ddp.module(x)`, and run "
         "the last forward and backward before each update outside of `no_sync()`"
     )
+    advice_unsharded = "nothing reduces this gradient: call `fully_shard` on the whole model, too, after its layers"
+    advice_unwrapped = (
+        "if the ranks are to train one model, wrap it in DDP or FSDP, or give all ranks equal parameters and average "
+        "the gradients"
+    )
 
     def add(self, rows: Rows) -> Iterable[Finding]:
         """Report nothing: statistics cannot prove that bits are equal. `finish` reports the caller's comparison."""

@@ -29,12 +29,12 @@ from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 ONE_BATCH = "the batch is that of rank"
 _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
-_IGNORED = -100
+IGNORED = -100
 """The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
 _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor that is judged. The elements of a smaller tensor may be equal by chance."""
 _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
-ALL_IGNORED = f"all labels are {_IGNORED}, which the loss ignores"
+ALL_IGNORED = f"all labels are {IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
@@ -320,9 +320,9 @@ class Data(CheckRule):
         is_label = rows.where("labels", _holds_labels)
         is_judged = is_label | rows.where("first argument", self._is_first)
         is_masked = is_label & _are_of_one_class(rows)
-        is_ignored = (rows["max"] == _IGNORED) & ~rows.are_float()
+        is_ignored = (rows["max"] == IGNORED) & ~rows.are_float()
         is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
-        of_masked = f"{_ONE_CLASS}, except labels {_IGNORED}, which the loss ignores"
+        of_masked = f"{_ONE_CLASS}, except labels {IGNORED}, which the loss ignores"
         of_label = np.where(is_ignored, ALL_IGNORED, _ONE_CLASS)
         what = np.where(is_label, np.where(is_masked, of_masked, of_label), "all elements of the input are equal")
         self._hold(rows, self._flat, is_flat, what)
@@ -357,7 +357,7 @@ def _are_of_one_class(rows: Rows) -> Flags:
     with np.errstate(all="ignore"):
         is_of_two = np.abs(rows["l2"] ** 2 / numel - (low + high) * mean + low * high) <= 1e-9 * low * low
         num_high = np.round(numel * (mean - low) / (high - low))
-    return np.asarray((low == _IGNORED) & (high >= 0) & is_of_two & (num_high >= _LEAST_ELEMENTS))
+    return np.asarray((low == IGNORED) & (high >= 0) & is_of_two & (num_high >= _LEAST_ELEMENTS))
 
 
 def _balanced(rows: Rows) -> Floats:

@@ -221,8 +221,8 @@ class NoGradient(StreakRule):
                     what, is_odd = f"never had a gradient, {why}", True
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
-                one = self.finding(lane, 0, what, measure, num, limit, severity)
-                yield one._replace(advice=_CUT_OFF) if what.endswith(_LATER_HAVE) else one
+                found = self.finding(lane, 0, what, measure, num, limit, severity)
+                yield found._replace(advice=_CUT_OFF) if what.endswith(_LATER_HAVE) else found
         for found in self._waiting.finish():
             if found.root in zeroed:
                 found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)

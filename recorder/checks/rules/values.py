@@ -21,6 +21,7 @@ from ..rows import (
     thrown_away,
 )  # fmt: skip
 from ..rule import CheckRule, Finding, Setting, Severity, StreakRule
+from .data import ALL_IGNORED, IGNORED
 
 _MOST_SKIPPED = 20
 """The number of skipped steps that halve a scale of 2^16 to 1. Further halving cannot help."""
@@ -34,6 +35,7 @@ class NonFinite(CheckRule):
     sentence = "A value has NaN, or infinities that are no mask."
     severity = Severity.ERROR
     sites, columns = (*sites.SITES, "update"), ("nan_count", "inf_count", "numel")
+    more_columns = ("min", "max")
     settings = (Setting("elements", 1, "elements", "smdebug's ExplodingTensor"),)
     advice = "recorder first names the last healthy values, and recorder stats shows the value"
 
@@ -149,6 +151,11 @@ class NonFinite(CheckRule):
             what += ", although the input of the module is: the module made the value"
         elif key.site in ("output", "tap"):
             what += ", and all values recorded before it in this step are finite"
+        is_label = (
+            same_step & rows.where("labels", lambda one: sites.is_labels(one.name) is not None) & rows.at("input")
+        )
+        if is_label.any() and (rows["min"][is_label] == IGNORED).all() and (rows["max"][is_label] == IGNORED).all():
+            what += f"; {ALL_IGNORED}"
         what += self._objectives(rows.take(same_step), is_bad[same_step])
         evaluated = rows.where("evaluated", lambda one: one.mode != "train" and one.site in sites.VALUES_OF_CALLS)
         if not (is_bad & ~evaluated).any():

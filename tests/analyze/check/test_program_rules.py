@@ -495,9 +495,8 @@ def test_a_group_that_begins_late_is_a_note(tmp_path: Path, begins: int) -> None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with flagged(tmp_path, "site=param,grad,scalar keep=stats") as recording:
-        optimizer = torch.optim.SGD(
-            [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], 0.1
-        )
+        groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
         for step in range(12):
             optimizer.param_groups[0]["lr"] = 0.1 * (step >= begins)
             optimizer.zero_grad()
