@@ -5,6 +5,7 @@ The output has a sentence for each finding, with a command that shows more. With
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections import Counter, defaultdict
@@ -426,8 +427,8 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
         yield f"{_INDENT}" + ": ".join(filter(None, [one.worst.advice, command_of(typed, one)]))
         for words in ("with it", "from it follow"):
             some = [other for other in under if bool(other.worst.cause) == (words != "with it")]
-            if short := "; ".join(f"{other.worst.rule} at {_place(other)}" for other in some):
-                yield f"{_INDENT}{words}: {shortened(short, _MAX_FOLLOWING)}"
+            if some:
+                yield f"{_INDENT}{words}: {_listed([f'{other.worst.rule} at {_place(other)}' for other in some])}"
     if len(told) > MAX_FINDINGS:
         yield f"{_INDENT}and {len(told) - MAX_FINDINGS} more findings; --json has all"
     reasons = _reasons(checked.unjudged)
@@ -437,7 +438,10 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
         yield f"{_wants(checked)}; --verbose names each"
     if settings := dict.fromkeys(one.setting for one in checked.unjudged if one.setting):
         num = counted(sum(bool(one.setting) for one in checked.unjudged), "more rule")
-        yield f"{num} judge a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote('; '.join(settings))}"
+        rules = "; ".join(settings).replace(
+            " keep=", " steps=::10 keep="
+        )  # not at every step: most rows
+        yield f"{num} judge a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
     yield from (f"note: {note}" for note in checked.notes)
     judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
     counts = Counter(one.worst.severity for one, _ in told)
@@ -448,6 +452,14 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     is_judged = checked.num_rows or checked.num_probed
     nothing = "these rules found nothing in these rows" if is_judged else "nothing is known"
     yield f"{run.name}: {judged} judged {rows}: {tally if told else nothing}"
+
+
+def _listed(findings: Sequence[str]) -> str:
+    """Return findings one after the other, as many as a few lines hold, and how many more there are."""
+    lengths = itertools.accumulate(len(one) + 2 for one in findings)
+    shown = max(sum(length <= _MAX_FOLLOWING for length in lengths), 1)
+    more = [f"and {len(findings) - shown} more"] if shown < len(findings) else []
+    return "; ".join([*findings[:shown], *more])
 
 
 def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
