@@ -259,6 +259,13 @@ class StreakRule(CheckRule):
                 self._lanes[one] = lane
             yield one
 
+    def with_detail(self, one: Finding, detail: str) -> Finding:
+        """Return a finding with a detail. It may still become a note if its condition is over at the end."""
+        found = one._replace(detail=detail)
+        if (lane := self._lanes.pop(one, None)) is not None:
+            self._lanes[found] = lane
+        return found
+
     def finish(self) -> Iterable[Finding]:
         if self._most < self.records:
             self.why_not_judged = f"it needs {self.records} records of a value, and the run has {self._most}"

@@ -834,6 +834,10 @@ def test_an_update_as_large_as_the_weight_is_named() -> None:
     assert one.since is None and one.first_step == 2, "a single record holds for no more than itself"
     from_zero = parameters(lambda step, number: noise(number) * 1e-3 * step)
     assert said(from_zero, Update) == []
+    for step in range(6):
+        recorded.add(step, "", 0.1 if step >= 2 else 0.01, site="scalar", name="lr.SGD.0")
+    (one,) = said(recorded, Update)
+    assert one.detail == "the learning rate lr.SGD.0 rose 10 times at step 2, from 0.01 to 0.1"
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,11 @@ class Dead(StreakRule):
         """
         if (lane := self._lanes.get(one)) is None:
             return one
+        name = self.catalog.class_of(self.catalog.key_of(lane))
+        if "Dropout" in name:
+            return one._replace(advice="look at the probability of the dropout, and at what comes before")
         is_made = not self._are_first[self.catalog.series_of[lane]] and not self._lived.of(lane)
-        is_fixed = not self._varied.of(lane) and "ReLU" not in self.catalog.class_of(self.catalog.key_of(lane))
+        is_fixed = not self._varied.of(lane) and "ReLU" not in name
         return one._replace(severity=Severity.NOTE) if is_made or is_fixed else one
 
     def _look_at_series(self) -> None:

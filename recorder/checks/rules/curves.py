@@ -221,7 +221,7 @@ class Rings:
         return replaced
 
 
-class _Recent:
+class Recent:
     """Keeps the rows of the last few steps, to find the value that moved first and the learning rate that rose."""
 
     def __init__(self) -> None:
@@ -229,6 +229,8 @@ class _Recent:
         """Batches of rows, the oldest first."""
 
     def add(self, rows: Rows) -> None:
+        if not len(rows):
+            return
         self._kept.append(rows)
         first = int(rows.steps[-1]) - _KEPT_STEPS
         while len(self._kept) > 1 and (
@@ -267,6 +269,8 @@ class _Recent:
     def risen_rate(self, one: Finding) -> str:
         """Name the learning rate that rose most shortly before a finding. Return an empty string if none rose."""
         rank = one.ranks[0] if one.ranks else -1
+        if not self._kept:
+            return ""
         kept = [rows.take(rows.where("rate", attrgetter("is_rate")) & (rows.ranks == rank)) for rows in self._kept]
         rates = concatenate(kept).by_lane()
         values, steps = rates["mean"], rates.steps
@@ -303,7 +307,7 @@ class Spike(CurveRule):
 
     def set_up(self) -> None:
         super().set_up()
-        self._recent = _Recent()
+        self._recent = Recent()
         self._num_details = 0
         self._window = max(int(self.thresholds["window"]), 2)
         self._rings = Rings(self._window)

@@ -29,6 +29,7 @@ from ..rows import (
     previous,
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule
+from .curves import Recent
 from .gradients import is_weight, template
 
 _NARROW = ("bfloat16", "float16", "float8")
@@ -86,10 +87,16 @@ class _Large(_Update, StreakRule):
         """By parameter and rank, the number of the parameter's updates that the probe has measured so far."""
         self._updates: Rows | None = None
         """The probe's rows of updates that belong to the rows being judged."""
+        self._recent = Recent()
+
+    def wants(self, key: SeriesKey) -> bool:
+        return super().wants(key) or key.is_rate
 
     def add(self, rows: Rows) -> Iterator[Finding]:
+        self._recent.add(rows.take(rows.where("rate", attrgetter("is_rate"))))
         self._updates = self._without_first(rows.take(rows.at(UPDATE)).by_lane())
-        yield from super().add(rows.take(rows.at("param")))
+        for one in super().add(rows.take(rows.at("param"))):
+            yield self.with_detail(one, self._recent.risen_rate(one))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the updates' sizes from the probe. Without them, changes of norm and sum give a lower bound."""
@@ -219,7 +226,7 @@ class _Restless(_Update):
 
 class Update(_Update, PartsRule):
     parts = (_Large, _Shrinking, _Uphill, _Restless)
-    more_columns = ("absmax",)
+    more_columns = ("absmax", "mean")
 
     def revised(self, one: Finding) -> Finding:
         return self._parts[0].revised(one)
@@ -290,10 +297,7 @@ class Unchanged(StreakRule):
             self._numel[params.lanes] = params["numel"]
             for one in super().add(rows.take(is_param)):
                 if self._has_gradient(one):
-                    told = one._replace(detail=self._rate_at(one))
-                    if (lane := self._lanes.pop(one, None)) is not None:
-                        self._lanes[told] = lane
-                    yield told
+                    yield self.with_detail(one, self._rate_at(one))
 
     def revised(self, one: Finding) -> Finding:
         """Make a finding a note if the learning rate was zero at first, and the parameter has moved since."""
