@@ -365,9 +365,11 @@ class LossFinder:
         if len(self._misses) >= _MAX_KINDS:
             self._misses.clear()
         if self._misses.get(kind, 0) < _MAX_MISSES:
-            labels = None
+            labels, has_more = None, False
             with suppress(RuntimeError):  # the graph is freed, or the labels have changed: the backward says so
-                labels = _labels_below(node)
+                labels, has_more = _labels_below(node)
+            if has_more:
+                root.inventory.note_many_labels()
             if labels is None:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
@@ -413,14 +415,23 @@ def _children(node: Any) -> list[Any]:
     return [child for child, _ in node.next_functions[:_MAX_NODES] if child is not None]
 
 
-def _labels_below(loss: Any) -> torch.Tensor | None:
-    """Return the labels that one of the first nodes of a loss has saved for the backward, or None."""
-    nodes = [loss]
+def _labels_below(loss: Any) -> tuple[torch.Tensor | None, bool]:
+    """Return the labels that one of the first nodes of a loss has saved for the backward, or None.
+
+    Also return whether another node has saved other labels. Only whole numbers count, which may be classes.
+    """
+    nodes, first = [loss], None
     for node in nodes:
-        if (labels := _saved(node, "target")) is not None:
-            return None if _compares_samples(node) else labels
+        if (labels := _saved(node, "target")) is None:
+            pass
+        elif first is None:
+            if _compares_samples(node):
+                return None, False
+            first = labels
+        elif not (labels.is_floating_point() or first.is_floating_point()) and labels.data_ptr() != first.data_ptr():
+            return first, True
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
-    return None
+    return first, False
 
 
 def _wrong_argument(loss: Any) -> tuple[str, Any] | None:

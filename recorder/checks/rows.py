@@ -100,6 +100,8 @@ class ModuleFacts(NamedTuple):
     """The step at which the module was seen to take a dim as long as the labels, so perhaps the batch, for the time."""
     graphless: bool = False
     """Whether all calls of the module were made with gradients disabled."""
+    has_many_labels: bool = False
+    """Of the first module: whether a loss was the sum of losses of several labels."""
     rates: Mapping[str, str] = MappingProxyType({})
     """For each parameter of an optimizer, the scalar that records its learning rate."""
 

@@ -106,6 +106,8 @@ class RecordedModule:
     that made the argument, by autograd's names: ``LogSoftmax of Softmax``. ``Neg of NllLoss`` is a negated loss."""
     loss_argument_since: int | None = None
     """The step at which this argument was seen first."""
+    has_many_labels: bool = False
+    """Of the first module: whether a loss was the sum of losses of several whole-numbered labels."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
     optimizer_anew: str = ""

@@ -93,6 +93,17 @@ def test_targets_of_other_losses_are_recorded(tmp_path: Path, loss_of: Any) -> N
     assert [values for _, _, values in labels(tmp_path)] == drawn(3)
 
 
+@pytest.mark.parametrize("has_many", [False, True])
+def test_the_manifest_says_if_a_loss_has_several_labels(tmp_path: Path, has_many: bool) -> None:
+    def sum_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        other = torch.zeros_like(y) if has_many else y
+        return F.cross_entropy(model(x), y) + F.cross_entropy(model(x), other)
+
+    train(net(), sum_of, tmp_path)
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.has_many_labels is has_many
+
+
 class Given(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -249,6 +249,15 @@ def test_targets_of_one_value_are_a_note_if_they_are_no_classes() -> None:
     assert [(one.what, one.severity.word) for one in said(ones, Data)] == [("all labels of a batch are equal", "note")]
 
 
+@pytest.mark.parametrize("has_many", [False, True])
+def test_labels_of_one_class_beside_others_are_a_note(has_many: bool) -> None:
+    recorded = batches(lambda step, rank: {LABELS: np.full(8, step % 2)}, dtype="int64")
+    facts = ModuleFacts("Net", ("input",), has_many_labels=has_many)
+    recorded.catalog.modules["model", ""] = facts
+    (one,) = said(recorded, Data)
+    assert one.severity is (Severity.NOTE if has_many else Severity.WARNING)
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_one_batch_at_every_step_may_be_full_batch_training(is_kept: bool) -> None:
     def judged(make: Any) -> list[tuple[str, str, bool]]:

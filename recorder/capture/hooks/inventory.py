@@ -326,6 +326,11 @@ class Inventory:
         if self._modules and "loss_argument" not in self._modules[0]:
             self._add(0, {"loss_argument": argument, "loss_argument_since": step})
 
+    def note_many_labels(self) -> None:
+        """Note that a loss is the sum of losses of several labels."""
+        if self._modules and "has_many_labels" not in self._modules[0]:
+            self._add(0, {"has_many_labels": True})
+
     def note_anew(self, class_name: str, step: int | None) -> None:
         """Note the step since which optimizers of a class are made anew for each update. None: they are not."""
         if self._modules:

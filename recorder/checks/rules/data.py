@@ -36,6 +36,7 @@ _LEAST_ELEMENTS = 8
 _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
 ALL_IGNORED = f"all labels are {IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
+_OF_SEVERAL = "; other losses of the same backward have other labels, as that of a domain beside that of a class"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
@@ -140,6 +141,8 @@ class Data(CheckRule):
                     one = one._replace(advice=_SHUFFLE)
                 if one.what.startswith(_ONE_CLASS) and self._are_ranked(lane):
                     severity, more = Severity.NOTE, _RANKED
+                elif one.what == _ONE_CLASS and root is not None and root.has_many_labels:
+                    severity, more = Severity.NOTE, _OF_SEVERAL
                 yield one._replace(severity=severity, what=one.what + more)
 
     def _in_order(self) -> Iterator[Finding]:
