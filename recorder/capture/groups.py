@@ -122,7 +122,8 @@ def _data_parallel(module: nn.Module) -> DataParallel | None:
 
 def _ddp(wrapper: Any) -> DataParallel:
     broadcasts = bool(wrapper.broadcast_buffers)
-    joins = {"joins": True} if wrapper._join_config.enable else {}
+    is_joined = getattr(getattr(wrapper, "_join_config", None), "enable", False)  # not public
+    joins = {"joins": True} if is_joined else {}
     return {"kind": "ddp", "ranks": [*ranks_of(wrapper.process_group)], "broadcast_buffers": broadcasts, **joins}
 
 
