@@ -163,7 +163,7 @@ class Catalog:
         return "" if module is None else module.class_name
 
     def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """Return, for each series, whether `is_one` is true of the series. Results are cached by `name`."""
+        """Return, for each series, whether `is_one` is true of the series. All rules share results by `name`."""
         known = self._marks.get(name, np.zeros(0, np.bool_))
         if len(known) < len(self.series):
             new = [is_one(key) for key in self.series[len(known) :]]

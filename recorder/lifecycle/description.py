@@ -159,12 +159,12 @@ class Summary:
         written = f"{rows}{of_rank}, {size(self.written_bytes)}{until}"
         dropped = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
         clauses = []
-        is_elsewhere = self.nonfinite is not None and f": {NOT_FINITE} (" in self.finding  # first on another rank
-        if self.nonfinite is not None and not is_elsewhere:
+        if self.nonfinite is not None:
             view = " (of rank 0; recorder first looks at all ranks)" if self.world_size > 1 else ""
             clauses.append(f"not finite since step {self.nonfinite.step}, {self.nonfinite.where}{view}")
+        is_elsewhere = f": {NOT_FINITE} (" in self.finding  # on another rank, and before that of rank 0
         if self.finding:
-            clauses.append(self.finding)
+            clauses.insert(0 if is_elsewhere else len(clauses), self.finding)
         if self.never_moved:
             clauses.append(self.never_moved)
         clauses.append(f"dropped {', '.join(dropped)}" if dropped else "nothing dropped")
@@ -181,7 +181,9 @@ class Summary:
         if suspect := ledger.get("suspect", 0):
             clauses.append(f"{counted(suspect, 'row')} that the disk may have lost")
         is_odd = dropped or suspect or self.never_moved or not ledger["observed"]
-        commands = ["first"] * (self.nonfinite is not None) + ["check"] * bool(self.finding and not is_elsewhere)
+        commands = ["first"] * (self.nonfinite is not None) + ["check"] * bool(
+            self.finding and not (is_elsewhere and self.nonfinite is not None)
+        )
         commands += ["doctor"] * bool(is_odd and self.is_asked_for)
         return (
             f"{written}; {'; '.join(clauses)}",

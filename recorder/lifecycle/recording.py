@@ -317,12 +317,13 @@ class Recording:
         log.tell(_logger, lambda: summary.lines, deadline_s, lambda: self._is_summed_up.acquire(blocking=False))
 
     def _worst_finding(self, run_dir: Path, until_s: float) -> str:
-        """Return the worst finding of this rank, or else of another rank. Empty if no rule found anything."""
-        worst = self._ring.findings.worst
-        if worst is not None or self.world_size == 1:
+        """Return the worst finding of this rank, or else of another rank. If this rank has a NaN, return both."""
+        worst, bad = self._ring.findings.worst, self.capture.nonfinite.first
+        if self.world_size == 1 or (worst is not None and bad is None):
             return "" if worst is None else worst.text
-        own = self._ring.findings.for_status(self.capture.nonfinite.first)
-        return worst_of_others(run_dir, own, job=self._topology, world_size=self.world_size, until_s=until_s)
+        own = self._ring.findings.for_status(bad)
+        others = worst_of_others(run_dir, own, job=self._topology, world_size=self.world_size, until_s=until_s)
+        return "; ".join(filter(None, [others, "" if worst is None else worst.text]))
 
     def _how_to_learn_more(self) -> str | None:
         run_dir = self.run_dir

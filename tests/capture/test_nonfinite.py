@@ -55,7 +55,8 @@ def test_each_rank_says_its_first_once_and_rank_0_says_at_the_end_what_to_type(t
     assert said[0][2] == "step 3, '1' grad weight (2 NaN of 8 elements)"  # what the reduction brought
     assert said[0][3] == said[1][3] == f"recordings/{finished.run.name}", "as the program named its folder"
     (written,) = finished.lines("rows of rank 0")
-    assert "; rank 1: step 3, '0' output: not finite (2 NaN of 8 elements); nothing dropped" in written
+    rest = "not finite since step 3, '1' grad weight (of rank 0; recorder first looks at all ranks); nothing dropped"
+    assert f"; rank 1: step 3, '0' output: not finite (2 NaN of 8 elements); {rest}" in written
     assert finished.lines("recorder: next: ") == [f"recorder: next: recorder first recordings/{finished.run.name}"]
 
 

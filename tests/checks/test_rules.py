@@ -241,14 +241,22 @@ def test_a_loss_that_was_zero_for_long_is_compared_with_what_it_was_before(rise:
     assert [one.step for one in said(recorded, Spike)] == [190] * is_spike
 
 
-@pytest.mark.parametrize(("at_first", "expected"), [(1.0, []), (0.0, ["up"])])
-def test_a_loss_that_has_fallen_to_zero_has_no_gradient(at_first: float, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("loss", "severity"),
+    [
+        (lambda step: 0.3**step, Severity.NOTE),
+        (lambda step: 1.0, Severity.WARNING),
+        (lambda step: 0.0, Severity.WARNING),
+    ],
+    ids=["little by little", "at once", "always"],
+)
+def test_a_loss_that_has_fallen_to_zero_has_no_gradient(loss: Any, severity: Severity) -> None:
     recorded = Recorded()
     for step in range(40):
-        is_above = step < 5
-        recorded.add(step, "", np.array(at_first * is_above), site="scalar", name="loss")
-        recorded.add(step, "up", np.full(4, at_first * is_above), **OPTIMIZER, site="grad")
-    assert [one.module_path for one in said(recorded, NoGradient)] == expected
+        value = loss(step) if step < 5 else 0.0
+        recorded.add(step, "", np.array(value), site="scalar", name="loss")
+        recorded.add(step, "up", np.full(4, value), **OPTIMIZER, site="grad")
+    assert [(one.module_path, one.severity) for one in said(recorded, NoGradient)] == [("up", severity)]
 
 
 def test_a_gradient_of_zeros_explains_why_a_parameter_stays() -> None:
@@ -435,7 +443,7 @@ def test_a_loss_that_is_the_logarithm_of_the_number_of_classes_is_said_to_be_so(
     assert ("each of 4 classes the same probability" in one.detail) == is_said
 
 
-@pytest.mark.parametrize(("fall", "what"), [(0.015, "has stayed that of a model"), (0.1, "")])
+@pytest.mark.parametrize(("fall", "what"), [(0.015, "has hardly left that of a model"), (0.1, "")])
 def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a_note(fall: float, what: str) -> None:
     recorded = losses(
         lambda step: math.log(4) + fall * (1 - step / 200) + float(noise(3, step, shape=(), scale=0.002)), steps=200
@@ -845,9 +853,10 @@ def test_an_update_as_large_as_the_weight_is_named() -> None:
     [
         (lambda step: np.clip(moving(step, 5), -0.1, 0.1), Severity.NOTE),
         (lambda step: np.clip(moving(2, 5), -0.1, 0.1), Severity.WARNING),
+        (lambda step: np.clip(moving(step, 5), -0.1, 0.2), Severity.WARNING),
         (lambda step: 0.05 * moving(step, 5), Severity.WARNING),
     ],
-    ids=["clipped", "still", "small"],
+    ids=["clipped", "still", "clipped at unlike ends", "small"],
 )
 def test_a_weight_that_the_program_clips_is_a_note(later: Any, severity: Severity) -> None:
     recorded = parameters(lambda step, number: later(step) if number == 5 and step >= 2 else moving(step, number))
@@ -970,14 +979,19 @@ def test_a_dead_output_is_named_after_five_records() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "extra", "severity"),
-    [("OneHot", 0, Severity.NOTE), ("OneHot", 1, Severity.WARNING), ("ReLU", 0, Severity.WARNING)],
+    ("name", "extra", "value", "severity"),
+    [
+        ("TopK", 0, 0.5, Severity.NOTE),
+        ("TopK", 1, 0.5, Severity.WARNING),
+        ("Router", 0, 1.0, Severity.NOTE),
+        ("Block", 0, 0.5, Severity.WARNING),
+    ],
 )
-def test_as_many_zeros_at_each_record_are_meant(name: str, extra: int, severity: Severity) -> None:
+def test_as_many_zeros_at_each_record_are_meant(name: str, extra: int, value: float, severity: Severity) -> None:
     recorded = Recorded({"act": name})
     for step in range(12):
         values = np.zeros(400)
-        values[np.random.default_rng(step).permutation(400)[: 2 + extra * (step % 2)]] = 1.0
+        values[np.random.default_rng(step).permutation(400)[: 2 + extra * (step % 2)]] = value
         recorded.add(step, "act", values)
     assert [one.severity for one in said(recorded, Dead)] == [severity]
 
@@ -1037,12 +1051,21 @@ def test_a_tanh_at_its_ends_is_named_and_another_module_of_such_values_is_not() 
     assert {one.module_path for one in said(recorded, Saturated)} == {"tanh", "sigmoid"}
 
 
-@pytest.mark.parametrize(("last", "severity"), [(0.01, Severity.NOTE), (0.5, Severity.WARNING)])
-def test_a_classifier_that_has_learnt_may_be_sure(last: float, severity: Severity) -> None:
+@pytest.mark.parametrize(
+    ("labels", "severity"),
+    [
+        (np.arange(16) % 2, Severity.NOTE),
+        (np.arange(16) % 4 == 0, Severity.WARNING),
+        (np.arange(16) / 16, Severity.WARNING),
+        (np.arange(8) % 2, Severity.WARNING),
+    ],
+    ids=["right", "wrong", "no classes", "of another output"],
+)
+def test_a_classifier_may_be_sure_of_what_is_right(labels: Any, severity: Severity) -> None:
     recorded = Recorded({"out": "Sigmoid"})
     for step in range(10):
-        recorded.add(step, "out", np.full(16, 0.999))
-        recorded.add(step, "", 0.7 if step < 5 else last, site="scalar", name="loss")
+        recorded.add(step, "out", np.where(np.arange(16) % 2, 0.999, 0.001))
+        recorded.add(step, "", labels, site="input", name=LABELS)
     assert [one.severity for one in said(recorded, Saturated)] == [severity]
 
 

@@ -246,8 +246,6 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
                 groups = reversed(group.model_groups)
                 peers[id(group)] = {rank: index for ranks in groups for index, rank in enumerate(ranks)}
             peer = peers[id(group)].get(writer.rank, 0)
-            if root.data_parallel is not None and root.data_parallel.joins:
-                peer = writer.rank  # the ranks' steps are not the same, so that no rank has peers
             pairs[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
     return pairs
 

@@ -35,8 +35,10 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     ]
     findings += [_probed_finding(one) for one in probed.values()]
     stale = (one for one in search.buffers if one.is_stale)
-    findings += [_finding(one, 1, None, _OWN_BUFFERS)._replace(severity=Severity.NOTE, advice=_SYNC) for one in stale]
+    findings += [_of_buffer(one) for one in stale]
     joined = {name for name, wrapper in wrappers.items() if wrapper is not None and wrapper.joins}
+    lasts = {writer.last_step for writer in run.writers if writer.state == "closed"}
+    joined = joined if len(lasts) > 1 else set()
     findings = [_without_common_steps(one) if one.root in joined else one for one in findings]
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
@@ -44,8 +46,15 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     return Replicas(findings, "" if is_compared else f"{Replica.needs}: {why}", notes)
 
 
+def _of_buffer(one: Differing) -> Finding:
+    """Return a finding on a buffer. It is a note if the buffer has running statistics, as the norms of detectors do."""
+    found = _finding(one, 1, None, _OWN_BUFFERS)
+    is_running = found.name in ("running_mean", "running_var", "num_batches_tracked")
+    return found._replace(severity=Severity.NOTE, advice=_SYNC) if is_running else found
+
+
 def _without_common_steps(one: Finding) -> Finding:
-    """Return a finding as a note. Ranks count their own steps, and with DDP's `join` some make fewer than others."""
+    """Return a finding as a note. Ranks count their own steps, and with DDP's `join` some have made fewer."""
     return one._replace(severity=Severity.NOTE, advice=_JOIN)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
 
+from ...sites import LABELS
 from ..rows import MAX_STEPS, Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule
 
 _LEAST_ELEMENTS = 8
 _TANH = ("Tanh", "Hardtanh", "Softsign")
 _SIGMOID = ("Sigmoid", "Hardsigmoid")
+_CHOOSES = re.compile("top_?k|one_?hot", re.IGNORECASE)
 _HAS_LEFT_ZERO = "a branch that begins at zero has left zero by then"
 _THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 
@@ -22,7 +24,7 @@ _THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 class Dead(StreakRule):
     name = "dead"
     sentence = "An output is zero in nearly all elements, record after record."
-    sites, columns = ("output",), ("zero_count", "numel")
+    sites, columns, more_columns = ("output",), ("zero_count", "numel"), ("sum", "sum_sq")
     settings = (
         Setting("share", 0.99, "of the elements", "smdebug's DeadRelu"),
         Setting("records", 5, "records", _HAS_LEFT_ZERO),
@@ -34,8 +36,9 @@ class Dead(StreakRule):
 
     def set_up(self) -> None:
         self._are_used = self._are_first = np.zeros(0, np.bool_)
-        self._lived, self._share, self._varied = Memory(0.0), Memory(), Memory(0.0)
-        """By output and rank, 1 if a record was not zero, the last share of zeros, and 1 if it was another before."""
+        self._lived, self._share, self._varied, self._not_ones = Memory(0.0), Memory(), Memory(0.0), Memory(0.0)
+        """By output and rank, 1 if a record was not zero, the last share of zeros, 1 if it was another before, and 1 if
+        a record had other elements than 0 and 1."""
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the share of zeros. Single numbers and non-float masks may well be zero, and are left out."""
@@ -46,13 +49,14 @@ class Dead(StreakRule):
         self._lived[rows.lanes[~is_zero]] = 1.0
         before = previous(rows.lanes, share, self._share)
         self._varied[rows.lanes[(share == 1) | (share != before) & ~np.isnan(before)]] = 1.0
+        self._not_ones[rows.lanes[rows["sum"] != rows["sum_sq"]]] = 1.0
         return is_zero & rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS) & self._are_used[rows.series], share
 
     def revised(self, one: Finding) -> Finding:
         """Make it a note if a further tensor was never anything else but zeros, or has always as many of them.
 
         A program may make a tensor of zeros: T5 makes one, and gives it a gradient where activations are checkpointed.
-        A top-k or a one-hot, which no ReLU is, has a fixed number of other elements.
+        A one-hot has ones alone, and a top-k as many other elements in each record.
         """
         if (lane := self._lanes.get(one)) is None:
             return one
@@ -60,7 +64,7 @@ class Dead(StreakRule):
         if "Dropout" in name:
             return one._replace(advice="look at the probability of the dropout, and at what comes before")
         is_made = not self._are_first[self.catalog.series_of[lane]] and not self._lived.of(lane)
-        is_fixed = not self._varied.of(lane) and "ReLU" not in name
+        is_fixed = not self._varied.of(lane) and (_CHOOSES.search(name) is not None or not self._not_ones.of(lane))
         return one._replace(severity=Severity.NOTE) if is_made or is_fixed else one
 
     def _look_at_series(self) -> None:
@@ -76,11 +80,10 @@ class Dead(StreakRule):
 class Saturated(StreakRule):
     name = "saturated"
     sentence = "A sigmoid or a tanh is near its ends in nearly all elements, record after record."
-    sites, columns, more_columns = ("output",), ("sum_sq", "sum", "numel"), ("mean",)
+    sites, columns = ("output",), ("sum_sq", "sum", "numel")
     settings = (
         Setting("slope", 0.02, "fraction of the largest slope", CALIBRATED),
         Setting("records", 5, "records", CALIBRATED),
-        Setting("learnt", 0.1, "of the first loss", "as `loss`: a smaller loss is near zero"),
     )
     what = "nearly all elements are at the ends of the function, where it has no slope"
     measure, limit = "mean slope", "slope"
@@ -88,24 +91,28 @@ class Saturated(StreakRule):
     may_recover = True
 
     def set_up(self) -> None:
-        self._first, self._last = Memory(), Memory()
-        """By loss and rank, the loss at first and at last."""
+        self._labels: dict[tuple[int, int], tuple[float, float]] = {}
+        """By rank and step of the current rows, the number of labels and their mean, if all are 0 or 1."""
+        self._are_unlike = Memory(0.0)
+        """By output and rank, 1 if a saturated record had another mean than the labels, or another size."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return super().wants(key) or key.is_loss
+        return super().wants(key) or key.name == LABELS
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        losses = rows.take(rows.where("loss", attrgetter("is_loss"))).by_lane()
-        began(losses.lanes, losses["mean"], self._first)
-        self._last[losses.lanes] = losses["mean"]
+        labels = rows.take(rows.where("labels of the loss", lambda key: key.name == LABELS))
+        labels = labels.take(labels["sum"] == labels["sum_sq"])
+        places = zip(labels.ranks.tolist(), labels.steps.tolist(), strict=True)
+        numbers = zip(labels["numel"].tolist(), (labels["sum"] / labels["numel"]).tolist(), strict=True)
+        self._labels = dict(zip(places, numbers, strict=True))
         yield from super().add(rows.take(rows.at("output")))
 
     def revised(self, one: Finding) -> Finding:
-        """Make it a note where the loss has nearly reached zero: a classifier that has learnt is sure of its class."""
-        lanes = [lane for lane in range(self.catalog.num_lanes) if self._first.of(lane) > 0]
-        if not lanes or any(self._last.of(i) > self.thresholds["learnt"] * self._first.of(i) for i in lanes):
+        """Make it a note where the outputs are as often 0 and 1 as the labels: a classifier is sure of its classes."""
+        lane = self._lanes.get(one)
+        if lane is None or self._are_unlike.of(lane):
             return one
-        return one._replace(severity=Severity.NOTE, what=f"{one.what}; the loss has nearly reached zero")
+        return one._replace(severity=Severity.NOTE, what=f"{one.what}; the labels of the loss have the same mean")
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the mean derivative, computed from the sums: 1 - y^2 for a tanh, 4 y (1 - y) for a sigmoid."""
@@ -114,7 +121,14 @@ class Saturated(StreakRule):
         count = np.maximum(rows["numel"], 1)
         mean, square = rows["sum"] / count, rows["sum_sq"] / count
         slope = np.where(is_tanh, 1 - square, np.where(is_sigmoid, 4 * (mean - square), 1.0))
-        return (slope < self.thresholds["slope"]) & (rows["numel"] > 0), slope
+        is_flat = (slope < self.thresholds["slope"]) & (rows["numel"] > 0)
+        for index in np.flatnonzero(is_flat).tolist():
+            at = int(rows.ranks[index]), int(rows.steps[index])
+            numel, of_labels = self._labels.get(at, (math.nan, math.nan))
+            is_alike = rows["numel"][index] == numel and abs(mean[index] - of_labels) < self.thresholds["slope"]
+            if not (is_alike and is_sigmoid[index]):
+                self._are_unlike[rows.lanes[[index]]] = 1.0
+        return is_flat, slope
 
 
 class EvaluationOutput(StreakRule):
@@ -146,13 +160,12 @@ class EvaluationOutput(StreakRule):
         for lane in np.unique(rows.lanes[np.isnan(lanes) & ~is_trained]).tolist():
             key = self.catalog.key_of(lane)._replace(mode="train")
             trained = self.catalog.find(key, int(self.catalog.rank_of[lane]))
-            # A model may return its loss in training, and logits in an evaluation.
-            num_dims = {len(self.catalog.about_of(one).shape) for one in (lane, trained) if one is not None}
-            if trained is not None and len(num_dims) == 1:
+            if trained is not None:
                 self._lane[np.array([lane])] = float(trained)
         self._has_evaluation |= not is_trained.all()
         known = np.nan_to_num(self._lane[rows.lanes], nan=-1).astype(np.int64)
-        is_usual = is_trained & (rms > 0) & (rows["numel"] >= _LEAST_ELEMENTS)  # Lightning's root returns losses, too
+        # A model may return its loss in training and logits in an evaluation, and Lightning's root both in training.
+        is_usual = is_trained & (rms > 0) & (rows["numel"] > 1)
         trainings, sizes = rows.take(is_usual), rms[is_usual]
         keys = trainings.lanes * MAX_STEPS + trainings.steps
         # A record in training of the same step, or of one before: the last of these rows may be of a later one.

@@ -35,7 +35,9 @@ class Replica(CheckRule):
         "nothing reduces the gradients over these ranks: call the wrapper, `ddp(x)` and not `ddp.module(x)`, and run "
         "the last forward and backward before each update outside of `no_sync()`"
     )
-    advice_unsharded = "nothing reduces this gradient: call `fully_shard` on the whole model, too, after its layers"
+    advice_unsharded = (
+        "nothing reduces this gradient: `fully_shard` of the whole model does, unless it ignores the parameter"
+    )
     advice_unwrapped = (
         "if the ranks are to train one model, wrap it in DDP or FSDP, or give all ranks equal parameters and average "
         "the gradients"

@@ -196,13 +196,15 @@ class LossStuck(CurveRule):
         (means, shown, _), curves, moved = found[0], next(iter(losses.values())), self._moves.total
         still, fall = moved < self.thresholds["moved"], float((means[0] - min(means)) / abs(np.mean(means)))
         what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
-        if any(has_fallen for _, _, has_fallen in found):
+        has_fallen = any(has_fallen for _, _, has_fallen in found)
+        if has_fallen:
             if len(found) > 1 or not all(map(self._guessing, means)):
                 return
-            still, what = False, "the loss has stayed that of a model that gives each class the same probability"
+            still, what = False, "the loss has hardly left that of a model that gives each class the same probability"
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
-        detail = f"its quarters are {', '.join(map(number, means))}; a fall by {number(100 * shown)} % would show"
+        detail = f"its quarters are {', '.join(map(number, means))}"
+        detail += "" if has_fallen else f"; a fall by {number(100 * shown)} % would show"
         moved_in_words = f"the lengths of all updates add up to {number(moved)} times the norm of the weights"
         details = filter(None, (detail, self._guessing(means[-1]), moved_in_words))
         yield one._replace(ranks=ranks, detail="; ".join(details))

@@ -12,7 +12,6 @@ from ..rows import (
     MAX_STEPS,
     Flags,
     Floats,
-    Integers,
     Memory,
     Rows,
     SeriesKey,
@@ -31,6 +30,9 @@ _Param = tuple[str, str, str]
 _NO_SUM = 1e-3
 """A sum of gradients below this part of the largest possible sum is zero but for rounding."""
 _OF_DIFFERENCES = ", as only differences of these outputs enter the loss: their gradients sum up to zero"
+_NEAR_ZERO = 0.02
+"""A loss that was last below this part of the largest has come near zero little by little."""
+_SATISFIED = "; the loss has fallen to zero"
 _KEEP = "nothing is wrong if only the differences of these outputs are meant to be learnt"
 _ZEROED = "something zeroes the gradients between the backward and the update"
 _NO_LOSS = "the loss does not depend on the model's outputs, because their gradients are zero, too"
@@ -66,8 +68,8 @@ class NoGradient(StreakRule):
         """By parameter and rank, its first sum of squares, and 1 if a later one is another, as of a moving average."""
         self._is_driven: dict[str, bool] = {}
         """By root with gradients of outputs, whether one of them was not zero."""
-        self._first_loss = Memory()
-        """By loss and rank, the first step at which it was above zero."""
+        self._first_loss, self._last_loss = Memory(), Memory()
+        """By loss and rank, the first value above zero, and the last one."""
         self._largest_sum: dict[tuple[str, str], float] = {}
         """By root and path of a module, the largest sum of its output's gradients in a step, in parts of the most that
         gradients of this length can sum up to."""
@@ -92,9 +94,6 @@ class NoGradient(StreakRule):
         rows = rows.take(rows.at("grad"))
         rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
         size = rows.over_chunks(rows["sum_sq"])
-        if len(satisfied):
-            is_due = (size > 0) | ~np.isin(rows.ranks * MAX_STEPS + rows.steps, satisfied)
-            rows, size = rows.take(is_due), size[is_due]
         self._num.sums(rows.lanes, np.ones(len(rows)))
         self._num_zero.sums(rows.lanes, (size == 0).astype(np.float64))
         # Between two records, the probe shows that a gradient flows. Its norm does not tell which channels are dead.
@@ -106,20 +105,27 @@ class NoGradient(StreakRule):
             of_norm = "the gradient is zero in most channels of a batch norm: they are dead"
             what = self.what if values[row] == 1 else of_norm
             one = self.finding(lane, step, what, self.measure, values[row], 1.0, since=since)
+            if int(rows.ranks[row]) * MAX_STEPS + step in satisfied:
+                one = one._replace(severity=Severity.NOTE, what=what + _SATISFIED)
             yield from self._waiting.keep(lane, one)
 
-    def _satisfied_steps(self, losses: Rows) -> Integers:
-        """Return the steps, as rank * MAX_STEPS + step, at which all losses are zero that were above zero before.
+    def _satisfied_steps(self, losses: Rows) -> set[int]:
+        """Return the steps, as rank * MAX_STEPS + step, at which all losses are zero, and came there little by little.
 
-        A loss that has reached the least it can be, as that of a margin which all samples keep, has no gradient.
+        A loss that has reached the least it can be, as that of a margin which all samples keep, has no gradient. A loss
+        that a mask or a factor makes zero leaps there.
         """
-        if not len(losses):
-            return losses.steps
-        above = losses.take(losses["mean"] > 0).by_lane()
-        began(above.lanes, above.steps.astype(np.float64), self._first_loss)
-        places = losses.ranks * MAX_STEPS + losses.steps
-        is_reached = (losses["mean"] == 0) & (losses.steps > self._first_loss[losses.lanes])
-        return np.setdiff1d(places[is_reached], places[~is_reached])
+        reached, others = set[int](), set[int]()
+        for lane, rank, step, value in zip(
+            losses.lanes.tolist(), losses.ranks.tolist(), losses.steps.tolist(), losses["mean"].tolist(), strict=True
+        ):
+            one = np.array([lane])
+            is_near = self._last_loss.of(lane) < _NEAR_ZERO * self._first_loss.of(lane)
+            (reached if value == 0 and is_near else others).add(rank * MAX_STEPS + step)
+            if value > 0:
+                self._last_loss[one] = value
+                self._first_loss[one] = max(np.nan_to_num(self._first_loss.of(lane)), value)
+        return reached - others
 
     def _ended(self, lane: int) -> str:
         return " in most records" if self._num_zero.of(lane) > self._num.of(lane) / 2 else ", but not later"

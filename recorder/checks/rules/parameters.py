@@ -78,9 +78,9 @@ class _Large(_Update, StreakRule):
 
     def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
-        self._largest, self._square, self._clipped = Memory(), Memory(), Streaks()
-        """By parameter and rank, the last largest magnitude and sum of squares, and for how many records the first has
-        been the same, and the second another."""
+        self._largest, self._square, self._clipped, self._num_clipped = Memory(), Memory(), Streaks(), Memory(0.0)
+        """By parameter and rank: the last largest magnitude and sum of squares, and the most records in a row in which
+        both ends lie at one magnitude, and the sum changes."""
         self._param_of: dict[int, int] = {}
         """Maps the lane (a series on one rank) of a parameter's updates to the parameter's lane; -1 if unknown."""
         self._num_updates = Memory(0.0)
@@ -107,15 +107,20 @@ class _Large(_Update, StreakRule):
         self._look_up(rows, ratio)
         recorded = rows.take(is_recorded)
         is_clipped = recorded["absmax"] == previous(recorded.lanes, recorded["absmax"], self._largest)
+        is_clipped &= recorded["min"] == -recorded["max"]
         is_clipped &= recorded["sum_sq"] != previous(recorded.lanes, recorded["sum_sq"], self._square)
-        self._clipped.lengths(recorded.lanes, recorded.steps, is_clipped)
+        lengths = self._clipped.lengths(recorded.lanes, recorded.steps, is_clipped)[0] * is_clipped
+        most = np.zeros(self.catalog.num_lanes)
+        np.maximum.at(most, recorded.lanes, lengths)
+        lanes = np.unique(recorded.lanes)
+        self._num_clipped[lanes] = np.maximum(self._num_clipped[lanes], most[lanes])
         is_large = (ratio > self.thresholds["ratio"]) & is_begun & ~rows.where("searched", self._is_searched)
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
 
     def revised(self, one: Finding) -> Finding:
-        """Make a finding a note if the program clips the weight: the largest magnitude stays, and other values move."""
+        """Make a finding a note if the program clips the weight: both ends stay at one magnitude, and others move."""
         lane = self._lanes.get(one)
-        if lane is None or self._clipped.length(lane) < self.thresholds["updates"]:
+        if lane is None or self._num_clipped.of(lane) < self.thresholds["updates"]:
             return one
         what = f"{one.what}, and its largest magnitude has stayed {number(self._largest.of(lane))}: it is clipped"
         return one._replace(severity=Severity.NOTE, what=what, advice=_CLIPS)
@@ -226,7 +231,7 @@ class _Restless(_Update):
 
 class Update(_Update, PartsRule):
     parts = (_Large, _Shrinking, _Uphill, _Restless)
-    more_columns = ("absmax", "mean")
+    more_columns = ("absmax", "min", "max", "mean")
 
     def revised(self, one: Finding) -> Finding:
         return self._parts[0].revised(one)
@@ -302,7 +307,10 @@ class Unchanged(StreakRule):
     def revised(self, one: Finding) -> Finding:
         """Make a finding a note if the learning rate was zero at first, and the parameter has moved since."""
         lane = self._lanes.get(one)
-        if lane is None or self._streaks.length(lane) or not one.detail.startswith(_NO_RATE):
+        module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
+        _, rates, largest = self._rates.get((module.rates.get(one.name, "") if module else "", rank), ((), (0.0,), 0.0))
+        has_begun = max(*map(float, rates), largest) > 0
+        if lane is None or self._streaks.length(lane) or not has_begun or not one.detail.startswith(_NO_RATE):
             return one
         return one._replace(severity=Severity.NOTE, what=f"{one.what}; it changes later")
 

@@ -94,7 +94,7 @@ class NonFinite(CheckRule):
         return is_masked & (is_harmless | (inf <= known)), is_harmless & (inf > known)
 
     def _thrown_away(self, rows: Rows, is_bad: Flags) -> Flags:
-        is_bad = is_bad & ~rows.where("number", lambda one: one.site == "scalar" and not one.is_loss)
+        is_bad = is_bad & ~rows.where("scalar, no loss", lambda one: one.site == "scalar" and not one.is_loss)
         is_final = rows.at("grad") & (rows["nan_count"] + rows["inf_count"] == 0)
         steps, numbers = grouped(rows.steps, rows.ranks)[0], dict[tuple[str, str], int]()
         modules = np.array([numbers.setdefault(one[:2], len(numbers)) for one in self.catalog.series], np.int64)

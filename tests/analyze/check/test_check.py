@@ -162,13 +162,18 @@ def test_a_sound_run_of_another_model_is_a_note(tmp_path: Path) -> None:
     ]
 
 
-def replicas(path: Path, *, num_ranks: int = 2, data_parallel: Any = None, fingerprint: bool = True) -> recorder.Run:
-    """Two parameters of two ranks over three steps; from step 1 on those of rank 1 are others."""
+def replicas(
+    path: Path, *, num_ranks: int = 2, data_parallel: Any = None, fingerprint: bool = True, num_last: int = 3
+) -> recorder.Run:
+    """Two parameters of two ranks over three steps; from step 1 on those of rank 1 are others.
+
+    The last rank makes `num_last` steps.
+    """
     run = make_run(path, world_size=num_ranks)
     for rank in range(num_ranks):
         writer = HandmadeWriter(run, rank)
         rows: list[Row] = []
-        for step in range(3):
+        for step in range(num_last if rank == num_ranks - 1 else 3):
             for name in ("weight", "bias"):
                 value = 1.0 + (rank == 1 and step > 0) + (name == "bias")
                 more = {"fingerprint": f"{int(value):032x}"} if fingerprint else {}
@@ -192,22 +197,26 @@ def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool
     assert module.command_of("some run", told) == "recorder first 'some run'"
 
 
-def test_buffers_that_ddp_is_told_not_to_broadcast_are_a_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "severity"), [("running_mean", Severity.NOTE), ("codebook", Severity.ERROR)])
+def test_running_statistics_that_ddp_is_told_not_to_broadcast_are_a_note(
+    tmp_path: Path, name: str, severity: Severity
+) -> None:
     run = make_run(tmp_path / "run", world_size=2)
     for rank in (0, 1):
         writer = HandmadeWriter(run, rank)
-        about = {"site": "buffer", "name": "mean", "module_path": "norm", "rank": rank, "encoding": None}
+        about = {"site": "buffer", "name": name, "module_path": "norm", "rank": rank, "encoding": None}
         writer.add_shard([[make_row(step, [1.0 + rank + step], step=step, **about) for step in range(3)]])
         ddp = {"kind": "ddp", "ranks": [0, 1], "broadcast_buffers": False}
         writer.finish(roots=[{"name": "model", "class": "Net", "modules": [], "data_parallel": ddp}])
     (one,) = check(recorder.open_run(run), ["replica"]).findings
-    assert (one.severity, one.module_path) == (Severity.NOTE, "norm") and "broadcast_buffers=False" in one.what
+    assert (one.severity, one.module_path) == (severity, "norm") and "broadcast_buffers=False" in one.what
 
 
-def test_ranks_that_join_make_steps_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_last", "severity"), [(2, Severity.NOTE), (3, Severity.ERROR)])
+def test_ranks_that_join_make_steps_of_their_own(tmp_path: Path, num_last: int, severity: Severity) -> None:
     ddp = {"kind": "ddp", "ranks": [0, 1], "joins": True}
-    (one,) = check(replicas(tmp_path / "run", data_parallel=ddp), ["replica"]).findings
-    assert one.severity is Severity.NOTE and "join" in one.advice
+    (one,) = check(replicas(tmp_path / "run", data_parallel=ddp, num_last=num_last), ["replica"]).findings
+    assert one.severity is severity and ("join" in one.advice) is (severity is Severity.NOTE)
 
 
 @pytest.mark.parametrize(
