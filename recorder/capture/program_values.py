@@ -367,7 +367,7 @@ class LossFinder:
         if self._misses.get(kind, 0) < _MAX_MISSES:
             labels, has_more = None, False
             with suppress(RuntimeError):  # the graph is freed, or the labels have changed: the backward says so
-                labels, has_more = _labels_below(node)
+                labels, has_more = _labels_below(node, is_first_enough=self._capture.clock.step >= _EARLY_STEPS)
             if has_more:
                 root.inventory.note_many_labels()
             if labels is None:
@@ -415,10 +415,11 @@ def _children(node: Any) -> list[Any]:
     return [child for child, _ in node.next_functions[:_MAX_NODES] if child is not None]
 
 
-def _labels_below(loss: Any) -> tuple[torch.Tensor | None, bool]:
+def _labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | None, bool]:
     """Return the labels that one of the first nodes of a loss has saved for the backward, or None.
 
-    Also return whether another node has saved other labels. Only whole numbers count, which may be classes.
+    Also return whether another node has saved other labels, unless the first labels are enough. Only whole numbers
+    count, which may be classes.
     """
     nodes, first = [loss], None
     for node in nodes:
@@ -428,6 +429,8 @@ def _labels_below(loss: Any) -> tuple[torch.Tensor | None, bool]:
             if _compares_samples(node):
                 return None, False
             first = labels
+            if is_first_enough:
+                break
         elif not (labels.is_floating_point() or first.is_floating_point()) and labels.data_ptr() != first.data_ptr():
             return first, True
         nodes += _children(node)[: _MAX_NODES - len(nodes)]

@@ -37,8 +37,8 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     stale = (one for one in search.buffers if one.is_stale)
     findings += [_of_buffer(one) for one in stale]
     joined = {name for name, wrapper in wrappers.items() if wrapper is not None and wrapper.joins}
-    lasts = {writer.last_step for writer in run.writers if writer.state == "closed"}
-    joined = joined if len(lasts) > 1 else set()
+    if joined and len({writer.last_step for writer in run.writers if writer.state == "closed"}) == 1:
+        joined = set()
     findings = [_without_common_steps(one) if one.root in joined else one for one in findings]
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)

@@ -17,6 +17,8 @@ from ..rows import (
     SeriesKey,
     Spells,
     began,
+    begins,
+    ends,
     grouped,
     modules_of,
 )  # fmt: skip
@@ -68,8 +70,8 @@ class NoGradient(StreakRule):
         """By parameter and rank, its first sum of squares, and 1 if a later one is another, as of a moving average."""
         self._is_driven: dict[str, bool] = {}
         """By root with gradients of outputs, whether one of them was not zero."""
-        self._first_loss, self._last_loss = Memory(), Memory()
-        """By loss and rank, the first value above zero, and the last one."""
+        self._largest_loss, self._last_loss = Memory(0.0), Memory(0.0)
+        """By loss and rank, the largest value, and the last one above zero."""
         self._largest_sum: dict[tuple[str, str], float] = {}
         """By root and path of a module, the largest sum of its output's gradients in a step, in parts of the most that
         gradients of this length can sum up to."""
@@ -115,17 +117,21 @@ class NoGradient(StreakRule):
         A loss that has reached the least it can be, as that of a margin which all samples keep, has no gradient. A loss
         that a mask or a factor makes zero leaps there.
         """
-        reached, others = set[int](), set[int]()
-        for lane, rank, step, value in zip(
-            losses.lanes.tolist(), losses.ranks.tolist(), losses.steps.tolist(), losses["mean"].tolist(), strict=True
+        losses = losses.by_lane()
+        values, places = losses["mean"], losses.ranks * MAX_STEPS + losses.steps
+        is_reached = np.zeros(len(losses), np.bool_)
+        for first, last in zip(
+            np.flatnonzero(begins(losses.lanes)), np.flatnonzero(ends(losses.lanes)) + 1, strict=True
         ):
-            one = np.array([lane])
-            is_near = self._last_loss.of(lane) < _NEAR_ZERO * self._first_loss.of(lane)
-            (reached if value == 0 and is_near else others).add(rank * MAX_STEPS + step)
-            if value > 0:
-                self._last_loss[one] = value
-                self._first_loss[one] = max(np.nan_to_num(self._first_loss.of(lane)), value)
-        return reached - others
+            lane, some = losses.lanes[[first]], values[first:last]
+            # The largest loss so far, and the last one above zero, with those of earlier rows at the front.
+            above = np.where(some > 0, some, 0.0)
+            largest = np.maximum.accumulate(np.r_[self._largest_loss[lane], above])
+            at = np.maximum.accumulate(np.where(above > 0, np.arange(1, len(some) + 1), 0))
+            latest = np.r_[self._last_loss[lane], above][at]
+            is_reached[first:last] = (some == 0) & (latest < _NEAR_ZERO * largest[1:])
+            self._largest_loss[lane], self._last_loss[lane] = largest[-1], latest[-1]
+        return set(np.setdiff1d(places[is_reached], places[~is_reached]).tolist())
 
     def _ended(self, lane: int) -> str:
         return " in most records" if self._num_zero.of(lane) > self._num.of(lane) / 2 else ", but not later"
