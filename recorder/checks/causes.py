@@ -16,6 +16,7 @@ from .rules.comparing import OTHER_RATE
 from .rules.curves import RISEN
 from .rules.data import ALL_IGNORED, Data
 from .rules.losses import WRONG_SIGN
+from .rules.no_gradient import NO_GRADIENT
 from .rules.values import SKIPS
 
 _MAX_CAUSES = 100
@@ -63,6 +64,12 @@ def _is_same(cause: Finding, one: Finding, _: _Seen) -> bool:
     """Return whether a finding is on the parameter of its cause, or on the output of the parameter's module."""
     is_of_module = (cause.root, cause.module_path) == (one.root, one.module_path)
     return is_of_module and (one.site == "output" or cause.name == one.name)
+
+
+def _is_untrained(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
+    """Return whether the weight of a dead output never had a gradient, so that it stays as it began, such as zero."""
+    is_sure = cause.severity > Severity.NOTE and cause.what.startswith(NO_GRADIENT)
+    return is_sure and _is_same(cause, one, first_seen)
 
 
 def _are_skipped(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
@@ -119,6 +126,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("spike", _is_together, ("spike", "loss")),
     ("jump", _is_later, ("replica",)),
     ("replica", _is_later, ("replica",)),
+    ("no_gradient", _is_untrained, ("dead",)),
     ("no_gradient", _is_same, ("unchanged",)),
     ("unchanged", _is_later, ("loss",)),
     ("dead", _is_near, ("no_gradient", "vanishing")),

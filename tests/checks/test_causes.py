@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rows import About, Catalog, SeriesKey
 from recorder.checks.rule import Finding, Severity
@@ -65,6 +67,16 @@ def test_a_dead_output_stops_the_gradients_before_it_and_beside_it_alone() -> No
     assert {one.module_path: bool(one.cause) for one in judged if one.rule == "no_gradient"} == {
         "blocks.0.up": True, "blocks.1.up": True, "head": False,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("severity", [Severity.WARNING, Severity.NOTE])
+def test_the_output_of_a_layer_that_never_had_a_gradient_is_dead_for_it(severity: Severity) -> None:
+    of_weight = finding("no_gradient", 0, "blocks.0.up", site="param", name="weight", ranks=(), severity=severity)
+    cause = of_weight._replace(what="never had a gradient, though modules that are called after it have")
+    (dead,) = (
+        one for one in with_causes([cause, finding("dead", 3, "blocks.0.up", since=0)], catalog()) if one.rule == "dead"
+    )
+    assert bool(dead.cause) is (severity is Severity.WARNING)
 
 
 def test_the_output_of_a_layer_that_no_optimizer_has_is_dead_for_it() -> None:

@@ -39,6 +39,7 @@ _KEEP = "nothing is wrong if only the differences of these outputs are meant to 
 _ZEROED = "something zeroes the gradients between the backward and the update"
 _NO_LOSS = "the loss does not depend on the model's outputs, because their gradients are zero, too"
 _TERMS = "look at the factors of the loss, such as weights, masks or advantages that are all zero"
+NO_GRADIENT = "never had a gradient"
 _LATER_HAVE = "though modules that are called after it have"
 _CUT_OFF = "look for a detach, or a reentrant checkpoint of which no input requires a gradient"
 _CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
@@ -204,7 +205,7 @@ class NoGradient(StreakRule):
             severity, others = self.severity, "the layers around it, alike,"
             if one in last:
                 severity, others = Severity.NOTE, "all other layers"
-            what = f"never had a gradient: its requires_grad is False, and that of {others} is True"
+            what = f"{NO_GRADIENT}: its requires_grad is False, and that of {others} is True"
             yield Finding(
                 self.name, severity, 0, one[0], one[1], "param", one[2], ranks=(), what=what, measure="",
                 value=0.0, threshold=0.0, advice="set its requires_grad to True, unless it is frozen on purpose",
@@ -221,20 +222,21 @@ class NoGradient(StreakRule):
             never = key.site == "param" and (key.root, key.module_path, key.name) not in having
             if never and is_asked and num >= self.thresholds["records"]:
                 is_odd = (key.root, template(key.module_path), key.name) in alike
-                what = "never had a gradient" + (", while this parameter of other layers has" if is_odd else "")
+                what = NO_GRADIENT + (", while this parameter of other layers has" if is_odd else "")
+                is_cut = False
                 if module is not None and "output" in module.sites and (key.root, key.module_path) not in called:
                     what += ": its module is never called"
                     is_odd = False
                 elif module is not None and key.name in module.frozen:
-                    what, is_odd = "never had a gradient: its requires_grad is False", False
+                    what, is_odd = f"{NO_GRADIENT}: its requires_grad is False", False
                 elif (
                     not is_odd and not self._moved.of(lane) and (why := idle.get((key.root, key.module_path, key.name)))
                 ):
-                    what, is_odd = f"never had a gradient, {why}", True
+                    what, is_odd, is_cut = f"{NO_GRADIENT}, {why}", True, True
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 found = self.finding(lane, 0, what, measure, num, limit, severity)
-                yield found._replace(advice=_CUT_OFF) if what.endswith(_LATER_HAVE) else found
+                yield found._replace(advice=_CUT_OFF) if is_cut else found
         for found in self._waiting.finish():
             if found.root in zeroed:
                 found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)
