@@ -14,6 +14,7 @@ import fcntl
 import gc
 import itertools
 import mmap
+import operator
 import os
 import resource
 import signal
@@ -121,16 +122,33 @@ def is_instance(value: object, module_name: str, name: str) -> TypeGuard[Any]:
 def live_instances(*of: type[_T]) -> list[_T]:
     """Return the live instances of classes and their subclasses. Only types are compared, so no lazy object is loaded.
 
-    No Python runs for each object, so 361,000 objects take 0.02 s and not 0.1 s. The list of all objects must stay in
-    this function and out of any closure. A list that contains its own cell is a cycle, which would keep every object of
-    the program alive until the collector's next full pass.
+    No Python runs while a list of all objects exists, not even between two calls, and so no other thread. Another
+    thread may be making a tuple from an iterator, and CPython raises a SystemError there if anything else refers to the
+    tuple. Each list is read to its end, because what reads it is in it, and would keep it alive.
     """
     kinds: list[type] = [*of]
     for one in kinds:
         kinds += type.__subclasses__(one)
     numbers = set(map(id, kinds))  # the class's metaclass may forbid hashing
-    objects = gc.get_objects()
-    return list(itertools.compress(objects, map(numbers.__contains__, map(id, map(type, objects)))))
+
+    def found(generation: int) -> Iterator[_T]:
+        # Both lists have the same objects in the same order. The second one ends with what is new, such as the first.
+        objects, same = (
+            itertools.chain.from_iterable(map(gc.get_objects, (generation,)))  # when the first object is asked for
+            for _ in range(2)
+        )
+        are_chosen = map(numbers.__contains__, map(id, map(type, same)))
+        pairs = itertools.zip_longest(objects, are_chosen)
+        return map(operator.itemgetter(0), filter(operator.itemgetter(1), pairs))
+
+    instances = itertools.chain.from_iterable([found(generation) for generation in range(3)])
+    was_enabled = gc.isenabled()
+    gc.disable()  # a collection would move objects, and run the program's finalizers
+    try:
+        return list(instances)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def comes_from_signal_handler(error: BaseException) -> bool:

@@ -1174,7 +1174,7 @@ def test_rates_of_two_runs_are_labelled_and_all_are_named(open_page: Open, tmp_p
     ("rates", "told"),
     [
         ([1e-3, 1e-3], "lr.SGD.0: 0.001 at all steps."),
-        ([1e-3, 2e-3], "lr.SGD.0: all ranks together 0.0015, rank 0 0.001, rank 1 0.002 at all steps."),
+        ([1e-3, 2e-3], "lr.SGD.0: rank 0 0.001, rank 1 0.002 at all steps."),
     ],
 )
 def test_a_rate_that_is_another_on_a_rank_is_told_of_each(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -95,3 +98,42 @@ def test_objects_of_a_class_are_found_whatever_the_classes_of_others_refuse() ->
     base, below, other = Base(), Below(), Other()
     assert {id(found) for found in live_instances(Base)} == {id(base), id(below)}
     assert live_instances(Other) == [other]
+
+
+def test_a_search_for_instances_disturbs_no_other_thread_that_makes_a_tuple() -> None:
+    """CPython refuses to finish a tuple that anything else refers to, such as the list of all objects."""
+    errors: list[SystemError] = []
+    is_over = threading.Event()
+
+    def make_tuples() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=make_tuples) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        live_instances(threading.Thread)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_search_for_instances_leaves_no_object_behind() -> None:
+    class Kept:
+        pass
+
+    gc.collect()
+    one = Kept()
+    is_gone = weakref.ref(one)
+    assert live_instances(Kept) == [one]
+    gc.disable()
+    try:
+        del one
+        assert is_gone() is None
+    finally:
+        gc.enable()
