@@ -109,7 +109,7 @@ def worst_of_others(
 ) -> str:
     """Return a sentence on the worst finding of other ranks by a rule that found nothing on this rank, or "".
 
-    So does a value that is not finite, if it was computed before that of this rank: a gradient brings a NaN everywhere.
+    A value that is not finite counts if it was computed before that of this rank: a gradient brings a NaN everywhere.
     The other ranks are known by the statuses that they wrote into the folder of the run; those of other nodes may not
     be there. Ranks end at about the same time, so this waits until all have ended, but at most until `until_s`.
 
