@@ -120,7 +120,8 @@ def test_under_the_flag_a_pattern_that_matches_no_module_of_the_only_model_stops
 ) -> None:
     model = Tiny()
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
-    monkeypatch.setattr(gc, "get_objects", lambda: [*model.modules(), *optimizers])  # no other test's
+    all_objects = {0: [*model.modules(), *optimizers]}  # no other test's
+    monkeypatch.setattr(gc, "get_objects", lambda generation: all_objects.get(generation, []))
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(SystemExit) as stopped, flagged(tmp_path, rules="module=frist rank=3; site=grad"):
         model(batch())
@@ -145,7 +146,7 @@ def test_where_another_model_may_come_an_unmatched_pattern_stops_nothing(
         alive.append(torch.optim.SGD(second.parameters(), 0.1))
     if what == "a second model":
         alive += second.modules()
-    monkeypatch.setattr(gc, "get_objects", lambda: alive)
+    monkeypatch.setattr(gc, "get_objects", lambda generation: [] if generation else alive)
     roots = "any" if what == "any root" else "optimizer"
     with flagged(tmp_path, rules="module=frist; site=grad", roots=roots):
         model(batch()).sum().backward()
