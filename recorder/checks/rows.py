@@ -115,7 +115,7 @@ class Catalog:
         self.series: list[SeriesKey] = []
         self.about: list[About] = []
         self._whole_numel = np.zeros(0)
-        self._marks: dict[str, Flags] = {}
+        self._marks: dict[tuple[str, int], Flags] = {}
         self._number_of: dict[SeriesKey, int] = {}
         self._lane_of: dict[int, int] = {}
         self.series_of: Integers = np.zeros(0, np.int64)
@@ -163,11 +163,15 @@ class Catalog:
         return "" if module is None else module.class_name
 
     def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """Return, for each series, whether `is_one` is true of the series. All rules share results by `name`."""
-        known = self._marks.get(name, np.zeros(0, np.bool_))
+        """Return, for each series, whether `is_one` is true of the series.
+
+        Results are kept by `name` and by the code of `is_one`, which is the same for each object made of one `lambda`.
+        """
+        place = name, id(getattr(is_one, "__code__", None))
+        known = self._marks.get(place, np.zeros(0, np.bool_))
         if len(known) < len(self.series):
             new = [is_one(key) for key in self.series[len(known) :]]
-            known = self._marks[name] = np.append(known, np.array(new, np.bool_))
+            known = self._marks[place] = np.append(known, np.array(new, np.bool_))
         return known
 
     def note_trainings(self, rows: Rows) -> None:

@@ -234,3 +234,12 @@ def test_a_rule_that_talks_without_an_end_is_left_out(monkeypatch: pytest.Monkey
     verdict = recorded().judge(Endless)
     assert "without an end" in verdict.findings[0].what or "without an end" in verdict.findings[-1].what
     assert verdict.num_more["endless"] == 10_000
+
+
+def test_rules_that_give_one_name_to_different_questions_get_their_own_answers() -> None:
+    recorded = Recorded()
+    for path in ("up", "down"):
+        recorded.add(0, path, [1.0])
+    rows = recorded.rows(recorded._rows)
+    assert rows.where("mine", lambda key: key.module_path == "up").tolist() == [True, False]
+    assert rows.where("mine", lambda key: key.module_path == "down").tolist() == [False, True]

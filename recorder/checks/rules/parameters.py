@@ -307,10 +307,11 @@ class Unchanged(StreakRule):
     def revised(self, one: Finding) -> Finding:
         """Make a finding a note if the learning rate was zero at first, and the parameter has moved since."""
         lane = self._lanes.get(one)
+        if lane is None or self._streaks.length(lane) or not one.detail.startswith(_NO_RATE):
+            return one
         module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
-        _, rates, largest = self._rates.get((module.rates.get(one.name, "") if module else "", rank), ((), (0.0,), 0.0))
-        has_begun = max(*map(float, rates), largest) > 0
-        if lane is None or self._streaks.length(lane) or not has_begun or not one.detail.startswith(_NO_RATE):
+        rates = self._rates.get((module.rates.get(one.name, ""), rank)) if module is not None else None
+        if rates is None or not max(float(rates[1].max(initial=0.0)), rates[2]) > 0:
             return one
         return one._replace(severity=Severity.NOTE, what=f"{one.what}; it changes later")
 
