@@ -46,6 +46,8 @@ KEEPS = {
 """For each word of a rule's ``keep``, the bits that it sets in the mask."""
 ON = ("1", "true", "yes", "on")
 OFF = ("", "0", "false", "no", "off")
+SCHEDULES = ("rank", "steps", "micro_step", "call")
+"""The keys of a rule whose value is a schedule."""
 ANY = ("*",)
 """The patterns that match every name."""
 EXPRESSION = "re:"
@@ -246,6 +248,8 @@ class Rule:
     """Patterns of names of tensors: of arguments, paths in nested outputs, or parameters."""
     rank: Schedule = EVERY
     steps: Schedule = EVERY
+    micro_step: Schedule = EVERY
+    """The selected micro-steps of a step. Values that belong to a step as a whole are selected by all schedules."""
     call: Schedule = EVERY
     """The selected calls of a module within a micro-step. An evaluation loop has many calls in a step."""
     keep: int = KEEP_STATS
@@ -259,7 +263,8 @@ class Rule:
     """The rule as the user wrote it, for messages. Empty for a rule that was no text."""
 
     KEYS: ClassVar = (
-        "module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep", "unit_dim", "before", "after"
+        "module", "class", "leaf", "site", "name", "rank", "steps", "micro_step", "call", "keep", "unit_dim", "before",
+        "after"
     )  # fmt: skip
 
     def matches_module(
@@ -288,8 +293,8 @@ class Rule:
             parts.append("site=" + ",".join(self.site))
         if self.name != ANY:
             parts.append(f"name={shlex.quote(','.join(self.name))}")
-        for key, schedule in (("rank", self.rank), ("steps", self.steps), ("call", self.call)):
-            if schedule != EVERY:
+        for key in SCHEDULES:
+            if (schedule := getattr(self, key)) != EVERY:
                 parts.append(f"{key}={schedule.text}")
         parts.append("keep=" + ",".join(word for word, bits in KEEPS.items() if self.keep & bits == bits))
         if self.unit_dim is not None:
@@ -383,7 +388,7 @@ def _value_of(key: str, value: object, grammar: _Grammar) -> object:
     """
     text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     match key:
-        case "rank" | "steps" | "call":
+        case _ if key in SCHEDULES:
             try:
                 return Schedule.parse(text)
             except ValueError as error:

@@ -231,11 +231,14 @@ class Capture:
         """End a `pause`: record what the rules select."""
         self.masks = self.selection.masks
 
-    def keep_of(self, rule_set: int, call: int) -> int:
-        """Return what a rule set keeps at this step and call, as bits of KEEP_*."""
+    def keep_of(self, rule_set: int, micro_step: int | None, call: int) -> int:
+        """Return what a rule set keeps at this step, micro-step and call, as bits of KEEP_*.
+
+        In a pipeline a micro-step has only a part of the batch, so rules keep all micro-steps.
+        """
         keep = self.masks[rule_set]
         if keep and rule_set in self.selection.limited:
-            return self.selection.mask_at_call(rule_set, call)
+            return self.selection.mask_at_call(rule_set, None if self.is_in_stage else micro_step, call)
         return keep
 
     def observe(

@@ -193,7 +193,7 @@ class TapsByHand:
         key = (root.name, path, "tap", name)
         call = slice_.enter(phase, key)
         graph = slice_.new_graph(phase, key, call, with_grad=torch.is_grad_enabled())
-        keep = capture.keep_of(rule_set, call)
+        keep = capture.keep_of(rule_set, slice_.moment.micro_step, call)
         origin = ValuePlace(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
         if graph is not None and requires_gradient(tensor):
             shared = self._objectives.shared(origin, slice_.moment, phase, tensor, is_kept=bool(keep))
@@ -359,7 +359,8 @@ class LossFinder:
         hooked = root.module_at("")
         if hooked is None or hooked.is_hidden or not hooked.keeps("input"):
             return
-        keep = hooked.keep_of_labels()
+        slice_ = root.clock.recomputed()
+        keep = hooked.keep_of_labels(slice_.moment)
         if not keep and self._capture.clock.step >= _EARLY_STEPS:
             return
         if len(self._misses) >= _MAX_KINDS:
@@ -374,7 +375,7 @@ class LossFinder:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
                 self._misses.pop(kind, None)
-                hooked.record_labels(labels, root.clock.recomputed(), keep)
+                hooked.record_labels(labels, slice_, keep)
 
     def close(self) -> None:
         """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""

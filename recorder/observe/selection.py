@@ -29,8 +29,8 @@ NOTHING = 0
 """The rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
 """The last words in the text of a rule that keeps only statistics, as most rules do."""
-_FIRST_CALLS = 16
-"""Masks are remembered for this many calls of a module in a micro-step. Most modules are called once."""
+_MAX_REMEMBERED = 16
+"""Masks are remembered for this many micro-steps, and calls of a module in each. Most modules are called once."""
 _MAX_COMPARED = 2000
 """The most paths that are compared with an unmatched pattern, to suggest similar ones. Each comparison takes 40 us."""
 
@@ -57,15 +57,15 @@ class RuleSelection:
         self.masks: list[int] = [0]
         """For each rule set, its mask at the current step: bits of KEEP_*. The mask of rule set 0 is always 0."""
         self.limited: set[int] = set()
-        """The rule sets whose mask also depends on the call. `mask_at_call` returns this mask."""
+        """The rule sets whose mask also depends on the micro-step or the call. `mask_at_call` returns this mask."""
         self._by_name: set[int] = set()
         """The rule sets that select tensors by name."""
         self._named: set[int] = set()
         """The rule sets with a rule that has patterns of names, or that is a default rule."""
         self._of_units: set[int] = set()
         """The rule sets that keep sums over units (neurons or channels) at some step."""
-        self._first_calls: dict[int, int] = {}
-        """The masks of first calls at the current step, by a key made of rule set and call."""
+        self._first_calls: dict[tuple[int, int | None, int], int] = {}
+        """The masks of first calls at the current step, by rule set, micro-step and call."""
         self._masks_of_first_call: tuple[int, ...] = ()
         """What `masks_of_first_call` returns; shorter than `masks` if it must be made anew."""
         self.has_ring = self._had_ring = False
@@ -158,7 +158,7 @@ class RuleSelection:
             known = self._sets[members] = len(self._members)
             self._members.append(members)
             self.masks.append(self._mask(members))
-            if any(self._rules[i].call != EVERY for i in members):
+            if any(self._rules[i].call != EVERY or self._rules[i].micro_step != EVERY for i in members):
                 self.limited.add(known)
             if any(self._rules[i].name != ANY for i in members):
                 self._by_name.add(known)
@@ -168,13 +168,23 @@ class RuleSelection:
                 self._of_units.add(known)
         return known
 
-    def mask_at_call(self, rule_set: int, call: int) -> int:
-        """Return the mask (bits of KEEP_*) of a module's ``call``-th call in a micro-step, at the current step."""
-        key = rule_set * _FIRST_CALLS + call
-        mask = self._first_calls.get(key) if call < _FIRST_CALLS else None
+    def mask_at_call(self, rule_set: int, micro_step: int | None, call: int) -> int:
+        """Return the mask (bits of KEEP_*) of a module's ``call``-th call in a micro-step of the current step.
+
+        `micro_step` is None for a value that belongs to the step as a whole, such as a gradient after its accumulation.
+        """
+        key = rule_set, micro_step, call
+        mask = self._first_calls.get(key)
         if mask is None:
-            mask = self._mask(tuple(i for i in self._members[rule_set] if call in self._rules[i].call))
-            if call < _FIRST_CALLS:
+            rules = ((i, self._rules[i]) for i in self._members[rule_set])
+            mask = self._mask(
+                tuple(
+                    i
+                    for i, rule in rules
+                    if call in rule.call and (micro_step is None or micro_step in rule.micro_step)
+                )
+            )
+            if call < _MAX_REMEMBERED and (micro_step or 0) < _MAX_REMEMBERED:
                 self._first_calls[key] = mask
         return mask
 
@@ -196,10 +206,10 @@ class RuleSelection:
         self._masks_of_first_call = ()
 
     def masks_of_first_call(self) -> tuple[int, ...]:
-        """Return, for each rule set, the mask (bits of KEEP_*) of a module's first call in a micro-step."""
+        """Return, for each rule set, the mask (bits of KEEP_*) of a value that belongs to the step as a whole."""
         if len(self._masks_of_first_call) < len(self.masks):
             self._masks_of_first_call = tuple(
-                self.mask_at_call(rule_set, 0) if rule_set in self.limited else mask
+                self.mask_at_call(rule_set, None, 0) if rule_set in self.limited else mask
                 for rule_set, mask in enumerate(self.masks)
             )
         return self._masks_of_first_call

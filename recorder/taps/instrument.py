@@ -15,7 +15,7 @@ from ..errors import TapError
 from ..observe import tree
 from ..observe.selection import RuleSelection
 from ..observe.tree import Node, is_compiled_already, source_line
-from ..rules import ANY, EVERY, Rule, parse_rules
+from ..rules import ANY, EVERY, SCHEDULES, Rule, parse_rules
 from ..sites import SITES, VALUES_OF_CALLS
 from . import graphs, module_taps
 from .module_taps import Where
@@ -85,7 +85,7 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
 
 
 def _checked(rule: Rule) -> Rule:
-    if rule.steps != EVERY or rule.rank != EVERY or rule.call != EVERY or rule.name != ANY:
+    if rule.name != ANY or any(getattr(rule, key) != EVERY for key in SCHEDULES):
         raise TapError(
             f"instrument: {rule.text!r} has more than module, class, leaf and site; what is kept of a tap's values, "
             "and when, the setting rules says where it runs"

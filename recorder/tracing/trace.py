@@ -33,7 +33,7 @@ __all__ = ["Key", "Trace", "Values", "trace"]
 _SEEN_SITES = (*OF_CALLS, *OF_MODULES)
 """The sites whose values exist without an optimizer, and without calls of the recorder by the program."""
 _GRADIENTS_OF_CALLS = frozenset(OF_CALLS) & frozenset(GRADIENTS)
-_NO_CLAUSES = ("rank", "steps", "keep", "unit_dim", "before", "after")
+_NO_CLAUSES = ("rank", "steps", "micro_step", "keep", "unit_dim", "before", "after")
 _INLINED = "in a graph of torch.fx or torch.export, where it has no call of its own"
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._get_tracing_state
@@ -304,7 +304,7 @@ class _TracedModuleHooks:
         selection = self._trace.selection
         rule_set = selection.narrow(self._rule_sets[site], name)
         if rule_set in selection.limited:
-            return bool(selection.mask_at_call(rule_set, call))
+            return bool(selection.mask_at_call(rule_set, None, call))
         return bool(selection.masks[rule_set])
 
     def see_state(self, site: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_a_pattern_can_exclude_and_the_root_has_an_empty_path(tmp_path: Path) ->
         ("second", "output"),
         ("", "input"),
     }
+
+
+def test_a_rule_selects_micro_steps_and_always_what_belongs_to_the_whole_step(tmp_path: Path) -> None:
+    model, rules = Tiny(), "module=first site=output,grad_output,grad micro_step=1:3 keep=stats"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, rules=rules) as recording:
+        for step in range(2):
+            for i in range(4 + 16 * step):
+                model(batch(i)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = recording.rows()
+    for step in range(2):
+        for site in ("output", "grad_output"):
+            assert list(rows[(rows.site == site) & (rows.step == step)].micro_step) == [1, 2], site
+        assert set(rows[(rows.site == "grad") & (rows.step == step)].name) == {"weight", "bias"}
 
 
 def test_leaf_selects_modules_without_children(tmp_path: Path) -> None:
@@ -175,6 +192,21 @@ def test_the_default_keeps_statistics_often_at_first_and_the_tensors_of_one_step
     assert list(outputs.step) == [*range(5), 10, 20, 30]
     assert list(outputs.step[outputs.payload_bytes.notna()]) == [0]
     assert set(recording.rows().site) == {"input", "output", "grad_output", "param", "grad", "scalar"}
+
+
+def test_the_default_keeps_the_outputs_of_four_micro_steps_and_of_one_with_the_first_nan(tmp_path: Path) -> None:
+    from recorder.config import DEFAULT_RULES
+
+    model, rules = Tiny(), "; ".join(rule.text for rule in DEFAULT_RULES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, rules=rules) as recording:
+        for i in range(8):
+            model(batch(i) * (math.nan if i == 6 else 1)).sum().backward()
+        optimizer.step()
+    rows = recording.rows(module_path="first")
+    assert list(rows[rows.site == "output"].micro_step) == [0, 1, 2, 3, 6]
+    assert list(rows[rows.site == "grad_output"].micro_step) == [0, 1, 2, 3]
+    assert list(recording.rows(site="scalar", name="loss").repeat) == [*range(8)]
 
 
 @pytest.mark.parametrize(("num_steps", "num_looked_at", "num_in_full"), [(36, 8, 1), (6_000, 132, 3)])

@@ -232,7 +232,7 @@ class RuleMatch(NamedTuple):
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """For each slot, whether the rule limits names or calls. Then only rows show whether the value exists."""
+    """For each slot, whether the rule limits names, micro-steps or calls. Then rows alone show if the value exists."""
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
@@ -273,7 +273,7 @@ def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
     sites = np.array([site in rule.site for site in SLOT_SITES])
     own_name = (slots.site >= len(OF_CALLS)) & ~np.isin(slots.site, _OF_OPTIMIZERS)
     chosen = modules[slots.module] & sites[slots.site] & (by_name[slots.name] | ~own_name)
-    limited = np.full(slots.num_slots, 0 not in rule.call) | (rule.name != ANY) & ~own_name
+    limited = np.full(slots.num_slots, 0 not in rule.call or 0 not in rule.micro_step) | (rule.name != ANY) & ~own_name
     return RuleMatch(rule, chosen, chosen & limited)
 
 

@@ -85,7 +85,7 @@ class TapRows:
             graph = call, 0
         elif key in self._calls:
             graph = None  # a recompute: the gradient belongs to the forward's call
-        keep = capture.keep_of(tap.rule_set, call)
+        keep = capture.keep_of(tap.rule_set, slice_.moment.micro_step, call)
         if slice_.moment.mode != "no_grad" and graph is not None:
             shared = self._objectives.shared(tap.origin, slice_.moment, phase, value, is_kept=bool(keep))
             self._remember(key, tap, slice_.moment, *graph, shared)
@@ -122,7 +122,7 @@ class TapRows:
         tap.root.gradient_at_tap(call.moment)
         if call.shared is not None:
             call.shared.gradient(key[0].removeprefix(OBJECTIVE), gradient)
-        keep = self._capture.keep_of(tap.gradient_rule_set, call.call)
+        keep = self._capture.keep_of(tap.gradient_rule_set, call.moment.micro_step, call.call)
         if keep:
             note = None if is_total else _NOTE
             seen = SeenValue(tap.gradient_origin, call.moment, "backward", call.call, repeat, note=note)

@@ -295,11 +295,11 @@ class HookedModule:
             self.times_given, self.given_since = 1, step
             self._given_before = (*self._given_before[1 - _MOST_GIVEN :], self._given)
 
-    def keep_of_labels(self) -> int:
-        """Return what to keep of the labels of a loss at this step, as bits of KEEP_*."""
+    def keep_of_labels(self, moment: StepPosition) -> int:
+        """Return what to keep of the labels of a loss, as bits of KEEP_*."""
         rule_set = self._leaf("input", LABELS)[1]
         is_asked = self.capture.selection.names_tensors(rule_set)
-        return self.capture.keep_of(rule_set, 0) & ~(KEEP_REPLAY | KEEP_TOKENS) if is_asked else 0
+        return self.capture.keep_of(rule_set, moment.micro_step, 0) & ~(KEEP_REPLAY | KEEP_TOKENS) if is_asked else 0
 
     def record_labels(self, labels: torch.Tensor, slice_: Slice, keep: int) -> None:
         """Record the labels of a loss, once in a micro-step, unless an argument of the model has the labels."""
@@ -314,8 +314,8 @@ class HookedModule:
             self.capture.observe(SeenValue(origin, slice_.moment, "forward", 0), keep, labels)
 
     def _record_call(self, moment: StepPosition, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        module = self._owner()
-        if module is not None and self._signature and self.capture.keep_of(self.rule_sets["input"], call) & KEEP_REPLAY:
+        module, keep = self._owner(), self.capture.keep_of(self.rule_sets["input"], moment.micro_step, call)
+        if module is not None and self._signature and keep & KEEP_REPLAY:
             seen = SeenValue(ValuePlace(self.root.name, self.node_path, CALL, ""), moment, "forward", call)
             record_call(self.capture, seen, module, self._signature, args, kwargs)
 
@@ -325,7 +325,7 @@ class HookedModule:
             is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.is_leaf and parameter.requires_grad
             if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
                 origin, rule_set = self._leaf("grad", name)
-                if keep := self.capture.keep_of(rule_set, 0):
+                if keep := self.capture.keep_of(rule_set, slice_.moment.micro_step, 0):
                     hook = GradientArrives(self.capture, origin, slice_.moment, 0, keep, "local")
                     hook.chunk = self.marked_chunk(parameter, parameter)
                     watch_gradient(parameter, hook)
@@ -365,7 +365,8 @@ class HookedModule:
         moment, call = entered[0].moment, entered[2]
         again, rule_set, is_limited = self._again.get(moment.mode, _UNKNOWN)
         if again is not None:
-            if not (self.capture.keep_of(rule_set, call) if is_limited else self.capture.masks[rule_set]):
+            capture, micro_step = self.capture, moment.micro_step
+            if not (capture.keep_of(rule_set, micro_step, call) if is_limited else capture.masks[rule_set]):
                 return
             if not self.root.is_over_meshes and again(output, moment.step):
                 return
@@ -391,12 +392,12 @@ class HookedModule:
         try:
             if value_mask:
                 origin, rule_set = self._leaf(site, name)
-                if keep := capture.keep_of(rule_set, call):
+                if keep := capture.keep_of(rule_set, moment.micro_step, call):
                     put = None if waiting is None else waiting.put
                     capture.observe(SeenValue(origin, moment, phase, call, 0, None, chunk), keep, tensor, put)
             if gradient_mask and graph is not None and requires_gradient(tensor):
                 origin, rule_set = self._leaf(GRADIENT_OF[site], name)
-                if keep := capture.keep_of(rule_set, graph[0]):
+                if keep := capture.keep_of(rule_set, moment.micro_step, graph[0]):
                     hook = GradientArrives(capture, origin, moment, graph[0], keep, None, graph[1])
                     if site == "input" and type(tensor) is not torch.Tensor and is_dtensor(tensor):
                         watch_argument_gradient(tensor, hook)
@@ -511,7 +512,7 @@ class HookedModule:
         if not self.capture.masks[self.rule_sets[site]]:  # `keeps`, inlined because most records come this way
             return
         origin, rule_set = self._leaf(site, name)
-        if keep := self.capture.keep_of(rule_set, 0):
+        if keep := self.capture.keep_of(rule_set, at.moment.micro_step, 0):
             try:
                 seen = SeenValue(origin, at.moment, at.phase, 0, at.repeat, scope, chunk, note)
                 self.capture.observe(seen, keep, tensor)

@@ -34,7 +34,8 @@ from tests.rigs.parallel import num_collectives, save_twins
 
 STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
 IN, DIM, OUT, LAYERS = 4, 8, 3, 4
-RULES = "site=* keep=tensor,stats,fingerprint"
+RULES = "site=* micro_step=0 keep=tensor,stats,fingerprint"
+"""A micro-step of a pipeline has a part of the batch, so this rule keeps all of them."""
 CPU = torch.device("cpu")
 Trained = tuple[list[nn.Module], Any]
 """The modules of this rank's stages, and their schedule."""
