@@ -43,7 +43,7 @@ longer, at worst twice as long. The probe has one number of each value at every 
 recorded at more steps, because `check` compares the batches of successive steps."""
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
-    f"site=output,grad_output,tap steps={_SPARSER} micro_step=0:4 keep=stats;"
+    f"site=output,grad_output,tap steps={_SPARSER} micro_step=0:4 call=0:64 keep=stats;"
     f"site=param,grad,buffer steps={_SPARSER} keep=stats,fingerprint;"
     "module='' site=input steps=0:10,10:100:10,100::50 keep=stats,fingerprint;"
     f"site=output,grad,tap steps={_SPARSE} micro_step=0:4 call=0:4 keep=tensor;"
