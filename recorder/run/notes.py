@@ -314,7 +314,7 @@ def raised(run: Run) -> list[str]:
     events.sort(key=lambda pair: Members(dict(pair[0].members)).count("time_ns"))
     ranks_of = by_key(((one.message, _newest_step(writer)), writer.rank) for one, writer in events)
     told = [
-        f"{named('rank', ranks)} ended with an exception: {printable(text).rstrip('.')}"
+        f"{named('rank', ranks)} ended with an exception: {printable(text.rstrip('.'))}"
         + ("" if step is None else f"; the record ends in step {step}")
         for (text, step), ranks in list(ranks_of.items())[:_MAX_RAISED]
     ]
