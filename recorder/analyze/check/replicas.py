@@ -14,7 +14,7 @@ from ..first.replica_groups import Differing, factor_of
 from ..first.replicas import FINDINGS, ApartByProbe, ReplicaFinder, apart_by_probe, compare_replicas
 
 _APART = "ranks that share the value hold different values"
-_OWN_BUFFERS = "each rank has a buffer of its own, as DDP is told not to broadcast buffers (broadcast_buffers=False)"
+_OWN_BUFFERS = "each rank has a buffer of its own, as DDP has broadcast_buffers=False or forward_sync_buffers=False"
 _SYNC = "nothing is wrong if each rank is to have its own; a SyncBatchNorm has the statistics of the whole batch"
 _JOIN = "with DDP's join, a step need not be the same update on all ranks: compare the last step of each rank"
 NEVER_EQUAL = "ranks have held different values from the first record on"
