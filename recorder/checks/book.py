@@ -16,7 +16,7 @@ from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
 from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
-from .rule import CheckRule, Finding, Replicas, Setting, Severity, StreakRule
+from .rule import CheckRule, ComparisonResult, Finding, Setting, Severity, StreakRule
 from .rules import activations, comparing, curves, data, gradients, losses, no_gradient, parameters, programs, values
 
 RULES: tuple[type[CheckRule], ...] = (
@@ -26,8 +26,9 @@ RULES: tuple[type[CheckRule], ...] = (
     programs.BatchFirst, activations.EvaluationOutput,
     parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, gradients.Objectives,
     gradients.Flip, programs.Clipping,
-    comparing.OutlierRank, comparing.Replica, data.Data, comparing.RunningStatistics, activations.DeadUnits,
-    activations.OutlierUnits, activations.LowPrecision, comparing.Width, comparing.Unusual, comparing.Invariant,
+    comparing.OutlierRank, comparing.Replica, comparing.Restart, data.Data, comparing.RunningStatistics,
+    activations.DeadUnits, activations.OutlierUnits, activations.LowPrecision, comparing.Width, comparing.Unusual,
+    comparing.Invariant,
 )  # fmt: skip
 """All rules that come with the recorder. A user may add others."""
 ENTRY_POINTS = "recorder.checks"
@@ -128,9 +129,11 @@ def find_rule(name: str, rules: Iterable[type[CheckRule]], where: str = "") -> t
 
 def make_rules(
     rules: Iterable[type[CheckRule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
-    other_widths: Sequence[Sizes] = (), replicas: Replicas | None = None,
+    other_widths: Sequence[Sizes] = (), compared: Mapping[str, ComparisonResult] | None = None,
 ) -> list[CheckRule]:  # fmt: skip
-    """Construct rules. Give them the facts about sound runs, about runs at other widths, and about the replicas.
+    """Construct rules. Give them the facts about sound runs, and about runs at other widths.
+
+    `compared` has, by name of a rule, what the caller found by comparing values of a whole run.
 
     A rule that cannot be constructed is replaced by a rule that reports the error.
     """
@@ -138,7 +141,8 @@ def make_rules(
     for rule in rules:
         try:
             one = rule(catalog, thresholds.get(rule.name))
-            one.normal, one.other_widths, one.replicas = normal, other_widths, replicas
+            one.normal, one.other_widths = normal, other_widths
+            one.compared = (compared or {}).get(rule.name)
             if not hasattr(one, "why_not_judged"):
                 raise TypeError("its __init__ does not call that of CheckRule")
         except Exception as error:  # a user's rule may raise anything, and the other rules must still run

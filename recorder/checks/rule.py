@@ -128,12 +128,12 @@ _SIZES = {
 _SIZES |= {f"{measure}, at least": words.replace(" in {0}", " in at least {0}") for measure, words in _SIZES.items()}
 
 
-class Replicas(NamedTuple):
-    """The result of comparing replicas bit by bit. Rules cannot do this, because they get only statistics."""
+class ComparisonResult(NamedTuple):
+    """What a comparison of a whole run's values found, for a rule that only reports it: `replica` or `restart`."""
 
     findings: Sequence[Finding]
     why_not_compared: str
-    """Why no replica was compared; empty if a replica was compared."""
+    """Why nothing was compared; empty if something was."""
     notes: Sequence[str] = ()
 
 
@@ -168,8 +168,8 @@ class CheckRule(ABC):
         """The normal ranges in sound runs; None if the user named no sound run."""
         self.other_widths: Sequence[Sizes] = ()
         """The sizes of outputs in runs of the same training at other widths; empty if the user named no such run."""
-        self.replicas: Replicas | None = None
-        """The result of comparing the replicas; None if the replicas were not compared."""
+        self.compared: ComparisonResult | None = None
+        """What the caller found by a comparison, for a `ComparedRule`; None if the caller compared nothing."""
         self.why_not_judged = ""
         """The reason why the rule judged nothing in a run with its columns, such as too few records; else empty."""
         self.set_up()

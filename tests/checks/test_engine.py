@@ -107,7 +107,7 @@ def test_ranks_that_say_one_thing_are_one_finding() -> None:
     assert one.ranks == (0, 1, 2)
 
 
-_OF_FACTS = ("replica", "not_optimized", "not_cleared", "loss_argument", "evaluation_mode", "batch_first")
+_OF_FACTS = ("replica", "restart", "not_optimized", "not_cleared", "loss_argument", "evaluation_mode", "batch_first")
 """Rules that read no statistics."""
 
 

@@ -90,7 +90,7 @@ def test_what_is_not_judged_is_one_line_unless_it_is_asked_for(cli: Cli, trained
     unjudged = cli("check", trained, "--json").json["not_judged"]
     lines = [line for line in cli("check", trained).out.splitlines() if "could not judge" in line]
     assert len(unjudged) > 5 and len(lines) == 1
-    assert lines[0].startswith(f"{len(unjudged)} of 34 rules could not judge the run without ")
+    assert lines[0].startswith(f"{len(unjudged)} of 35 rules could not judge the run without ")
     assert "keep=units (2)" in lines[0] and lines[0].endswith("; --verbose names each")
     told = cli("check", trained, "--verbose").out
     assert all(one["rule"] in told and one["why"] in told for one in unjudged)

@@ -479,7 +479,7 @@ def test_two_runs_are_drawn_beside_each_other(cli: Cli, tmp_path: Path) -> None:
     assert blocks["against"].data["verdict"] == "different"
     (nothing,) = [text for text, _, mark, *_ in blocks["top"].data["findings"] if mark == "right"]
     num = len(cli("check", one, "--json").json["not_judged"])
-    assert nothing.endswith(f"; {num} of 34 rules were not judged: recorder check {one} says why")
+    assert nothing.endswith(f"; {num} of 35 rules were not judged: recorder check {one} says why")
     assert [row[:3] for row in blocks["against"].data["differing"]] == [[2, "net.fc", "output"]]
 
 

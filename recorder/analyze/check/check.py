@@ -21,7 +21,7 @@ from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
-from ...checks.rules.comparing import NEVER_HERE, RUNNING_VARIANCE, OutlierRank, Replica, Width
+from ...checks.rules.comparing import NEVER_HERE, RUNNING_VARIANCE, OutlierRank, Replica, Restart, Width
 from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.no_gradient import NoGradient
 from ...checks.rules.parameters import Unchanged, Update
@@ -40,6 +40,7 @@ from ...system.text import counted, grouped, listed, number, shortened, steps_in
 from ..doctor.slots import read_rules
 from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
+from .restarts import restarts_of
 
 _LEAST_COMMON = 2
 """A baseline run with fewer than 1/`_LEAST_COMMON` of the judged run's values has another model or other sites."""
@@ -105,8 +106,9 @@ def check(
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
     normal, known_to = _learnt(baselines, chosen, settings) if baselines else (None, [])
     others = [_sizes(one, int(settings.get(Width.name, {}).get("steps", Width.default("steps")))) for one in widths]
-    replicas = replicas_of(run, mapper) if Replica in chosen else None
-    engine = Engine(make_rules(chosen, rows.catalog, settings, normal, others, replicas), rows.catalog)
+    compared = {Replica.name: replicas_of(run, mapper)} if Replica in chosen else {}
+    compared |= {Restart.name: restarts_of(run)} if Restart in chosen else {}
+    engine = Engine(make_rules(chosen, rows.catalog, settings, normal, others, compared), rows.catalog)
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
@@ -124,7 +126,7 @@ def check(
         ]
     more = verdict.num_more.items()
     notes += [f"{num} more findings of {name} were counted and are not listed" for name, num in more]
-    notes += replicas.notes if replicas is not None else ()
+    notes += [note for one in compared.values() for note in one.notes]
     notes += [*rows.probe_notes, *filter(None, [left_out(run)]), *run.endings, *raised(run)]
     if rows.num_superseded:
         notes.append(f"{rows.num_superseded} rows were left out, because a restart repeated their steps")
@@ -186,8 +188,8 @@ def _learnt(
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in (*rule.columns, *rule.more_columns)])
         learner = normal.learner(rows.catalog)
-        replicas = replicas_of(run) if Replica in rules else None
-        made = make_rules(rules, rows.catalog, dict(settings), replicas=replicas)
+        compared = {Replica.name: replicas_of(run)} if Replica in rules else {}
+        made = make_rules(rules, rows.catalog, dict(settings), compared=compared)
         engine = Engine(made, rows.catalog)
         for some in rows:
             learner.add(some.without_probe())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ...checks.rule import Finding, Replicas, Severity
+from ...checks.rule import ComparisonResult, Finding, Severity
 from ...checks.rules.comparing import Replica
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
@@ -20,10 +20,10 @@ _JOIN = "with DDP's join, a step need not be the same update on all ranks: compa
 NEVER_EQUAL = "ranks have held different values from the first record on"
 
 
-def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
+def replicas_of(run: Run, mapper: Mapper = map_serially) -> ComparisonResult:
     """Return the first difference of replicas at each site, as findings. `mapper` reads ranges of steps."""
     if len(run.ranks) < 2 and not run.is_merged:
-        return Replicas((), Replica.needs)
+        return ComparisonResult((), Replica.needs)
     search = compare_replicas(run, mapper)
     numbers = Counter(value.site for value in search.values.values())
     probed = {one.key[2]: one for one in apart_by_probe(run, search.equal_values)}
@@ -43,7 +43,7 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> Replicas:
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
     notes = [f"replicas: {note}" for note in search.notes()]
-    return Replicas(findings, "" if is_compared else f"{Replica.needs}: {why}", notes)
+    return ComparisonResult(findings, "" if is_compared else f"{Replica.needs}: {why}", notes)
 
 
 def _of_buffer(one: Differing) -> Finding:

@@ -24,11 +24,36 @@ _LEAST_DEVIATION = 0.01
 """The least standard deviation assumed for the logarithms of peers. Peers agree to better than 1 % only by chance."""
 
 
-class Replica(CheckRule):
+class ComparedRule(CheckRule):
+    """The base of rules that report what the caller found by comparing values of a whole run with each other."""
+
+    columns = ()
+
+    def add(self, rows: Rows) -> Iterable[Finding]:
+        """Report nothing. `finish` reports the caller's comparison."""
+        return ()
+
+    def finish(self) -> Iterable[Finding]:
+        if self.compared is None:
+            self.why_not_judged = f"{self.needs}, and only the rows of a whole run were compared"
+            return ()
+        self.why_not_judged = self.compared.why_not_compared
+        return self.compared.findings
+
+
+class Restart(ComparedRule):
+    name = "restart"
+    sentence = "A restarted training begins with parameters, optimizer state or a learning rate that were not restored."
+    sites = ("param", "scalar")
+    needs = "it needs a restart"
+    advice = "load what the checkpoint has before the first step"
+
+
+class Replica(ComparedRule):
     name = "replica"
     sentence = "A parameter, gradient, optimizer state or replicated activation differs between ranks that share it."
     severity = Severity.ERROR
-    sites, columns = ("param", "grad", "optim", "buffer"), ()
+    sites = ("param", "grad", "optim", "buffer")
     needs = "it needs parameters, gradients or optimizer states of several ranks"
     advice = "find what one rank did without the others; `recorder first` shows what each rank holds"
     advice_unreduced = (
@@ -42,17 +67,6 @@ class Replica(CheckRule):
         "if the ranks are to train one model, wrap it in DDP or FSDP, or give all ranks equal parameters and average "
         "the gradients"
     )
-
-    def add(self, rows: Rows) -> Iterable[Finding]:
-        """Report nothing: statistics cannot prove that bits are equal. `finish` reports the caller's comparison."""
-        return ()
-
-    def finish(self) -> Iterable[Finding]:
-        if self.replicas is None:
-            self.why_not_judged = f"{self.needs}, and only the rows of a whole run were compared"
-            return ()
-        self.why_not_judged = self.replicas.why_not_compared
-        return self.replicas.findings
 
 
 class OutlierRank(StreakRule):

@@ -1,0 +1,211 @@
+"""Compares what a restart begins with to what the run had before, for the check rule `restart`.
+
+A launcher starts a training again as another attempt of the same run. The probe has the norm of each parameter at each
+step before the update, so it shows which step's parameters an attempt has loaded: equal bits have equal norms. Numbers
+of steps are no proof, because a `GradScaler` skips updates, and a program may count in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...checks.rule import ComparisonResult, Finding, Severity
+from ...checks.rules.comparing import Restart
+from ...errors import RunError
+from ...numerics.keys import by_key
+from ...run.probe import MOST_PROBED, probe_size, probe_tables
+from ...run.run import Run
+from ...system.text import counted, number
+
+_SAME = 1e-6
+"""The relative difference up to which norms, and learning rates, are equal."""
+_BATCHES = 3
+"""The batches in a row that must be those with which the run began."""
+_RATE = "lr."
+"""The beginning of the names of scalars that are learning rates."""
+
+
+class _Key(NamedTuple):
+    site: str
+    root: str
+    module_path: str
+    name: str
+    numel: int
+    """The number of elements. Another number of ranks may give a rank another chunk."""
+
+
+class _Series(NamedTuple):
+    steps: npt.NDArray[np.int64]
+    """The steps, ascending, each once."""
+    values: npt.NDArray[np.float64]
+
+    def at(self, step: int) -> float:
+        """Return the value at a step, or NaN."""
+        found = np.searchsorted(self.steps, step)
+        is_there = found < len(self.steps) and self.steps[found] == step
+        return float(self.values[found]) if is_there else np.nan
+
+    def where(self, value: float) -> npt.NDArray[np.int64]:
+        """Return the steps at which the series has a value."""
+        return self.steps[np.isclose(self.values, value, rtol=_SAME, atol=0.0)]
+
+    def replaced_by(self, later: _Series) -> _Series:
+        """Return the series with the steps of a later attempt."""
+        kept = self.steps < later.steps[0]
+        return _Series(*(np.concatenate([a[kept], b]) for a, b in zip(self, later, strict=True)))
+
+
+_Values = dict[_Key, _Series]
+
+
+def restarts_of(run: Run) -> ComparisonResult:
+    """Return what the first rank with several attempts did not restore, as findings."""
+    attempts = by_key((one.rank, one.attempt) for one in run.writers if one.rank is not None)
+    rank = min((rank for rank, numbers in attempts.items() if len(set(numbers)) > 1), default=None)
+    if rank is None:
+        return ComparisonResult((), Restart.needs)
+    of_rank = sorted((one for one in run.writers if one.rank == rank), key=lambda one: one.started_ns)
+    newest = {one.attempt: one for one in of_rank}
+    writers = [newest[attempt] for attempt in sorted(newest)]
+    size = probe_size(writers)
+    if size is None or size.num_numbers > MOST_PROBED:
+        why = "the rules keep no number of parameters at every step" if size is None else "the probe is too large"
+        return ComparisonResult((), f"{Restart.needs}: {why}")
+    findings: list[Finding] = []
+    before: _Values = {}
+    try:
+        for writer in writers:
+            rows = pa.table({name: writer.column(name) for name in ("site", "name", "step", "mean")})
+            values = dict(_values_of(probe_tables([writer]), rows))
+            optimizers = writer.manifest.members.get("optimizers") or [{}]
+            counting = "" if writer.is_counted else str(optimizers[0].get("class", "the optimizer"))
+            findings += _judge(before, values, counting)
+            before |= {key: before[key].replaced_by(one) if key in before else one for key, one in values.items()}
+    except RunError as error:
+        return ComparisonResult(findings, f"{Restart.needs}: {error}")
+    return ComparisonResult(findings, "")
+
+
+def _values_of(probe: Iterable[Any], rows: Any) -> Iterator[tuple[_Key, _Series]]:
+    """Yield the norms of parameters and of the model's inputs, and the learning rates, of one attempt."""
+    found: dict[_Key, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]] = {}
+    for table in probe:
+        is_wanted = pc.or_(
+            pc.equal(table["site"], "param"),
+            pc.and_(pc.equal(table["site"], "input"), pc.equal(table["module_path"], "")),
+        )
+        table = table.filter(pc.and_(is_wanted, pc.equal(table["mode"], "train")))
+        names = [table[name].to_pylist() for name in _Key._fields]
+        keys = list(map(_Key, *names))
+        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        codes = np.array([order[key] for key in keys], np.int64)
+        steps, values = table["step"].to_numpy(), table["l2"].to_numpy()
+        for key, code in order.items():
+            found.setdefault(key, []).append((steps[codes == code], values[codes == code]))
+    rows = rows.filter(pc.and_(pc.equal(rows["site"], "scalar"), pc.starts_with(rows["name"].cast(pa.string()), _RATE)))
+    for row in rows.drop_null().to_pylist():
+        key = _Key("scalar", "", "", row["name"], 1)
+        found.setdefault(key, []).append((np.array([row["step"]]), np.array([row["mean"]])))
+    for key, pieces in found.items():
+        steps, values = map(np.concatenate, zip(*pieces, strict=True))
+        unique, first = np.unique(steps, return_index=True)
+        yield key, _Series(unique, values[first])
+
+
+def _judge(before: _Values, now: _Values, counting: str) -> Iterator[Finding]:
+    """Yield what an attempt did not restore. `counting` is the optimizer whose state counts the steps, if one does."""
+    known = {key: before[key] for key in now if key in before}
+    moving = {key: one for key, one in known.items() if key.site == "param" and np.ptp(one.values) > 0}
+    if not moving:
+        return
+    first = min(int(now[key].steps[0]) for key in moving)
+    moving = {key: one for key, one in moving.items() if int(now[key].steps[0]) == first}
+    loaded = {key: float(now[key].values[0]) for key in moving}
+    begin = min(int(one.steps[0]) for one in moving.values())
+    hits = np.concatenate([one.where(loaded[key]) for key, one in moving.items()])
+    steps, counts = np.unique(hits, return_counts=True)
+    if not len(steps) or 2 * counts.max() < len(moving):
+        if _are_far(moving, loaded, first, begin):
+            what = f"a restart continues at step {first} with other parameters than the run had at this step: "
+            yield _on_model(first, what + _NOT_LOADED, _LOAD)
+        return
+    best = steps[counts == counts.max()]
+    at = first if first in best else int(best[np.abs(best - first).argmin()])
+    others = [key for key, one in moving.items() if not _are_same(one.at(at), loaded[key])]
+    if others:
+        is_new = _are_same(float(moving[others[0]].values[0]), loaded[others[0]])
+        detail = f"it is one of {len(others)} that were not, of {counted(len(moving), 'parameter')}"
+        detail += "; its norm is that with which the run began" if is_new else ""
+        yield _on(
+            others[0], first, f"a restart with the parameters of step {at} did not restore this one", _LOAD, detail
+        )
+    if at == begin < first:
+        what = f"a restart continues at step {first} with the parameters with which the run began: {_NOT_LOADED}"
+        yield _on_model(first, what, _LOAD)
+    elif at > begin:
+        if first == begin and counting:
+            what = f"a restart has the parameters of step {at}, and {counting} counts its updates anew: "
+            yield _on_model(first, what + "the state of the optimizer was not restored", _SAVE_STATE)
+        else:
+            yield from _rates(known, now, first, at)
+        yield from _batches(known, now)
+
+
+_NOT_LOADED = "the model was not restored"
+_LOAD = "compare the names in the checkpoint with those of the model; load_state_dict with strict=True does"
+_SAVE_STATE = "save and load optimizer.state_dict() with the model"
+
+
+def _are_same(a: float, b: float) -> bool:
+    return bool(np.isclose(a, b, rtol=_SAME, atol=0.0))
+
+
+def _are_far(moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], first: int, begin: int) -> bool:
+    """Return whether the parameters are far from those that the run had at the first step of the restart.
+
+    They are near if an attempt was killed after the checkpoint of a step that it did not record. If the steps begin
+    anew, the training may do so, too, with other random numbers.
+    """
+    there = {key: one.at(first) for key, one in moving.items()}
+    is_far = [abs(loaded[key] - there[key]) > abs(one.values[0] - there[key]) / 2 for key, one in moving.items()]
+    return first > begin and 2 * sum(is_far) > len(moving)
+
+
+def _rates(known: _Values, now: _Values, first: int, at: int) -> Iterator[Finding]:
+    for key, one in known.items():
+        if key.site == "scalar" and now[key].steps[0] <= first:
+            rate, was = now[key].at(first), one.at(at)
+            around = [value for step in (at - 1, at, at + 1) if np.isfinite(value := one.at(step))]
+            if np.isfinite([rate, was]).all() and not min(around) * (1 - _SAME) <= rate <= max(around) * (1 + _SAME):
+                what = (
+                    f"a restart continues with the learning rate {number(rate)}, which was {number(was)} at step {at}"
+                )
+                advice = f"{_SAVE_STATE}, and that of the learning-rate scheduler, unless a new schedule is meant"
+                yield _on(key, first, what, advice)
+
+
+def _batches(known: _Values, now: _Values) -> Iterator[Finding]:
+    for key, one in known.items():
+        if key.site == "input":
+            begun, again = one.values[:_BATCHES], now[key].values[:_BATCHES]
+            is_same = len(again) == len(begun) == _BATCHES and np.allclose(begun, again, rtol=_SAME, atol=0.0)
+            if is_same and len(np.unique(begun)) == _BATCHES:
+                what = "a restart continues with the batches with which the run began"
+                advice = "restore the position in the data, unless the training is to see these batches again"
+                yield _on(key, int(now[key].steps[0]), what, advice)._replace(severity=Severity.NOTE)
+                return
+
+
+def _on_model(step: int, what: str, advice: str) -> Finding:
+    return _on(_Key("", "", "", "", 0), step, what, advice)
+
+
+def _on(key: _Key, step: int, what: str, advice: str, detail: str = "") -> Finding:
+    where = (step, key.root, key.module_path, key.site, key.name)
+    return Finding(Restart.name, Restart.severity, *where, (), what, "", 0.0, 0.0, advice, detail)

@@ -1,0 +1,63 @@
+"""The rule `restart`: what a restarted training did not restore, and the restarts that restore all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import recorder
+from recorder.analyze.check.check import check
+from recorder.checks.rule import Finding, Severity
+from tests.rigs import jobs
+
+CASES = ("sound", "sgd", "scratch", "rounded", "model", "partial", "state", "schedule", "batches")
+"""The first four are sound."""
+SCRIPT = Path(__file__).parents[1] / "scripts" / "restarted.py"
+Judged = Callable[[str], list[Finding]]
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
+    folder = tmp_path_factory.mktemp("restarted")
+    options = ("--standalone", "--max-restarts=1", "--nproc-per-node=1")
+    jobs.succeeded(jobs.torchrun(folder, SCRIPT, *CASES, options=options))
+
+    def judge(case: str) -> list[Finding]:
+        run = recorder.open_run(folder / case)
+        assert [writer.attempt for writer in run.writers] == [0, 1]
+        checked = check(run, ["restart"])
+        assert checked.unjudged == []
+        return checked.findings
+
+    return judge
+
+
+@pytest.mark.parametrize("case", CASES[:4])
+def test_a_restart_that_restores_all_or_nothing_is_sound(judged: Judged, case: str) -> None:
+    assert judged(case) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("model", "a restart continues at step 20 with the parameters with which the run began"),
+        ("state", "a restart has the parameters of step 20, and Adam counts its updates anew"),
+        ("schedule", "a restart continues with the learning rate 0.01, which was 0.005 at step 20"),
+    ],
+)
+def test_what_was_not_restored_is_named(judged: Judged, case: str, said: str) -> None:
+    (one,) = judged(case)
+    assert one.severity == Severity.WARNING and one.what.startswith(said)
+
+
+def test_a_parameter_that_was_not_restored_is_named_with_their_number(judged: Judged) -> None:
+    (one,) = judged("partial")
+    assert (one.module_path, one.name, one.step) == ("3", "weight", 20)
+    assert one.detail == "it is one of 2 that were not, of 6 parameters; its norm is that with which the run began"
+
+
+def test_batches_from_the_beginning_are_noted(judged: Judged) -> None:
+    (one,) = judged("batches")
+    assert (one.severity, one.site, one.name, one.step) == (Severity.NOTE, "input", "input", 20)
