@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..rules import KEEPS
+from ..sites import UPDATE
 from .rows import IS_PROBE, Catalog, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding, Severity
 
@@ -166,7 +167,7 @@ class Engine:
             elif lacking and rule.keep not in KEEPS:
                 yield Unjudged(rule.name, f"needs keep={rule.keep}, which this version does not record", "")
             elif lacking:
-                where = ",".join(rule.sites)
+                where = ",".join(site for site in rule.sites if site != UPDATE)  # no rule selects an update
                 what = f"there is no {', '.join(lacking)}" if has_rows else f"there are no rows of {where}"
                 yield Unjudged(rule.name, f"needs keep={rule.keep}, and {what}", f"site={where} keep={rule.keep}")
             elif rule.why_not_judged:

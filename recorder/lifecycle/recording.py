@@ -334,7 +334,7 @@ class Recording:
         clock, num_steps = self.capture.clock, self.optimizers.num_steps
         if self.capture.every_call_is_a_step or clock.source == "user" or clock.has_moved or num_steps == 1:
             return ""
-        why = "no optimizer stepped"
+        why = "no optimizer stepped" + (" after the first recorded call" if clock.step else "")
         if num_steps:
             why = f"optimizers stepped {num_steps} times, and no forward with gradients was seen after a step"
         return f"{why}, so every value is of step {clock.step}"

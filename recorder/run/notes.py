@@ -303,6 +303,8 @@ def damage(run: Run) -> str:
 
 
 _MAX_RAISED = 4
+_NO_ROOT = "no_root"
+"""The kind of the events that say that a model is not recorded."""
 
 
 def raised(run: Run) -> list[str]:
@@ -320,6 +322,13 @@ def raised(run: Run) -> list[str]:
     ]
     num_more = len(ranks_of) - len(told)
     return told + ([f"{counted(num_more, 'more exception')}, which recorder doctor names"] if num_more else [])
+
+
+def unrecorded(run: Run) -> list[str]:
+    """Return a sentence for each reason for which a trained model was not recorded."""
+    events = (one for writer in run.writers for one in writer.manifest.events if one.kind == _NO_ROOT)
+    why = dict.fromkeys(printable(one.message.partition(";")[0]) for one in events)
+    return [f"{one}; recorder doctor says what helps" for one in why]
 
 
 def _newest_step(writer: RecordedWriter) -> int | None:

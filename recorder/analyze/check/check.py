@@ -31,7 +31,7 @@ from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
 from ...rules import Rule, parse_rules
-from ...run.notes import damage, left_out, raised
+from ...run.notes import damage, left_out, raised, unrecorded
 from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
@@ -127,34 +127,46 @@ def check(
     more = verdict.num_more.items()
     notes += [f"{num} more findings of {name} were counted and are not listed" for name, num in more]
     notes += [note for one in compared.values() for note in one.notes]
-    notes += [*rows.probe_notes, *filter(None, [left_out(run)]), *run.endings, *raised(run)]
+    notes += [*rows.probe_notes, *filter(None, [left_out(run)]), *run.endings, *raised(run), *unrecorded(run)]
     if rows.num_superseded:
         notes.append(f"{rows.num_superseded} rows were left out, because a restart repeated their steps")
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
     steps = sorted(rows.steps)
-    has_update = len(steps) > 1 or any(key.site == "grad" for key in rows.catalog.series)
-    unjudged = _advised(run, verdict.unjudged, has_update=has_update)
+    has_update = any(key.site in ("param", "grad") for key in rows.catalog.series)
+    why_no_update = "" if has_update else _why_no_update(steps)
+    unjudged = _advised(run, verdict.unjudged, why_no_update)
     return Checked(findings, unjudged, len(chosen), rows.num_rows, rows.num_probed, steps, notes)
 
 
-def _advised(run: Run, unjudged: Sequence[Unjudged], *, has_update: bool) -> list[Unjudged]:
+def _why_no_update(steps: Sequence[int]) -> str:
+    """Return why a run has no parameters and gradients, which are recorded where an optimizer steps."""
+    if len(steps) > 1:
+        return "no optimizer of torch stepped, and parameters and gradients are recorded where one does"
+    return "the run ended before its first update" if steps == [0] else "no optimizer stepped after the recorded calls"
+
+
+def _advised(run: Run, unjudged: Sequence[Unjudged], why_no_update: str) -> list[Unjudged]:
     """Remove useless advice to add a recording rule: the run had the rule, or no value that the rule selects."""
     modules = run.modules.values()
     is_known, buffers = any(one.params for one in modules), {name for one in modules for name in one.buffers}
     has_no_norm = is_known and not any(name.endswith(RUNNING_VARIANCE) for name in buffers)
     is_untrained = any(one.untrained for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
-    is_cut_short = not has_update and any("grad" in rule.site for rule in rules)
+    selected = {site for rule in rules for site in rule.site} if why_no_update else set()
     told: list[Unjudged] = []
     for one in unjudged:
         (wanted,) = parse_rules(one.setting, takes_unknown_sites=True) or (None,)
         if wanted is not None and wanted.site == ("buffer",) and has_no_norm:
             why = "no buffer of the model is the running variance of a norm" if buffers else "the model has no buffers"
             one = one._replace(why=why, setting="")
-        elif wanted is not None and is_cut_short and not {*_OF_UPDATES}.isdisjoint(wanted.site):
-            one = one._replace(why="the run ended before its first update", setting="")
+        elif (
+            wanted is not None
+            and not selected.isdisjoint(_OF_UPDATES.intersection(wanted.site))
+            and (wanted.keep == KEEP_STATS)
+        ):
+            one = one._replace(why=why_no_update, setting="")
         elif wanted is not None and wanted.site == ("grad",) and is_untrained and "no rows" in one.why:
             one = one._replace(why="no optimizer has a parameter with a gradient", setting="")
         elif wanted is not None and one.rule == Data.name and any(_selects_inputs(rule) for rule in rules):
@@ -165,8 +177,8 @@ def _advised(run: Run, unjudged: Sequence[Unjudged], *, has_update: bool) -> lis
     return told
 
 
-_OF_UPDATES = ("grad", "grad_output", "param", UPDATE, "scalar")
-"""The sites of values that a program has once an optimizer has stepped."""
+_OF_UPDATES = frozenset(("param", "grad"))
+"""The sites of values that are recorded where an optimizer steps."""
 
 
 def _selects_inputs(rule: Rule) -> bool:
